@@ -1,9 +1,8 @@
-"""A file imports only from floors before its own; files and functions stay small."""
+"""A file imports only from floors before its own, files import each other in no circle, and both stay readable."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
@@ -23,53 +22,74 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-FILES = sorted(ROOT.rglob("*.py"))
+FILE_LINES, FUNCTION_LINES = 520, 45
+"""Most lines of a file, and of a function without its docstring."""
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms of isomorph that a file imports, at the top or inside a function."""
+TREES = {module_name(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+LINES = {module_name(path): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+
+
+def room(module: str) -> str:
+    _, *inner = module.split(".")
+    return inner[0] if inner else "__init__"
+
+
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Modules of isomorph that a file imports, at the top, inside functions or for type checking."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path.name}: relative import"
-            names = [f"isomorph.{a.name}" for a in node.names] if node.module == "isomorph" else [node.module]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "isomorph":
-                found.add(parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF else "__init__")
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}"
+            names = [f"{node.module}.{name}" if f"{node.module}.{name}" in TREES else node.module for name in names]
+        found |= {name for name in names if name.split(".")[0] == "isomorph"}
     return found
 
 
-def test_every_room_has_a_floor():
-    assert {room(path) for path in FILES} <= set(FLOOR_OF)
+IMPORTS = {module: imported_modules(tree) - {module} for module, tree in TREES.items()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_down(path):
-    own = room(path)
-    for other in imported_rooms(path) - {own}:
-        assert FLOOR_OF[other] < FLOOR_OF[own], f"{path.relative_to(ROOT)} imports {other}, which is not below {own}"
+def test_imports_go_down():
+    assert {room(module) for module in TREES} <= set(FLOOR_OF), "a room without a floor"
+    upward = [
+        f"{module} imports {other}"
+        for module, imports in IMPORTS.items()
+        for other in imports
+        if room(other) != room(module) and FLOOR_OF[room(other)] >= FLOOR_OF[room(module)]
+    ]
+    assert not upward
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 350
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            docstring = len((ast.get_docstring(node) or "").splitlines())
-            assert node.end_lineno - node.lineno - docstring <= 45, f"{path.name}: {node.name} is long"
+def test_files_import_each_other_in_no_circle():
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as error:
+        raise AssertionError(f"files import each other in a circle: {' <- '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_public_names_are_documented(path):
-    tree = ast.parse(path.read_text())
-    assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{path.name}: {node.name} has no docstring"
+def test_files_and_functions_stay_small():
+    long = [f"{module} has {lines} lines" for module, lines in LINES.items() if lines > FILE_LINES]
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                docstring = len((ast.get_docstring(node) or "").splitlines())
+                if node.end_lineno - node.lineno - docstring > FUNCTION_LINES:
+                    long.append(f"{module}.{node.name} is long")
+    assert not long
+
+
+def test_files_and_public_classes_are_documented():
+    undocumented = [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
+    undocumented += [
+        f"{module}.{node.name}"
+        for module, tree in TREES.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert not undocumented

@@ -19,7 +19,8 @@ from isomorph.tasks.language.task import LanguageTask
 from isomorph.tasks.language.tokenizer import open_tokenizer
 from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.task import EvaluationOptions, find_task, task_of
+from isomorph.training.recipe.tasks import find_task
+from isomorph.training.task import EvaluationOptions, task_of
 from stopping import stopped_run
 
 transformers = pytest.importorskip("transformers")

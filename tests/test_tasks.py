@@ -15,21 +15,12 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader
 from isomorph.distributed import Runtime
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.training import task as tasks
-from isomorph.training.objectives.objective import Objective
+from isomorph.training.recipe import tasks
 from isomorph.training.recipe.part import Part, Positive
 from isomorph.training.recipe.recipe import validate
+from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS, find_task, register_task
 from isomorph.training.run.step import to_device
-from isomorph.training.task import (
-    ENTRY_POINTS,
-    TASKS,
-    EvaluationOptions,
-    Task,
-    find_task,
-    recorded_task,
-    register_task,
-    task_of,
-)
+from isomorph.training.task import EvaluationOptions, Objective, Task, recorded_task, task_of
 from stopping import stopped_run
 
 

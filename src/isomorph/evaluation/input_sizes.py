@@ -148,6 +148,15 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
     return _find_problem(model, size, _is_native_size(model, size))
 
 
+def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
+    """Raise UserError if the model cannot process images of this size (channels, height, width)."""
+    if reason := input_size_problem(model, size):
+        raise UserError(
+            f"{name} cannot process the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, "
+            "or model.kwargs.img_size if the model has it"
+        )
+
+
 @torch.no_grad()
 def _find_problem(model: nn.Module, size: Sequence[int], native: bool) -> str:
     """Return why the model does not take an image of this size, which may be its `native` one; empty if it does."""

@@ -2,12 +2,12 @@
 
 from isomorph.training.classification import Classification
 from isomorph.training.history import gating_history, saved_models
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.optim import parameter_groups
 from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.recipe.tasks import register_task
 from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
-from isomorph.training.task import EvaluationOptions, Task, register_task
+from isomorph.training.task import EvaluationOptions, Objective, Task
 
 __all__ = [
     "Classification",

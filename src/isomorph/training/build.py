@@ -23,7 +23,7 @@ from isomorph.data.streams.loader import stream_loader, stream_test_loader
 from isomorph.data.streams.stream import Stream, open_stream
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import input_size_problem, training_config
+from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
 from isomorph.surgery.notes import add_notes
@@ -155,15 +155,6 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     if recipe.data.crop_pct:
         crop = crops["center"] | {"crop_pct": recipe.data.crop_pct}
     return training_config(model, recipe.data.size, crop)
-
-
-def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
-    """Raise UserError if the model cannot process images of this size (channels, height, width)."""
-    if reason := input_size_problem(model, size):
-        raise UserError(
-            f"{name} cannot process the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, "
-            "or model.kwargs.img_size if the model has it"
-        )
 
 
 def open_sources(recipe: Recipe) -> tuple[Data, Data]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.data import Mixup
@@ -17,20 +17,19 @@ from isomorph.data.streams.stream import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.class_names import class_namer
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.input_sizes import check_image_size, evaluation_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.training.build import (
     build_test_loader,
     build_train_loader,
-    check_image_size,
     data_config,
     open_sources,
 )
-from isomorph.training.objectives.objective import Objective, build_objective
+from isomorph.training.objectives.objective import build_objective
 from isomorph.training.objectives.supervised import build_mixup
 from isomorph.training.recipe.part import Part
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import Prediction, Task
+from isomorph.training.task import Objective, Prediction, Task
 
 TOP_CLASSES = 5
 """Classes that are predicted for an image."""
@@ -99,4 +98,4 @@ CLASSIFICATION = Classification(Part())
 
 def recipe_task(recipe: Recipe) -> Task:
     """Return the task of a recipe."""
-    return recipe.task.task if recipe.task else CLASSIFICATION
+    return cast(Task, recipe.task.task) if recipe.task else CLASSIFICATION

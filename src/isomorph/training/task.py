@@ -1,4 +1,4 @@
-"""What a task brings to the training loop, and the tasks by name.
+"""What a task brings to the training loop, and the task that a checkpoint recorded.
 
 One loop trains every task. A task opens the data, builds the network, deals batches, and has a loss, test metrics and
 predictions of its own. A recipe names it (`task: {name: segmentation, ...}`); without a name it is image
@@ -6,15 +6,14 @@ classification (`Classification`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
-from importlib import import_module
-from importlib.metadata import entry_points
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from PIL import Image
+from timm.task import TrainingTask
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -22,23 +21,11 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from isomorph.training.build import build_model
 from isomorph.training.recipe.part import Part
-
-if TYPE_CHECKING:
-    from isomorph.training.objectives.objective import Objective
-    from isomorph.training.recipe.recipe import Recipe
-
-ENTRY_POINTS = "isomorph.tasks"
-"""Group of the entry points by which other packages offer tasks."""
-
-TASKS: dict[str, "str | type[Task]"] = {
-    "detection": "isomorph.tasks.detection.task:Detection",
-    "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
-    "text_classification": "isomorph.tasks.language.classify:TextClassification",
-    "diffusion": "isomorph.tasks.diffusion.task:Diffusion",
-    "segmentation": "isomorph.tasks.segmentation.task:Segmentation",
-}
-"""Tasks by their names in recipes and checkpoints: a class, or `module:class` to import; `register_task` adds one."""
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.recipe.tasks import open_task
 
 
 class EvaluationOptions(NamedTuple):
@@ -94,6 +81,35 @@ class ImagesWithTruth(Protocol):
         """Return what the task compares predictions with."""
 
 
+Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
+
+
+def _identity(module: nn.Module) -> nn.Module:
+    return module
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a run, the metrics of its trained module, and the model to save.
+
+    >>> loss = timm.task.ClassificationTask(timm.create_model("cifar_resnet20"), torch.nn.CrossEntropyLoss())
+    >>> objective = iso.training.Objective(loss, lambda model, loader, runtime: {"top1": 10.0}, lambda m: m["top1"])
+    >>> objective.score({"top1": 10.0})
+    10.0
+    """
+
+    task: TrainingTask
+    """The loss, with the modules that it trains."""
+    measure: Measure
+    """Computes the test metrics, over all processes."""
+    score: Callable[[dict[str, float]], float]
+    """Turns metrics into the number that is highest for the best epoch."""
+    result: Callable[[nn.Module], nn.Module] = _identity
+    """Returns the model to evaluate and save, given the trained module."""
+    autoencoder: Callable[[nn.Module], MaskedAutoencoder] | None = None
+    """Returns the autoencoder, which pre-training saves too, given the trained module."""
+
+
 class Task:
     """What a task brings to the training loop; a subclass for each task.
 
@@ -120,24 +136,22 @@ class Task:
     def __init__(self, options: Part) -> None:
         self.options: Any = options
 
-    def check_recipe(self, recipe: "Recipe") -> None:
+    def check_recipe(self, recipe: Recipe) -> None:
         """Raise ValueError for fields that do not fit together; what is wrong with files is found by `open_data`."""
 
-    def open_data(self, recipe: "Recipe") -> tuple[Any, Any]:
+    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
         """Open the data sets to train and to test on. Raises: UserError for anything wrong with them."""
         raise NotImplementedError
 
-    def build_model(self, recipe: "Recipe", train: Any, recast_now: bool) -> nn.Module:
+    def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         """Build the network with its initial weights, and recast it if `recast_now`."""
-        from isomorph.training.build import build_model
-
         return build_model(recipe.model, len(train.classes), recipe.drop_path, recast_now)
 
-    def data_config(self, recipe: "Recipe", model: nn.Module) -> dict[str, Any]:
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
         """Return what the loaders need to know about the model's inputs: here input_size, mean, std, interpolation."""
         return training_config(model, recipe.data.size, {})
 
-    def check_model(self, recipe: "Recipe", model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         """Raise UserError, before anything is written, if the model cannot process the data."""
 
     def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
@@ -145,7 +159,7 @@ class Task:
         return torch.zeros(1, *config["input_size"]) if "input_size" in config else None
 
     def train_loader(
-        self, recipe: "Recipe", config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
         """Return the loader of this process's parts of every batch, from the sampler's first step to the last.
 
@@ -154,15 +168,15 @@ class Task:
         """
         raise NotImplementedError
 
-    def mix(self, recipe: "Recipe", model: nn.Module) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    def mix(self, recipe: Recipe, model: nn.Module) -> Callable[[Any, Any], tuple[Any, Any]] | None:
         """Return what mixes the samples of a batch on the device: (inputs, targets) -> the same; None for nothing."""
         return None
 
-    def test_loader(self, recipe: "Recipe", config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         """Return the batches of this process's share of the test data: samples rank, rank + world, ..."""
         raise NotImplementedError
 
-    def objective(self, recipe: "Recipe", model: nn.Module, device: torch.device) -> "Objective":
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         """Return the loss around the model, the test metrics and the score that decides which epoch is best."""
         raise NotImplementedError
 
@@ -183,51 +197,6 @@ class Task:
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         """Return the prediction of a trained model for a file. Raises: UserError when it cannot be read."""
         raise UserError(f"{type(self).__name__} makes no predictions for a file")
-
-
-def find_task(name: str) -> type[Task]:
-    """Return the class of a task by its name. Raises: UserError for an unknown task."""
-    if name not in TASKS:
-        _register_installed_tasks()
-    if name not in TASKS:
-        close = get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)}, or leave it out"
-        raise UserError(f"{name!r} is not a task; {hint}")
-    found = TASKS[name]
-    if isinstance(found, str):
-        module, _, kind = found.partition(":")
-        found = getattr(import_module(module), kind)
-    return found
-
-
-def register_task(name: str, task: str | type[Task]) -> None:
-    """Add a task, a class or `module:class`, to those that recipes and checkpoints know by name.
-
-    An installed package offers a task with an entry point in the group `isomorph.tasks`.
-
-    Raises: UserError if the name is taken.
-
-    >>> class Relabelled(iso.training.Classification):
-    ...     "Classification with a loss of its own."
-    >>> iso.training.register_task("relabelled", Relabelled)
-    >>> data = {"source": "digits", "size": [8, 8]}
-    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, task={"name": "relabelled"})
-    """
-    if TASKS.get(name, task) != task:
-        raise UserError(f"a task named {name} is registered already; choose another name")
-    TASKS[name] = task
-
-
-def _register_installed_tasks() -> None:
-    """Register the tasks that installed packages offer."""
-    for entry in entry_points(group=ENTRY_POINTS):
-        register_task(entry.name, entry.value)
-
-
-def open_task(name: str, options: dict[str, Any]) -> Task:
-    """Return a task with its options. Raises: UserError for an unknown task, pydantic.ValidationError for options."""
-    task = find_task(name)
-    return task(task.fields.model_validate(options))
 
 
 def task_of(model: nn.Module) -> Task | None:
@@ -253,11 +222,6 @@ def recorded_task(model: nn.Module) -> Task | None:
         return None
     options = {name: value for name, value in recorded.items() if name != "name"}
     try:
-        return open_task(recorded["name"], options)
+        return cast(Task, open_task(recorded["name"], options))
     except ValueError as error:
         raise UserError(f"the model's checkpoint names a task with options that it does not have: {error}") from None
-
-
-def task_names(source: str) -> Sequence[str]:
-    """Return the names of the tasks that take a data source."""
-    return [name for name in TASKS if source in find_task(name).sources]

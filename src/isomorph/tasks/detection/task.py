@@ -23,8 +23,8 @@ from isomorph.training.task import EvaluationOptions, Prediction, Task
 
 if TYPE_CHECKING:
     from isomorph.tasks.detection.dataset import DetectionSource
-    from isomorph.training.objectives.objective import Objective
     from isomorph.training.recipe.recipe import Recipe
+    from isomorph.training.task import Objective
 
 
 _LARGEST_BATCH = 8
@@ -130,7 +130,7 @@ class Detection(Task):
 
     def objective(self, recipe: "Recipe", model: nn.Module, device: torch.device) -> "Objective":
         from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask
-        from isomorph.training.objectives.objective import Objective
+        from isomorph.training.task import Objective
 
         options = self.options
         if options.teacher is None:

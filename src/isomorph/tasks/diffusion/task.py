@@ -21,11 +21,10 @@ from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedul
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error
 from isomorph.training.build import build_model, build_test_loader, open_sources, share_loader
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.part import Part
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import EvaluationOptions, Task
+from isomorph.training.task import EvaluationOptions, Objective, Task
 
 Variance = Annotated[float, Field(gt=0, lt=1)]
 

@@ -20,10 +20,9 @@ from isomorph.tasks.language.metrics import compute_metrics
 from isomorph.tasks.language.sentences import Sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask
 from isomorph.training.objectives.masked import PretrainingTask
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.step import to_device
-from isomorph.training.task import EvaluationOptions, Prediction
+from isomorph.training.task import EvaluationOptions, Objective, Prediction
 
 
 class TextClassificationPart(LanguagePart):

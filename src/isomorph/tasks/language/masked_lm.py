@@ -17,11 +17,10 @@ from isomorph.tasks.language.corpus import IGNORED, PackedTexts, find_text_files
 from isomorph.tasks.language.glue_files import open_root, training_sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask, divide
 from isomorph.training.objectives.masked import PretrainingTask
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.part import Rate
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.step import to_device
-from isomorph.training.task import EvaluationOptions, Prediction
+from isomorph.training.task import EvaluationOptions, Objective, Prediction
 
 TEST_PART = 0.01
 """Part of the sequences to test on, where there is no text file for it."""

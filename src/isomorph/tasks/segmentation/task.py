@@ -36,9 +36,8 @@ from isomorph.tasks.segmentation.page import SHOWN_IMAGES, WorstImages, write_ma
 from isomorph.tasks.segmentation.pairs import MaskedImages
 from isomorph.tasks.segmentation.predict import measure, predict_mask
 from isomorph.training.build import build_model
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import EvaluationOptions, Prediction, Task
+from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
 
 
 class Segmentation(Task):

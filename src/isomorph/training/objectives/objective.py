@@ -1,7 +1,6 @@
 """Build the objective of a run from its recipe: the loss, the test metrics and the score."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
@@ -28,35 +27,7 @@ from isomorph.training.objectives.supervised import (
 )
 from isomorph.training.objectives.token_labels import build_token_labelling
 from isomorph.training.recipe.recipe import Recipe
-
-Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
-
-
-def _identity(module: nn.Module) -> nn.Module:
-    """Return the module unchanged."""
-    return module
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss of a run, the metrics of its trained module, and the model to save.
-
-    >>> loss = timm.task.ClassificationTask(timm.create_model("cifar_resnet20"), torch.nn.CrossEntropyLoss())
-    >>> objective = iso.training.Objective(loss, lambda model, loader, runtime: {"top1": 10.0}, lambda m: m["top1"])
-    >>> objective.score({"top1": 10.0})
-    10.0
-    """
-
-    task: TrainingTask
-    """The loss, with the modules that it trains."""
-    measure: Measure
-    """Computes the test metrics, over all processes."""
-    score: Callable[[dict[str, float]], float]
-    """Turns metrics into the number that is highest for the best epoch."""
-    result: Callable[[nn.Module], nn.Module] = _identity
-    """Returns the model to evaluate and save, given the trained module."""
-    autoencoder: Callable[[nn.Module], MaskedAutoencoder] | None = None
-    """Returns the autoencoder, which pre-training saves too, given the trained module."""
+from isomorph.training.task import Measure, Objective
 
 
 def build_objective(recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:

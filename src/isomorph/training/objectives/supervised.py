@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
-from isomorph.training.build import check_image_size
+from isomorph.evaluation.input_sizes import check_image_size
 from isomorph.training.objectives.map_similarity import PenalisedTask
 from isomorph.training.objectives.token_labels import LabelMapMixup
 from isomorph.training.recipe.fields import AugmentPart

@@ -27,7 +27,7 @@ from isomorph.training.recipe.part import (
     Rate,
     Size,
 )
-from isomorph.training.task import task_names
+from isomorph.training.recipe.tasks import task_names
 
 MAX_WRITTEN_RATE = 10.0
 """Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x."""

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from isomorph.data.formats.registry import SOURCES
+from isomorph.data.streams.stream import STREAMS
 from isomorph.errors import UserError
 from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, OptimPart, ScalePart
 from isomorph.training.recipe.mask_fields import MaskPart
@@ -21,7 +23,7 @@ from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.recipe.parse import load_toml, load_yaml, read_text
 from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
-from isomorph.training.recipe.task_fields import TaskPart, check_task
+from isomorph.training.recipe.tasks import TaskPart, task_names
 
 P = typing.TypeVar("P", bound=Part)
 
@@ -143,7 +145,7 @@ class Recipe(Part):
             raise ValueError("token_labels works with the softmax loss only; leave loss at softmax")
         if self.token_labels and self.token_labels.maps:
             self._check_label_maps()
-        check_task(self)
+        _check_task(self)
         return self
 
     def _check_iterations(self, iterations: int) -> None:
@@ -177,6 +179,30 @@ class Recipe(Part):
     def folder(self) -> Path:
         """Folder of the run: `out`, or runs/NAME."""
         return self.out or Path("runs") / self.name
+
+
+def _check_task(recipe: Recipe) -> None:
+    """Raise ValueError for data or fields that the recipe's task does not take."""
+    source = recipe.data.source
+    if recipe.task is None:
+        if source not in (*SOURCES, *STREAMS):
+            raise ValueError(f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}")
+        return
+    task, name = recipe.task.task, recipe.task.name
+    if source not in task.sources:
+        raise ValueError(f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}")
+    for field in task.unused:
+        if _is_changed(recipe, field):
+            raise ValueError(f"{field} does not apply to {name}; leave it out")
+    task.check_recipe(recipe)
+
+
+def _is_changed(part: Part, field: str) -> bool:
+    """True if a field such as `loss` or `data.size` differs from its default."""
+    *groups, name = field.split(".")
+    for group in groups:
+        part = getattr(part, group)
+    return getattr(part, name) != type(part).model_fields[name].get_default()
 
 
 CHANGEABLE: dict[str, Any] = {

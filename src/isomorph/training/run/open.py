@@ -18,7 +18,6 @@ from isomorph.data.sampler import BatchOrder, BatchParts
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.training.build import Data, plan_batches
 from isomorph.training.classification import recipe_task
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.parallel import distribute, prepare_model
 from isomorph.training.recipe.recipe import Recipe
@@ -32,6 +31,7 @@ from isomorph.training.run.preflight import (
 from isomorph.training.run.restore import find_snapshot, restore
 from isomorph.training.run.state import LOSS_DTYPES, Run
 from isomorph.training.run.tracking import check_tracker
+from isomorph.training.task import Objective
 
 
 class RunData(NamedTuple):

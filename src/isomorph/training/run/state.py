@@ -35,13 +35,13 @@ from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.streams.loader import workers_of_part
 from isomorph.distributed import Runtime
 from isomorph.training.classification import recipe_task
-from isomorph.training.objectives.objective import Objective
 from isomorph.training.parallel import gathered_state_dict
 from isomorph.training.recipe.recipe import (
     Recipe,
     identity_json,
 )
 from isomorph.training.run.guards import LossGuard
+from isomorph.training.task import Objective
 
 LOSS_SUM = "progress.loss"
 LOSS_DTYPES = {"mps": torch.float32}
