@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import isomorph as iso
 from docs_diagrams import coatnet_diagram, pyramid_diagram
-from isomorph.layers.similar_mean import similar_mean, similar_weights
 from isomorph.report.charts import Bars
 from isomorph.report.figures import QueryMaps, draw_chart, maps_figure, pyplot, style
 
@@ -32,8 +31,6 @@ RESULTS = Path(__file__).parent / "results"
 PELICAN = ("imagenet_samples-000.tar", "0144_n02051845_pelican.jpg")
 QUERY = (0.42, 0.62)
 """The query of all maps, as fractions of height and width: the pelican's neck."""
-SIMILAR_IMAGES = (1, 3, 7, 11, 17, 26)
-"""Test images of CIFAR-10 on which attention to similar positions is shown."""
 HEAD_NAMES = ["up left", "up", "up right", "left", "middle", "right", "down left", "down", "down right"]
 
 
@@ -93,38 +90,6 @@ def tcnn_heads(runs: Path) -> Any:
         "after fine-tuning": iso.load(trained_run(runs) / "model.safetensors"),
     }
     return maps_figure(image, {title: tcnn_maps(model, layer, image) for title, model in models.items()})
-
-
-def similar(runs: Path) -> Any:
-    """Return what the opened heads of a trained stem attend to on test images, and what they read instead."""
-    return similar_figure(iso.load(trained_run(runs, "cifar_similar") / "model.safetensors").eval())
-
-
-@torch.no_grad()
-def similar_figure(model: Any) -> Any:
-    """Return the figure of a network whose first layer attends to similar positions."""
-    layer, source = model.conv1, iso.data.open_source("cifar10", "test")
-    images = np.stack([np.asarray(source.image(index)) / 255 for index in SIMILAR_IMAGES])
-    x = torch.cat([as_batch(image, model) for image in images])
-    z = layer.embed(x)
-    positions = layer.window[0] * layer.window[1]
-    own = similar_weights(z, layer.window)[:, positions // 2]
-    std = torch.tensor(model.pretrained_cfg["std"]).view(3, 1, 1)
-    change = ((similar_mean(x, z, layer.window) - x) * std).permute(0, 2, 3, 1).numpy()
-    figure, axes = pyplot().subplots(4, len(images), figsize=(7.4, 5.0))
-    rows = {
-        "test image": images,
-        "attention to itself\n(white: all of it)": own.numpy(),
-        "what an open\nhead reads": (images + change).clip(0, 1),
-        "difference, times 4": (0.5 + 4 * change).clip(0, 1),
-    }
-    for line, (title, values) in zip(axes, rows.items(), strict=True):
-        line[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=8)
-        for cell, value in zip(line, values, strict=True):
-            cell.imshow(value, cmap="gray", vmin=1 / positions, vmax=1, interpolation="nearest")
-            remove_ticks(cell)
-    figure.subplots_adjust(wspace=0.05, hspace=0.06)
-    return figure
 
 
 def gates_and_spans(runs: Path) -> Any:
@@ -298,7 +263,6 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "locality.png": locality,
     "gate.png": gate,
     "refiner.png": refiner,
-    "similar.png": similar,
     "cost.svg": cost,
     "robustness.svg": robustness,
 }

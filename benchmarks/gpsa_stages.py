@@ -2,7 +2,7 @@
 
     python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only TABLE]
 
-Ratios are times relative to the convolution, interleaved in one process. TABLE is stages, similar, networks, memory,
+Ratios are times relative to the convolution, interleaved in one process. TABLE is stages, networks, memory,
 training, forms, tiles or naive; the other tables stay in the result file. "memory" counts what autograd keeps, and
 allocates no GPU memory.
 """
@@ -31,7 +31,6 @@ STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batc
     "depthwise 7x7, 28": (192, 192, 28, 7, 1, 192, 4),
     "groups of 4, 28": (128, 128, 28, 3, 1, 32, 4),
 }
-SIMILAR_STAGES = STAGES | {"stem 3x3, 32": (3, 16, 32, 3, 1, 1, 128)}
 FORMS = {
     "positions": dict(content="none"),
     "pooled": dict(content="pooled"),
@@ -47,7 +46,7 @@ IMAGES = 32
 
 def convolution(stage):
     """The convolution of a stage and its input."""
-    channels, out, side, kernel, stride, groups, batch = SIMILAR_STAGES[stage]
+    channels, out, side, kernel, stride, groups, batch = STAGES[stage]
     conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return conv, torch.randn(batch, channels, side, side)
 
@@ -77,34 +76,6 @@ def stage_table(device, rounds):
             row |= {"forward ms": run[key], "forward / convolution": run[key] / run["convolution", ""]}
             row |= {"step ms": train[key], "step / convolution": train[key] / train["convolution", ""]}
             rows.append(row | {"saved MiB": saved_mib(layer, x)})
-    return rows
-
-
-def compared_rows(stage, forms, x, device, rounds):
-    """A row for every form, with times relative to the first."""
-    first = next(iter(forms))
-    run = interleaved({form: forward(model.eval(), x) for form, model in forms.items()}, device, rounds)
-    train = interleaved({form: step(model.train(), x) for form, model in forms.items()}, device, max(rounds // 2, 2))
-    return [
-        {"stage": stage, "batch": len(x), "form": form, "forward / convolution": run[form] / run[first]}
-        | {"step / convolution": train[form] / train[first], "saved MiB": saved_mib(forms[form], x)}
-        for form in forms
-    ]
-
-
-def similar_table(device, rounds):
-    """Attention to similar positions by stage and window, and networks with it in the stem and everywhere."""
-    rows = []
-    for stage in SIMILAR_STAGES:
-        conv, x = (part.to(device) for part in convolution(stage))
-        rules = {window: iso.ConvToGPSA(content="similar", window=window, gate=0.0) for window in (3, 5, 7)}
-        layers = {f"similar, window {window}": rule.build(conv).to(device) for window, rule in rules.items()}
-        rows += compared_rows(stage, {"convolution": conv} | layers, x, device, rounds)
-    for name, size, batch in (("cifar_resnet20", 32, 64), ("resnet18", 224, 1), ("resnet50", 224, 1)):
-        cnn, x = timm.create_model(name).to(device), torch.randn(batch, 3, size, size, device=device)
-        rule, where = iso.ConvToGPSA(content="similar", gate=0.0), {"stem": "conv1", "all": odd_square}
-        models = {f"similar, {title}": iso.recast(cnn, rule, layers) for title, layers in where.items()}
-        rows += compared_rows(name, {"CNN": cnn} | models, x, device, rounds)
     return rows
 
 
@@ -217,7 +188,6 @@ def naive_table(device, rounds):
 TABLES = {
     "naive": naive_table,
     "stages": stage_table,
-    "similar": similar_table,
     "networks": network_table,
     "memory": memory_table,
     "training": training_table,

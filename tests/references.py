@@ -140,44 +140,6 @@ def gpsa2d(layer, x):
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
 
 
-def similar_attention(layer, x):
-    """The formula of SimilarGPSA2d, query by query and key by key, on the padded map. -> (B, nh, Nq, Nk)"""
-    (ph, pw), (H, W), k = layer.padding, x.shape[-2:], layer.kernel_size
-    Hp, Wp = H + 2 * ph, W + 2 * pw
-    keys, queries, position = tap_positions(layer, Hp, Wp)
-    corners = [(r - k // 2, c - k // 2) for r, c in queries]
-    embedded = torch.einsum("dc,bchw->bhwd", layer.embedding.weight, x)
-
-    def similar(r, c):  # of a position of the padded map
-        if not (ph <= r < ph + H and pw <= c < pw + W):
-            return F.one_hot(torch.tensor(r * Wp + c), Hp * Wp).to(x.dtype).expand(len(x), -1)
-        own, near, scores = embedded[:, r - ph, c - pw], [], []
-        for place, (i, j) in enumerate(keys):
-            inside = ph <= i < ph + H and pw <= j < pw + W
-            if inside and abs(i - r) <= layer.window[0] // 2 and abs(j - c) <= layer.window[1] // 2:
-                distance = (own - embedded[:, i - ph, j - pw]).square().sum(1)
-                near.append(place)
-                scores.append(-torch.exp(layer.log_sharpness) * distance / 2)
-        weights = torch.softmax(torch.stack(scores, 1), 1)
-        return torch.zeros(len(x), Hp * Wp, dtype=x.dtype).index_add(1, torch.tensor(near), weights)
-
-    maps = []
-    for h in range(k * k):
-        content = torch.stack([similar(r + h // k, c + h % k) for r, c in corners], 1)
-        share = torch.sigmoid(layer.gate[h])
-        maps.append((1 - share) * content + share * position[h])
-    return torch.stack(maps, 1)
-
-
-def similar_gpsa2d(layer, x):
-    """The sum over heads of attention times input times filter."""
-    ph, pw = layer.padding
-    values = F.pad(x, (pw, pw, ph, ph)).flatten(2)
-    columns = torch.einsum("bhqk,bck->bchq", similar_attention(layer, x), values).flatten(1, 2)
-    y = F.conv1d(columns, layer.weight.flatten(1)[:, :, None], layer.bias, groups=layer.groups)
-    return y.unflatten(-1, layer.query_grid(*x.shape[-2:]))
-
-
 def pyramid(layer, x):
     """TDRL eq. 6 and 7, branch by branch: every token through every layer. x (*, C), or (B, C, H, W) of convolutions"""
     tokens = x if layer.branches[0][0].weight.ndim == 4 else x.flatten(0, -2)

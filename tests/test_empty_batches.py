@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import nn
 
-from isomorph.layers import GPSA, GPSA2d, PyramidConv2d, PyramidLinear, SimilarGPSA2d, SpatialAttention
+from isomorph.layers import GPSA, GPSA2d, PyramidConv2d, PyramidLinear, SpatialAttention
 from small_models import MODELS, SMALL, build, recast, vit
 
 RECASTS = [name.removeprefix("vit, ") for name in MODELS if name.startswith("vit, ")]
@@ -54,7 +54,6 @@ def test_a_vit_recast_by_every_rule(rule):
         (SpatialAttention(8, 2, grid_size=(3, 2), prefix_tokens=1), (0, 7, 8), (0, 7, 8)),
         (GPSA2d(6, 4, 3, stride=2, padding=1), (0, 6, 8, 5), (0, 4, 4, 3)),
         (GPSA2d(6, 4, 3, padding=1), (0, 6, 40, 24), (0, 4, 40, 24)),
-        (SimilarGPSA2d(6, 4, 3, stride=2, padding=1), (0, 6, 8, 5), (0, 4, 4, 3)),
         (PyramidLinear(6, 4), (0, 3, 6), (0, 3, 4)),
         (PyramidLinear(6, 4, rectify="batchnorm"), (4, 0, 6), (4, 0, 4)),
         (PyramidConv2d(6, 4, 3, padding=1), (0, 6, 5, 4), (0, 4, 5, 4)),

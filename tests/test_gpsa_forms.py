@@ -15,7 +15,6 @@ from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.prune_heads import closed_heads, prune_heads
-from isomorph.layers.similar_gpsa2d import SimilarGPSA2d
 from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
@@ -244,7 +243,6 @@ def test_analysis_sees_bounded_content():
     [
         lambda: WindowGPSA2d(6, 1, 3, 1, 1, window=3),
         lambda: PooledGPSA2d(6, 1, 3, 1, 1, cells=2),
-        lambda: perturbed(SimilarGPSA2d(6, 1, 3, 1, 1, sharpness=0.5)),
     ],
 )
 def test_functional_gradients_and_second_derivatives(make):
@@ -290,7 +288,7 @@ def test_a_window_is_saved_with_the_model(tmp_path):
     assert torch.equal(again.eval()(x), tcnn.eval()(x))
 
 
-FORMS = [dict(content=content, locality=1.0) for content in ("global", "window", "pooled", "similar", "none")]
+FORMS = [dict(content=content, locality=1.0) for content in ("global", "window", "pooled", "none")]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form["content"])
@@ -299,7 +297,7 @@ def test_the_attention_of_one_query_is_a_row_of_the_map(form):
     with torch.no_grad():
         if hasattr(layer, "gate"):
             layer.gate.copy_(torch.linspace(-2, 2, 9))
-    layers = [layer] if form["content"] == "similar" else [layer, prune_heads(layer, "p" * 9)]
+    layers = [layer, prune_heads(layer, "p" * 9)]
     layers += [prune_heads(layer, "bbbbppccc")] if form["content"] in ("global", "window", "pooled") else []
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     for each in layers:

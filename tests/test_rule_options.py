@@ -19,7 +19,6 @@ HOSTILE = {
     (iso.ConvToGPSA, "content"): ["globl", "", [], {}, 1, None],
     (iso.ConvToGPSA, "window"): [*WHOLE, 0, 4, 129, 7],
     (iso.ConvToGPSA, "cells"): [*WHOLE, 0, 129, 7],
-    (iso.ConvToGPSA, "sharpness"): [*NUMBERS[:-1], 3.0],
     (iso.AttentionToGPSA, "init"): ["same-function", ["exact"]],
     (iso.AttentionToGPSA, "locality"): NUMBERS[:-1],
     (iso.AttentionToGPSA, "gate"): [1e9, -HUGE, math.nan, "1"],

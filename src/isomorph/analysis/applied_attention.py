@@ -17,7 +17,6 @@ from isomorph.layers import (
     GPSA2d,
     PostRelativeAttention,
     RelativeAttention,
-    SimilarGPSA2d,
     ViTRelativeAttention,
 )
 from isomorph.layers.prune_heads import MAP_LAYERS
@@ -151,8 +150,6 @@ class MethodMap(NamedTuple):
 
     @property
     def logits(self) -> Scores | None:
-        if isinstance(self.layer, SimilarGPSA2d) and _map_bytes(self.layer, self.args[0])[0] > MAX_MAP_BYTES:
-            return None  # its scores are a formed map
         known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
         return scores(self.layer, *self.args, **self.kwargs) if known else None
 
@@ -253,12 +250,6 @@ def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
 def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
     """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
     return Scores(*layer.content_scores(x))
-
-
-@scores.register
-def _similar_scores(layer: SimilarGPSA2d, x: Tensor) -> Scores:
-    """Return the scores of attention to similar positions, whose keys include the padding. Shape: x (B, C, H, W)"""
-    return Scores(layer.content_logits(x), None)
 
 
 @scores.register

@@ -38,7 +38,7 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
 
     Logits are the inputs of the softmax: scaled, with masks and relative positions. A logit of 1,000 means that
     training has diverged; an entropy of 0 is one-hot attention, one of log(N) uniform attention. Every layer with a
-    softmax over keys is measured; for gated attention (GPSA, GPSA2d, SimilarGPSA2d) the content attention is.
+    softmax over keys is measured; for gated attention (GPSA, GPSA2d) the content attention is.
     Operations on the map after the softmax are not included. No attention map is stored.
 
     Shape: batch (B, C, H, W) or a loader of such -> {name: LogitStats of (heads,) each}

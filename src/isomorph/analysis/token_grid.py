@@ -108,7 +108,7 @@ def find_token_grid(
 ) -> TokenGrid:
     """Return the grid of a layer's queries and keys, for its inputs.
 
-    It is known for GPSA2d, pruned or not, and SimilarGPSA2d, if queries and keys are the same tokens, of patches, a
+    It is known for GPSA2d, pruned or not, if queries and keys are the same tokens, of patches, a
     feature map or windows, and if the keys are pooled on a coarser grid, as in PVT and MViT.
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 

@@ -19,7 +19,6 @@ from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttentio
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.relative_attention import PostRelativeAttention, RelativeAttention
 from isomorph.layers.same_padding import SamePadding
-from isomorph.layers.similar_gpsa2d import SimilarGPSA2d
 from isomorph.layers.vit_gpsa import ViTGPSA
 from isomorph.layers.vit_relative_attention import ViTRelativeAttention
 from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
@@ -58,7 +57,6 @@ __all__ = [
     "RelativeAttention",
     "SamePadding",
     "SeriesActivation",
-    "SimilarGPSA2d",
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",

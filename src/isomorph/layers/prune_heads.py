@@ -16,14 +16,13 @@ from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.pruned_gpsa import LETTERS, PrunedGPSA, PrunedViTGPSA
 from isomorph.layers.pruned_gpsa2d import PrunedGPSA2d, part_class
-from isomorph.layers.similar_gpsa2d import SimilarGPSA2d
 from isomorph.layers.tap_heads import PositionHeads, TapHeads, nearest_taps
 from isomorph.layers.vit_gpsa import ViTGPSA
 
-MAP_LAYERS = (GPSA2d, PrunedGPSA2d, PositionalConv2d, ContentConv2d, SimilarGPSA2d)
+MAP_LAYERS = (GPSA2d, PrunedGPSA2d, PositionalConv2d, ContentConv2d)
 """Layers on feature maps whose heads can be pruned."""
 
-MapLayer = GPSA2d | PrunedGPSA2d | PositionalConv2d | ContentConv2d | SimilarGPSA2d
+MapLayer = GPSA2d | PrunedGPSA2d | PositionalConv2d | ContentConv2d
 
 TOKEN_LAYERS = (GPSA, PrunedGPSA)
 """Layers on tokens whose heads can be pruned."""
@@ -52,14 +51,11 @@ def current_heads(layer: nn.Module) -> str:
 def closed_heads(layer: nn.Module, tolerance: float) -> str:
     """Return the letter of every head when at most `tolerance` of its attention is left out.
 
-    All heads of a layer on feature maps are on taps, or none. The heads of SimilarGPSA2d share their means: all of them
-    are closed, or none.
+    All heads of a layer on feature maps are on taps, or none.
     """
     shares = layer.position_share.double().tolist()  # type: ignore[operator]
     heads = "".join("p" if 1 - s <= tolerance else "c" if s <= tolerance else "b" for s in shares)
-    if isinstance(layer, SimilarGPSA2d) and set(heads) != {"p"}:
-        return current_heads(layer)
-    if isinstance(layer, GPSA2d | PositionalConv2d | PrunedGPSA2d | SimilarGPSA2d) and set(heads) == {"p"}:
+    if isinstance(layer, GPSA2d | PositionalConv2d | PrunedGPSA2d) and set(heads) == {"p"}:
         return "t" * len(heads) if bool((off_tap_share(layer) <= tolerance).all()) else heads
     return heads
 
@@ -93,17 +89,13 @@ def prune_heads(layer: nn.Module, heads: str) -> nn.Module:
     Raises: ValueError if there is not one letter for each head, or the letters do not fit the layer.
     """
     if not isinstance(layer, MAP_LAYERS + TOKEN_LAYERS):
-        raise ValueError(f"{type(layer).__name__} has no gated heads; prune GPSA, GPSA2d or SimilarGPSA2d")
+        raise ValueError(f"{type(layer).__name__} has no gated heads; prune GPSA or GPSA2d")
     now = current_heads(layer)
     fitting = (
         set(heads) == {"t"} if "t" in heads else all(old in (new, "b") for new, old in zip(heads, now, strict=False))
     )
     if len(heads) != len(now) or set(heads) - set(HEAD_FORMS) or not fitting:
         raise ValueError(f"heads {heads!r} do not fit the {len(now)} heads of this layer, {now!r}")
-    if isinstance(layer, SimilarGPSA2d) and set(heads) not in ({"p"}, {"t"}):
-        raise ValueError(
-            f"heads {heads!r}: the heads of SimilarGPSA2d share their means; use p or t for all {len(now)}"
-        )
     build = _prune_map_layer if isinstance(layer, MAP_LAYERS) else _prune_token_layer
     return build(layer, heads).train(layer.training)  # type: ignore[arg-type]
 

@@ -1,9 +1,8 @@
 """Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and small networks on digits, as in the demo.
 
-The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10 with the same budget in five forms: unchanged; with
+The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10 with the same budget in four forms: unchanged; with
 the six convolutions of layer3 recast as attention, initialised nearly exactly, as in the paper, or exactly and then
-annealed; and with a stem of half-open heads that attend to similar positions. Schedules begin at the first step, as
-they did when the figures of the docs were made.
+annealed. Schedules begin at the first step, as they did when the figures of the docs were made.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ SURGERIES: dict[str, dict[str, Any]] = {
     "exact": dict(recast=dict(where=LAYER3, init="exact", locality=5.0, gate=6.0)),
     "paper": dict(recast=dict(where=LAYER3, init="paper")),
     "annealed": dict(recast=dict(where=LAYER3, init="exact")),
-    "similar": dict(recast=dict(where="conv1", content="similar", gate=0.0)),
 }
 """Fields of `model` that set the surgery before fine-tuning."""
 
@@ -24,12 +22,11 @@ SURGERIES: dict[str, dict[str, Any]] = {
 def _cifar_recipe(surgery: str) -> dict[str, Any]:
     """Return one run of the study."""
     anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if surgery == "annealed" else {}
-    position_lr = "100x" if surgery == "similar" else "20x"  # sharpness counts among the positions
     return dict(
         model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[surgery]),
         data=dict(source="cifar10", batch_size=128),
         augment=dict(crop_padding=4),
-        optim=dict(lr=1e-3, gate_lr="100x", position_lr=position_lr, warmup_epochs=0.5, schedule_from="start"),
+        optim=dict(lr=1e-3, gate_lr="100x", position_lr="20x", warmup_epochs=0.5, schedule_from="start"),
         epochs=10,
         source="T-CNN at CIFAR scale, docs/methods/tcnn.md",
         **anneal,
@@ -84,7 +81,7 @@ def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 RECIPES: dict[str, dict[str, Any]] = {f"cifar_{surgery}": _cifar_recipe(surgery) for surgery in SURGERIES}
-RECIPES |= {f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery not in ("cnn", "similar")}
+RECIPES |= {f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery != "cnn"}
 RECIPES["digits_finetune"] = _digits_recipe("cnn")
 RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
     epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")

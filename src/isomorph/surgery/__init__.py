@@ -26,7 +26,6 @@ from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.registry import RULES, build_rule, register_rule
 from isomorph.surgery.rules.relative import AttentionToRelative
-from isomorph.surgery.sharpness import fit_sharpness
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
@@ -60,7 +59,6 @@ __all__ = [
     "edits_since",
     "equalize",
     "family_of",
-    "fit_sharpness",
     "fuse",
     "fusible_modules",
     "model_coverage",

@@ -23,9 +23,6 @@ GRID = (1, 4096)
 WINDOW = (1, 127)
 """Height and width of the window around a query."""
 
-SHARPNESS = (1e-9, 1e9)
-"""Sharpness of similarity, in units of one over a variance of features of any scale."""
-
 CELLS = (1, 127)
 """Most cells along an axis over which keys are averaged."""
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import SimilarGPSA2d
 from isomorph.layers.prune_heads import (
     HEAD_FORMS,
     MAP_LAYERS,
@@ -60,7 +59,7 @@ class PruneHeads(ExplainedRule):
         """Return why the module cannot be pruned, or None if it can."""
         kind = next((kind for kind in (*MAP_LAYERS, *TOKEN_LAYERS) if isinstance(module, kind)), None)
         if kind is None:
-            return f"{type(module).__name__} has no gated heads; GPSA, GPSA2d and SimilarGPSA2d have"
+            return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
         return None
 
     def build(self, module: nn.Module) -> nn.Module:
@@ -102,9 +101,7 @@ def _gated_layers(model: nn.Module, where: Where) -> dict[str, nn.Module]:
     found = outermost_modules(unwrap_compiled(model), lambda module: isinstance(module, MAP_LAYERS + TOKEN_LAYERS))
     layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not found:
-        raise UserError(
-            "the model has no gated attention layer (GPSA, GPSA2d, SimilarGPSA2d) to prune; recast it first"
-        )
+        raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")
     if not layers:
         raise UserError(f"{describe_where(where)} selects no gated attention layer; there are {', '.join(found)}")
     return layers
@@ -151,8 +148,7 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
       content still;
     - a head whose gate is open (position share of at most tolerance) loses its position;
     - a layer on feature maps of which all heads attend to single taps becomes a convolution, and a recast attention
-      layer of which all heads are open becomes timm's Attention;
-    - the heads of `SimilarGPSA2d` share their means: they lose them if all heads are closed, and nothing otherwise.
+      layer of which all heads are open becomes timm's Attention.
 
     The new layers train, save, load and export like any other; pruning again after training removes more. Compare with
     `verify(model, pruned, images)`, whose default is `10 * tolerance` here, and at most 0.1. `prunable_heads` lists
@@ -202,13 +198,6 @@ def _nothing_to_prune(layers: dict[str, nn.Module], tolerance: float) -> str:
 def _nearest_to_prune(name: str, layer: nn.Module, tolerance: float) -> _Nearest | None:
     """Return the head of a layer that is nearest to being pruned, or None if no head has a gate."""
     shares, name = layer.position_share.tolist(), name or "the model"  # type: ignore[operator]
-    if isinstance(layer, SimilarGPSA2d):
-        share = min(shares)
-        reason = (
-            f"the heads of {name} share their means, so all of them have to be closed (a share of position attention "
-            f"within {tolerance:g} of 1), and that of head {shares.index(share)} is {share:.5g}"
-        )
-        return _Nearest(1 - share, reason)
     gated = [
         (min(s, 1 - s), s, n) for n, (s, own) in enumerate(zip(shares, current_heads(layer), strict=True)) if own == "b"
     ]

@@ -19,14 +19,14 @@ from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
 
 _GATED = (PositionGates, PositionHeads, PrunedGPSA, PSA)
-"""Layers with gates, centres, localities or a sharpness."""
+"""Layers with gates, centres or localities."""
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Kinds of parameter groups, in the optimiser's order."""
 
 
 def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of all gates, and those of all centres, localities and sharpness, of gated attention layers."""
+    """Return the names of all gates, and those of all centres and localities, of gated attention layers."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _GATED)}
     names = {f"{name}.{own}".lstrip(".") for name, layer in layers.items() for own in layer.no_weight_decay()}
     gates = {name for name in names if name.rpartition(".")[2] == "gate"}
@@ -67,11 +67,11 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for a torch optimiser of your own, as isomorph's training loop makes them.
 
-    Weights have weight decay. Biases, norms, gates, centres, localities, sharpness and what the model exempts itself
-    have none, which torch's optimisers do not know. Gates learn at `gate_lr`, centres, localities and the sharpness of
-    similarity at `position_lr`, and pyramid weights before a BatchNorm at `branch_lr`: each is a number, or a multiple
-    of `lr` like "1000x". With a `layer_decay` below 1, every layer learns at that factor of the next one's rate. Each
-    group has its `lr`, `weight_decay` and `name`; parameters without `requires_grad` are in no group.
+    Weights have weight decay. Biases, norms, gates, centres, localities and what the model exempts itself have none,
+    which torch's optimisers do not know. Gates learn at `gate_lr`, centres and localities at `position_lr`, and pyramid
+    weights before a BatchNorm at `branch_lr`: each is a number, or a multiple of `lr` like "1000x". With a
+    `layer_decay` below 1, every layer learns at that factor of the next one's rate. Each group has its `lr`,
+    `weight_decay` and `name`; parameters without `requires_grad` are in no group.
 
     A recast creates new parameters: make groups and optimiser after it. Schedulers of torch and timm keep the ratios of
     the rates.

@@ -9,12 +9,11 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA2d, PooledGPSA2d, PositionalConv2d, SimilarGPSA2d, WindowGPSA2d
+from isomorph.layers import GPSA2d, PooledGPSA2d, PositionalConv2d, WindowGPSA2d
 from isomorph.surgery.field_checks import (
     CELLS,
     GATE,
     LOCALITY,
-    SHARPNESS,
     WINDOW,
     check_choice,
     check_int,
@@ -60,13 +59,12 @@ def check_gating(locality: float, gate: float) -> None:
     check_number("gate", gate, GATE)
 
 
-GatedLayer = GPSA2d | SimilarGPSA2d | PositionalConv2d
+GatedLayer = GPSA2d | PositionalConv2d
 
 CONTENT: Mapping[str, type[GatedLayer]] = {
     "global": GPSA2d,
     "window": WindowGPSA2d,
     "pooled": PooledGPSA2d,
-    "similar": SimilarGPSA2d,
     "none": PositionalConv2d,
 }
 """Layer for every value of `content` of ConvToGPSA."""
@@ -82,9 +80,8 @@ class _ContentField(NamedTuple):
 
 
 _CONTENT_FIELDS = (
-    _ContentField("window", check_int, WINDOW, ("window", "similar")),
+    _ContentField("window", check_int, WINDOW, ("window",)),
     _ContentField("cells", check_int, CELLS, ("pooled",)),
-    _ContentField("sharpness", check_number, SHARPNESS, ("similar",)),
 )
 
 
@@ -101,9 +98,7 @@ class ConvToGPSA(ExplainedRule):
 
     `content` says where heads attend by content. With "global" (`GPSA2d`) cost grows with the square of the number of
     positions: use it for late stages. With "window" (`WindowGPSA2d`), "pooled" (`PooledGPSA2d`) and "none"
-    (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage. With "similar"
-    (`SimilarGPSA2d`), heads average positions similar to the one under their tap. In the first layer of a CNN their
-    gates stayed open in training (docs/methods/tcnn.md).
+    (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage.
 
     Source: T-CNN section 2.
     Raises: UserError for a field out of range; from `recast`, for a convolution that it does not accept.
@@ -126,20 +121,15 @@ class ConvToGPSA(ExplainedRule):
     gate: float | None = None
     """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
 
-    content: Literal["global", "window", "pooled", "similar", "none"] = "global"
+    content: Literal["global", "window", "pooled", "none"] = "global"
     """What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
-    of the whole map (pooled), positions similar to the one under their tap (similar), or nothing, so that only position
-    is left."""
+    of the whole map (pooled), or nothing, so that only position is left."""
 
     window: int | None = None
-    """Height and width of the window in positions, odd; by default 7 for content="window", and 3 for "similar"."""
+    """Height and width of the window in positions, odd; by default 7. For content="window"."""
 
     cells: int | None = None
     """Most cells along each axis of the map; by default 7. For content="pooled"."""
-
-    sharpness: float | None = None
-    """How strongly similar positions are distinguished from others, in units of one over a variance of the layer's
-    input. For content="similar"; by default 10, which suits the first layer of normalised images."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d

@@ -167,12 +167,11 @@ class OptimPart(Part):
     lr: Positive = 1e-4
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
-    """Weight decay of matrices and filters; biases, norms, gates, centres, localities and sharpness have none."""
+    """Weight decay of matrices and filters; biases, norms, gates, centres and localities have none."""
     gate_lr: PartRate = "1000x"  # type: ignore[assignment]
     """Peak learning rate of the gates, without weight decay: a number, or a multiple of lr like 1000x."""
     position_lr: PartRate = "1x"  # type: ignore[assignment]
-    """Peak learning rate of centres, localities and sharpness, a number or a multiple of lr; a short run needs a higher
-    one."""
+    """Peak learning rate of centres and localities, a number or a multiple of lr; a short run needs a higher one."""
     branch_lr: Positive | None = None
     """Peak learning rate of the pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr.
     Their scale has no effect, so Adam rotates them by about lr a step; 0.1x worked in short runs."""
