@@ -33,7 +33,6 @@ STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batc
 }
 FORMS = {
     "positions": dict(content="none"),
-    "pooled": dict(content="pooled"),
     "window": dict(content="window"),
     "global": dict(content="global"),
 }
@@ -95,7 +94,7 @@ def network_table(device, rounds):
         torch.manual_seed(0)
         cnn = timm.create_model(name).eval().to(device)
         x = torch.randn(8, 3, 224, 224, device=device)
-        forms = ("positions", "pooled", "window") if name.startswith("resnet") else ("positions",)
+        forms = ("positions", "window") if name.startswith("resnet") else ("positions",)
         models = {form: recast_whole(cnn, form) for form in forms}
         if name == "resnet50":
             models["positions, soft (5, 6)"] = recast_whole(cnn, "positions", "soft (5, 6)")
@@ -112,7 +111,7 @@ def network_table(device, rounds):
 def memory_table(device, rounds):
     """Memory that a training step of a ResNet-50 keeps at 224 x 224, from one image."""
     cnn = timm.create_model("resnet50").to(device)
-    models = {"CNN": cnn} | {form: recast_whole(cnn, form) for form in ("positions", "pooled", "window")}
+    models = {"CNN": cnn} | {form: recast_whole(cnn, form) for form in ("positions", "window")}
     rows = []
     for form, model in models.items():
         kept = saved_bytes(model, (3, 224, 224), 2)

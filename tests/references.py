@@ -91,31 +91,19 @@ def gpsa2d_attention(layer, x):
     for h in range(nh):
         rows = slice(h, None, nh)
         q, key = standing @ layer.query.weight[rows].T, tokens @ layer.key.weight[rows].T
-        content = content_of(layer, q / width**0.5, key, queries, keys, x.shape[-2:])
+        content = content_of(layer, q / width**0.5, key, queries, keys)
         s = torch.sigmoid(layer.gate[h])
         maps.append((1 - s) * content + s * position[h])
     return torch.stack(maps, dim=1)
 
 
-def content_of(layer, q, key, queries, keys, size):
-    """Softmax over all keys, over those of a window, or over the averages of cells. -> (B, Nq, Nk)"""
+def content_of(layer, q, key, queries, keys):
+    """Softmax over all keys, or over those of a window. -> (B, Nq, Nk)"""
     if hasattr(layer, "window"):
         (wh, ww) = layer.window
         near = [[abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2 for r, c in keys] for qr, qc in queries]
         return torch.softmax((q @ key.transpose(1, 2)).masked_fill(~torch.tensor(near), -torch.inf), dim=-1)
-    if not hasattr(layer, "cells"):
-        return torch.softmax(q @ key.transpose(1, 2), dim=-1)
-    (H, W), (ph, pw) = size, layer.padding
-    tall, wide = -(-H // layer.cells[0]), -(-W // layer.cells[1])
-    cells = {}
-    for place, (r, c) in enumerate(keys):
-        inside = ph <= r < ph + H and pw <= c < pw + W
-        cells.setdefault(((r - ph) // tall, (c - pw) // wide) if inside else None, []).append(place)
-    exponents = torch.zeros(*q.shape[:2], len(keys), dtype=q.dtype)
-    for places in cells.values():  # every position of a cell has the score of the cell's average
-        mean = key[:, places].mean(1, keepdim=True)
-        exponents[..., places] = (q @ mean.transpose(1, 2)).expand(-1, -1, len(places))
-    return torch.softmax(exponents, dim=-1)
+    return torch.softmax(q @ key.transpose(1, 2), dim=-1)
 
 
 def taps_of(layer):

@@ -1,4 +1,4 @@
-"""Gated attention in every stage: windows, pooled cells, groups of channels, and positions as one convolution."""
+"""Gated attention in every stage: windows, groups of channels, and positions as one convolution."""
 
 import math
 
@@ -12,7 +12,6 @@ import references
 from isomorph.layers import folded_taps as folded
 from isomorph.layers import window_gpsa2d, window_tiles
 from isomorph.layers.gpsa2d import GPSA2d
-from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.prune_heads import closed_heads, prune_heads
 from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
@@ -25,9 +24,6 @@ CASES = {  # layer, its options, height, width, channels, out, kernel, stride, p
     "few channels": (WindowGPSA2d, dict(window=(3, 7)), (6, 7, 4, 6, 3, 2, 1, 1)),
     "one position": (WindowGPSA2d, dict(window=1), (4, 6, 6, 4, 3, 1, 2, 2)),
     "one tap": (WindowGPSA2d, dict(window=3), (6, 5, 4, 4, 1, 2, 1, 4)),
-    "pooled": (PooledGPSA2d, dict(cells=3), (7, 5, 10, 6, 3, 1, 0, 1)),
-    "oblong cells": (PooledGPSA2d, dict(cells=(2, 4)), (7, 6, 8, 8, 5, (2, 1), (1, 2), 4)),
-    "one cell": (PooledGPSA2d, dict(cells=1), (5, 4, 6, 6, 3, 2, 1, 6)),
 }
 
 
@@ -37,7 +33,8 @@ def in_tiles(monkeypatch):
     monkeypatch.setattr(window_gpsa2d, "MAX_MASKED_PAIRS", 0)
 
 
-@pytest.mark.parametrize(("case", "pairs"), [(case, 0) for case in CASES] + [(case, 10**6) for case in list(CASES)[:4]])
+@pytest.mark.parametrize("pairs", [0, 10**6])
+@pytest.mark.parametrize("case", CASES)
 def test_content_forms_are_the_formula(case, pairs, monkeypatch):
     monkeypatch.setattr(window_gpsa2d, "MAX_MASKED_PAIRS", pairs)
     monkeypatch.setattr(window_tiles, "TILE", 3)
@@ -52,10 +49,9 @@ def test_content_forms_are_the_formula(case, pairs, monkeypatch):
     assert_equal(output_and_gradients(layer, x, layer), expected)
 
 
-@pytest.mark.parametrize(("kind", "options"), [(WindowGPSA2d, dict(window=31)), (PooledGPSA2d, dict(cells=99))])
-def test_content_of_the_whole_map_is_gpsa2d(kind, options):
+def test_content_of_the_whole_map_is_gpsa2d():
     whole = perturbed(GPSA2d(10, 6, 3, 2, 1).double())
-    layer = kind(10, 6, 3, 2, 1, **options).double()
+    layer = WindowGPSA2d(10, 6, 3, 2, 1, window=31).double()
     layer.load_state_dict(whole.state_dict())
     x = torch.randn(2, 10, 11, 14, dtype=torch.float64)
     torch.testing.assert_close(layer(x), whole(x), rtol=1e-11, atol=1e-12)
@@ -71,12 +67,6 @@ def test_masked_maps_and_windows_agree_in_every_way_of_running(monkeypatch):
     torch.testing.assert_close(compiled(x), expected[0], rtol=1e-4, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(layer(x).float(), expected[0], rtol=0.1, atol=0.1)
-
-
-def test_map_of_pooled_cells_is_the_same_in_a_graph():
-    layer, x = perturbed(PooledGPSA2d(6, 4, 3, 1, 1, cells=7)), torch.randn(1, 6, 9, 3)  # fewer columns than cells
-    attention = torch.compile(layer.attention, backend="eager", fullgraph=True)
-    torch.testing.assert_close(attention(x), layer.attention(x))
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(4, 2), (18, 3), (18, 18)])
@@ -128,11 +118,8 @@ def test_a_layer_on_its_taps_is_exactly_its_convolution():
 CITIZENS = {
     "window": (lambda: WindowGPSA2d(20, 6, 3, 1, 1, window=3), (2, 20, 10, 9)),
     "window, few channels": (lambda: WindowGPSA2d(3, 6, 5, 2, 2), (2, 3, 12, 9)),
-    "pooled": (lambda: PooledGPSA2d(20, 6, 3, 1, 1, cells=3), (2, 20, 10, 9)),
-    "pooled, depthwise": (lambda: PooledGPSA2d(20, 20, 3, 1, 1, cells=3, groups=20), (2, 20, 10, 9)),
     "positions, depthwise": (lambda: PositionalConv2d(20, 20, 3, 1, 1, groups=20), (2, 20, 10, 9)),
     "window content": (lambda: WindowContentConv2d(20, 6, 3, 1, 1, num_heads=4, window=3), (2, 20, 10, 9)),
-    "pooled content": (lambda: PooledContentConv2d(20, 6, 3, 1, 1, num_heads=4, cells=3), (2, 20, 10, 9)),
 }
 
 
@@ -163,7 +150,7 @@ class SmallNet(nn.Module):
         return x.mean((2, 3))
 
 
-CONTENTS = [dict(content="window", window=5), dict(content="pooled", cells=3), dict(content="none"), dict()]
+CONTENTS = [dict(content="window", window=5), dict(content="none"), dict()]
 
 
 @pytest.mark.parametrize("fields", CONTENTS, ids=lambda fields: fields.get("content", "global"))
@@ -183,7 +170,7 @@ def test_a_whole_network_in_every_form(fields):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
 def test_compiles_as_one_graph():
-    layer = perturbed(nn.Sequential(WindowGPSA2d(3, 6, 3, 2, 1), PooledGPSA2d(6, 6, 3, 1, 1, cells=3, groups=6)))
+    layer = perturbed(nn.Sequential(WindowGPSA2d(3, 6, 3, 2, 1), WindowGPSA2d(6, 6, 3, 1, 1, window=3, groups=6)))
     x = torch.randn(2, 3, 12, 9)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
@@ -194,10 +181,9 @@ def test_compiles_as_one_graph():
 GATES = torch.tensor([60.0, 60.0, 0.3, -60.0, 60.0, 0.1, 60.0, -60.0, 60.0])
 
 
-@pytest.mark.parametrize(("kind", "options"), [(WindowGPSA2d, dict(window=3)), (PooledGPSA2d, dict(cells=2))])
 @pytest.mark.parametrize("groups", [1, 10])
-def test_pruned_heads_keep_their_content(kind, options, groups):
-    whole = perturbed(kind(20, 10, 3, 2, 1, groups=groups, **options).double())
+def test_pruned_heads_keep_their_content(groups):
+    whole = perturbed(WindowGPSA2d(20, 10, 3, 2, 1, groups=groups, window=3).double())
     whole.gate.data = GATES.double()
     x = torch.randn(2, 20, 9, 8, dtype=torch.float64)
     for gates in (GATES.double(), torch.full((9,), -60.0).double()):
@@ -205,16 +191,15 @@ def test_pruned_heads_keep_their_content(kind, options, groups):
         pruned = prune_heads(whole, closed_heads(whole, 1e-6))
         torch.testing.assert_close(pruned(x), whole(x), rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
-    assert type(pruned) in (WindowContentConv2d, PooledContentConv2d)
+    assert type(pruned) is WindowContentConv2d
     assert pruned.content_options == whole.content_options
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
-def test_windows_and_cells_export_at_any_size(tmp_path):
+def test_windows_export_at_any_size(tmp_path):
     net = nn.Sequential(
         WindowGPSA2d(3, 8, 3, 2, 1, window=5),
-        PooledGPSA2d(8, 8, 3, 1, 1, cells=3),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
     )
@@ -225,7 +210,7 @@ def test_windows_and_cells_export_at_any_size(tmp_path):
 
 def test_analysis_sees_bounded_content():
     net, x = (
-        nn.Sequential(WindowGPSA2d(6, 4, 3, 1, 1, window=3), PooledGPSA2d(4, 4, 3, 1, 1, cells=2)),
+        nn.Sequential(WindowGPSA2d(6, 4, 3, 1, 1, window=3), WindowGPSA2d(4, 4, 3, 1, 1, window=3)),
         torch.randn(2, 6, 5, 7),
     )
     maps = iso.attention_maps(net, x)
@@ -242,7 +227,6 @@ def test_analysis_sees_bounded_content():
     "make",
     [
         lambda: WindowGPSA2d(6, 1, 3, 1, 1, window=3),
-        lambda: PooledGPSA2d(6, 1, 3, 1, 1, cells=2),
     ],
 )
 def test_functional_gradients_and_second_derivatives(make):
@@ -272,8 +256,6 @@ def test_windows_keep_no_maps():
 def test_wrong_sizes_are_refused_in_words():
     with pytest.raises(ValueError, match="window 4 x 3 has no centre; use odd numbers above 0"):
         WindowGPSA2d(4, 4, 3, window=(4, 3))
-    with pytest.raises(ValueError, match="cells 0 x 0 must be above 0"):
-        PooledGPSA2d(4, 4, 3, cells=0)
     with pytest.raises(ValueError, match="groups 3 do not divide 4 input and 6 output channels"):
         PositionalConv2d(4, 6, 3, groups=3)
 
@@ -288,7 +270,7 @@ def test_a_window_is_saved_with_the_model(tmp_path):
     assert torch.equal(again.eval()(x), tcnn.eval()(x))
 
 
-FORMS = [dict(content=content, locality=1.0) for content in ("global", "window", "pooled", "none")]
+FORMS = [dict(content=content, locality=1.0) for content in ("global", "window", "none")]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form["content"])
@@ -298,7 +280,7 @@ def test_the_attention_of_one_query_is_a_row_of_the_map(form):
         if hasattr(layer, "gate"):
             layer.gate.copy_(torch.linspace(-2, 2, 9))
     layers = [layer, prune_heads(layer, "p" * 9)]
-    layers += [prune_heads(layer, "bbbbppccc")] if form["content"] in ("global", "window", "pooled") else []
+    layers += [prune_heads(layer, "bbbbppccc")] if form["content"] in ("global", "window") else []
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     for each in layers:
         whole = each.attention(x)

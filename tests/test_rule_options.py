@@ -18,7 +18,6 @@ HOSTILE = {
     (iso.ConvToGPSA, "gate"): [1e300, -1e300, math.inf, math.nan, "1", []],
     (iso.ConvToGPSA, "content"): ["globl", "", [], {}, 1, None],
     (iso.ConvToGPSA, "window"): [*WHOLE, 0, 4, 129, 7],
-    (iso.ConvToGPSA, "cells"): [*WHOLE, 0, 129, 7],
     (iso.AttentionToGPSA, "init"): ["same-function", ["exact"]],
     (iso.AttentionToGPSA, "locality"): NUMBERS[:-1],
     (iso.AttentionToGPSA, "gate"): [1e9, -HUGE, math.nan, "1"],

@@ -8,7 +8,6 @@ from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.local_attention import LocalAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, MapEdit, RefinedMap
 from isomorph.layers.mbconv import LayerNormMBConv, MBConv
-from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.pruned_gpsa import PrunedGPSA, PrunedViTGPSA
 from isomorph.layers.pruned_gpsa2d import PrunedGPSA2d
@@ -42,8 +41,6 @@ __all__ = [
     "MapCall",
     "MapConvolution",
     "MapEdit",
-    "PooledContentConv2d",
-    "PooledGPSA2d",
     "PositionalConv2d",
     "PostRelativeAttention",
     "PrunedGPSA",

@@ -1,4 +1,4 @@
-"""Content attention of tap heads that reads a bounded number of keys: the base of windows and pooled cells.
+"""Content attention of tap heads that reads a bounded number of keys: the base of windows.
 
 The layers compute y = sum_h A_h V weight_h + bias in two sums, position and content, each scaled by its share in the
 gate. Heads without query rows (where there are more taps than channels) attend uniformly: they are one head, whose
@@ -15,7 +15,7 @@ from isomorph.layers.positional_attention import compute_dtype
 
 
 class BoundedContentHeads(ContentHeads):
-    """Base of layers whose heads attend by content to a window of the map, or to pooled cells."""
+    """Base of layers whose heads attend by content to a window of the map."""
 
     @property
     def distinct_heads(self) -> int:

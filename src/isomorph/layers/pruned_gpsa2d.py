@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from isomorph.layers.content_heads import ContentConv2d
 from isomorph.layers.gpsa2d import GPSA2d
-from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
 
@@ -22,7 +21,6 @@ PartClass = type[PositionalConv2d | ContentConv2d | GPSA2d]
 PART_CLASSES: dict[str, dict[str, PartClass]] = {
     "global": {"p": PositionalConv2d, "c": ContentConv2d, "b": GPSA2d},
     "window": {"p": PositionalConv2d, "c": WindowContentConv2d, "b": WindowGPSA2d},
-    "cells": {"p": PositionalConv2d, "c": PooledContentConv2d, "b": PooledGPSA2d},
 }
 """Layer that computes the heads of each letter, by where they attend by content."""
 
@@ -44,7 +42,7 @@ class PrunedGPSA2d(nn.Module):
     `heads` has a letter for each tap of the kernel, in row-major order: p for position only, c for content only, b for
     both with a gate. Heads of one letter are one layer: `position` (`PositionalConv2d`), `content` (`ContentConv2d`)
     and `both` (`GPSA2d`). Position costs work linear in the number of positions. The values are part of the filters.
-    With `window` or `cells`, the layers are those of `WindowGPSA2d` or `PooledGPSA2d`. The other arguments are those of
+    With `window`, the layers are those of `WindowGPSA2d`. The other arguments are those of
     `GPSA2d`.
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
@@ -70,10 +68,9 @@ class PrunedGPSA2d(nn.Module):
         bias: bool = True,
         groups: int = 1,
         window: int | tuple[int, int] | None = None,
-        cells: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        content = {name: size for name, size in (("window", window), ("cells", cells)) if size is not None}
+        content = {} if window is None else {"window": window}
         if len(heads) != kernel_size**2 or set(heads) - set(PARTS):
             raise ValueError(f"heads {heads!r} must be {kernel_size**2} letters of p, c and b, one for each tap")
         self.heads, self.num_heads = heads, len(heads)

@@ -23,9 +23,6 @@ GRID = (1, 4096)
 WINDOW = (1, 127)
 """Height and width of the window around a query."""
 
-CELLS = (1, 127)
-"""Most cells along an axis over which keys are averaged."""
-
 PREFIX = (0, 4096)
 """Number of tokens before the grid."""
 

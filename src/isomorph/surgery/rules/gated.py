@@ -1,17 +1,16 @@
 """Rule that replaces convolutions by gated positional self-attention (GPSA)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from timm.layers import to_2tuple
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA2d, PooledGPSA2d, PositionalConv2d, WindowGPSA2d
+from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
 from isomorph.surgery.field_checks import (
-    CELLS,
     GATE,
     LOCALITY,
     WINDOW,
@@ -64,25 +63,9 @@ GatedLayer = GPSA2d | PositionalConv2d
 CONTENT: Mapping[str, type[GatedLayer]] = {
     "global": GPSA2d,
     "window": WindowGPSA2d,
-    "pooled": PooledGPSA2d,
     "none": PositionalConv2d,
 }
 """Layer for every value of `content` of ConvToGPSA."""
-
-
-class _ContentField(NamedTuple):
-    """A field of ConvToGPSA for some values of `content`, with the check of its value, and the bounds of that."""
-
-    name: str
-    check: Callable[..., None]
-    bounds: tuple[float, float]
-    contents: tuple[str, ...]
-
-
-_CONTENT_FIELDS = (
-    _ContentField("window", check_int, WINDOW, ("window",)),
-    _ContentField("cells", check_int, CELLS, ("pooled",)),
-)
 
 
 @register_rule
@@ -97,7 +80,7 @@ class ConvToGPSA(ExplainedRule):
     `GPSA2d.to_conv()`, or `iso.revert`, converts back while the gates are closed.
 
     `content` says where heads attend by content. With "global" (`GPSA2d`) cost grows with the square of the number of
-    positions: use it for late stages. With "window" (`WindowGPSA2d`), "pooled" (`PooledGPSA2d`) and "none"
+    positions: use it for late stages. With "window" (`WindowGPSA2d`) and "none"
     (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage.
 
     Source: T-CNN section 2.
@@ -121,15 +104,12 @@ class ConvToGPSA(ExplainedRule):
     gate: float | None = None
     """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
 
-    content: Literal["global", "window", "pooled", "none"] = "global"
-    """What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
-    of the whole map (pooled), or nothing, so that only position is left."""
+    content: Literal["global", "window", "none"] = "global"
+    """What heads attend to by content: the whole feature map (global), a window around the query, or nothing, so that
+    only position is left."""
 
     window: int | None = None
     """Height and width of the window in positions, odd; by default 7. For content="window"."""
-
-    cells: int | None = None
-    """Most cells along each axis of the map; by default 7. For content="pooled"."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
@@ -144,20 +124,12 @@ class ConvToGPSA(ExplainedRule):
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
             raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
-        for field in _CONTENT_FIELDS:
-            if (value := getattr(self, field.name)) is not None:
-                field.check(field.name, value, field.bounds)
-                if self.content not in field.contents:
-                    use = " or ".join(map(repr, field.contents))
-                    raise UserError(f"{field.name} {value:g} has no effect with content={self.content!r}; use {use}")
-        if self.window is not None and self.window % 2 == 0:
-            raise UserError(f"window {self.window} has no position in its middle; use an odd number")
-
-    @property
-    def _content_options(self) -> dict[str, Any]:
-        """The arguments of the layer for its kind of content, without defaults."""
-        given = {field.name: getattr(self, field.name) for field in _CONTENT_FIELDS}
-        return {name: value for name, value in given.items() if value is not None}
+        if self.window is not None:
+            check_int("window", self.window, WINDOW)
+            if self.content != "window":
+                raise UserError(f"window {self.window} has no effect with content={self.content!r}; use 'window'")
+            if self.window % 2 == 0:
+                raise UserError(f"window {self.window} has no position in its middle; use an odd number")
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
@@ -198,7 +170,7 @@ class ConvToGPSA(ExplainedRule):
             named_padding[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
             bias=module.bias is not None,
             groups=module.groups,
-            **self._content_options,
+            **({} if self.window is None else {"window": self.window}),
         )
         locality, gate = initial_gating(self.init, self.locality, self.gate)
         gpsa.set_gating(locality, gate)

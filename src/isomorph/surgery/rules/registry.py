@@ -79,7 +79,7 @@ def build_rule(name: str, **fields: Any) -> Rule:
     Raises: UserError for an unknown rule, a field that it does not have, or a value that it does not take.
 
     >>> iso.surgery.build_rule("ConvToGPSA", init="paper", gate=None)
-    ConvToGPSA(init='paper', locality=None, gate=None, content='global', window=None, cells=None)
+    ConvToGPSA(init='paper', locality=None, gate=None, content='global', window=None)
     """
     if name not in RULES:
         close = get_close_matches(name, RULES, n=1)
