@@ -8,7 +8,6 @@ Every finished row is stored in the folder, so that a second call only completes
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,17 @@ from torch.utils.data import DataLoader
 
 import isomorph as iso
 from interleave import RESULTS, show, write
-from isomorph.deployment.program import prepare
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.suites.test_data import sample_images
 from quantize_models import trained
 
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {},
-    "not equalised": dict(equalize=False),
     "8-bit weights": dict(weight_bits=8),
     "weights only": dict(weights_only=True),
 }
 """Arguments of `iso.quantize` by form; "int8" is the default."""
 NETWORKS = ("cnn", "tcnn", "mobileone_pyramids", "vit_pyramids")
-PLAIN = {"mobileone_pyramids": "mobileone_plain", "vit_pyramids": "vit_plain", "tcnn": "cnn"}
-"""The network without branches or attention that each network is compared with."""
 SLOW = ("tcnn",)
 """Networks that are tested on half of the images."""
 Row = dict[str, Any]
@@ -106,39 +101,10 @@ def accuracy_table(rows: list[Row]) -> list[Row]:
                 "speed of weights only / float": round(
                     small["images_per_second"] / small["float_images_per_second"], 2
                 ),
-                "equalised layers": len(best["equalized"]),
                 "output dB": round(best["output_sqnr"], 1),
-                "output dB, not equalised": round(found[name, "not equalised"]["output_sqnr"], 1),
             }
         )
     return table
-
-
-def noise_table(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
-    """Return the SQNR of the 8-bit weights of fused networks next to plain ones: a summary, and layer by layer."""
-    summary, layers = [], []
-    for name, plain in PLAIN.items():
-        for network in (name, plain):
-            own = prepare(trained(network, options.out))
-            per_channel, per_layer = (iso.surgery.weight_sqnr(own, per_channel=by) for by in (True, False))
-            values = list(per_channel.values())
-            worst = min(per_channel, key=per_channel.__getitem__)
-            summary.append(
-                {
-                    "network": network,
-                    "layers": len(values),
-                    "median dB": round(statistics.median(values), 1),
-                    "least dB": round(min(values), 1),
-                    "at layer": worst,
-                    "median dB, one scale": round(statistics.median(per_layer.values()), 1),
-                    "least dB, one scale": round(min(per_layer.values()), 1),
-                }
-            )
-            layers += [
-                {"network": network, "layer": key, "dB": round(value, 1), "dB, one scale": round(per_layer[key], 1)}
-                for key, value in per_channel.items()
-            ]
-    return summary, layers
 
 
 def main() -> None:
@@ -153,10 +119,9 @@ def main() -> None:
     rows = complete(options)
     if options.only:
         return
-    accuracy, (noise, layers) = accuracy_table(rows), noise_table(options)
+    accuracy = accuracy_table(rows)
     show(f"top-1, calibrated on {options.calibration} training images", accuracy)
-    show("signal-to-noise ratio of 8-bit weights", noise)
-    write("quantize", {"table": accuracy, "noise": noise, "weights by layer": layers, "rows": rows})
+    write("quantize", {"table": accuracy, "rows": rows})
     print(f"\nwrote {RESULTS / 'quantize.json'}")
 
 

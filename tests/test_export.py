@@ -405,3 +405,14 @@ def test_relative_attention_with_gradients_converts():
     layer = iso.layers.RelativeAttention(8, num_heads=2, grid_size=(4, 4)).eval()
     program = torch.export.export(layer, (torch.randn(2, 4, 4, 8),))
     assert program.run_decompositions()
+
+
+def test_branches_of_timm_merge_after_fused_pyramids():
+    torch.manual_seed(0)
+    net = timm.create_model("mobileone_s0", num_classes=3).stages[0][:2].eval()
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.1 * torch.rand_like(tensor))
+    wide = iso.recast(net, iso.LinearToPyramid("P-W1S"), where=["0", "1"])
+    assert iso.verify(net, prepare(wide), torch.randn(2, 48, 8, 8), atol=1e-4).passed

@@ -27,7 +27,6 @@ def vit():
     torch.manual_seed(0)
     net = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=5)
     with torch.no_grad():
-        net.blocks[0].norm2.weight.mul_(torch.randn(24).exp() ** 2)  # something to equalise
         net.head.weight.normal_()
     return iso.recast(net, iso.LinearToPyramid("P-W1S"), where="blocks.*.mlp.fc?").eval()
 
@@ -75,7 +74,8 @@ def test_outputs_are_close_and_the_file_says_what_it_is(vit, images, quantized, 
     assert artefact.metadata["quantization"] == f"int8 {mode}"
     assert artefact.pretrained_cfg["input_size"] == (3, 16, 16)
     with torch.no_grad():
-        noise = iso.surgery.sqnr(vit(images), artefact(images))
+        exact = vit(images)
+        noise = 10 * torch.log10(exact.square().sum() / (exact - artefact(images)).square().sum()).item()
     assert noise == pytest.approx(report.output_sqnr, abs=0.01)
     assert noise > decibels
     assert report.megabytes < report.float_megabytes
@@ -89,7 +89,6 @@ def test_every_layer_is_listed_with_its_precision(quantized):
     assert precisions == dict.fromkeys([*expected, "head"], "int8")
     products = [layer for layer in quantized["static"].layers if layer.name == "blocks.0.attn"]
     assert [(layer.precision, layer.reason) for layer in products] == [("float", "a product of two activations")] * 2
-    assert all(20 < layer.weight_sqnr < 60 for layer in layers.values() if layer.precision == "int8")
     assert {layer.precision for layer in quantized["weights"].layers} == {"int8 w", "float"}
     assert quantized["static"].float_operators["Softmax"] == 1
     assert quantized["static"].float_operators["LayerNormalization"] == 3
@@ -127,13 +126,13 @@ def test_the_file_runs_with_onnxruntime_alone(quantized, images):
     assert np.array_equal(logits, artefact(images[:3]).numpy())
 
 
-def test_chosen_layers_stay_in_float_and_equalising_is_optional(vit, images, quantized, graphs, tmp_path, monkeypatch):
+def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, monkeypatch):
     exported_already(monkeypatch, graphs)
-    options = dict(equalize=False, float_layers=["blocks.*.mlp.*"], weight_bits=8)
+    options = dict(float_layers=["blocks.*.mlp.*"], weight_bits=8)
     report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx", **options)
     kept = {layer.name for layer in report.layers if layer.reason == "chosen by float_layers"}
     assert kept == {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
-    assert (report.equalized, report.weight_bits) == ((), 8)
+    assert report.weight_bits == 8
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
 
 
@@ -181,10 +180,10 @@ def test_a_full_disk_leaves_nothing(vit, images, quantized, graphs, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", full)
         with pytest.raises(iso.UserError, match=r"cannot write .*q.onnx: .*No space left"):
-            iso.quantize(vit, [images], tmp_path / "q.onnx", weights_only=True, equalize=False)
+            iso.quantize(vit, [images], tmp_path / "q.onnx", weights_only=True)
     monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(iso.UserError, match=r"cannot write temporary files in .*No space left"):
-        iso.quantize(vit, [images], tmp_path / "q.onnx", equalize=False)
+        iso.quantize(vit, [images], tmp_path / "q.onnx")
     assert list(tmp_path.iterdir()) == []
 
 

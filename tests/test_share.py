@@ -137,29 +137,6 @@ class TestPush:
         images = random_images(1, model)
         assert torch.equal(iso.load("hf-hub:me/cnn")(images), model(images))
 
-    @pytest.mark.parametrize(
-        ("kind", "shown"), [("onnx", "onnxruntime.InferenceSession"), ("pt2", "torch.export.load")]
-    )
-    def test_an_exported_file(self, kind, shown, hub, tmp_path, capsys):
-        path = tmp_path / f"net.{kind}"
-        iso.export(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten()), path, size=(8, 8))
-        code, out, err = run(capsys, "push", path, "me/thin")
-        assert (code, out) == (0, f"pushed to {hub.url}/me/thin; get it with `hf download me/thin`\n"), err
-        files = hub.files("me/thin")
-        assert sorted(files) == ["README.md", f"net.{kind}"]
-        assert files[f"net.{kind}"] == path.read_bytes()
-        card = files["README.md"].decode()
-        assert f'{shown}("net.{kind}")' in card
-        assert "any number of images: images of 8 x 8 with 3 channels" in card
-        assert yaml.safe_load(card.split("---")[1])["library_name"] == "isomorph"
-        damaged = tmp_path / f"damaged.{kind}"
-        damaged.write_bytes(b"nothing")
-        code, out, err = run(capsys, "push", damaged, "me/thin")
-        assert (code, out) == (2, "")
-        assert f"is not a readable .{kind} file" in err
-        with pytest.raises(iso.UserError, match="is shared as its file; give the path"):
-            iso.push(iso.deployment.open_artefact(path), "me/thin")
-
     def test_branches_and_edited_cards(self, hub, models):
         first, second = models["ours"][0].eval(), models["plain"][0].eval()
         iso.push(first, "me/vit")

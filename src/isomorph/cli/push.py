@@ -27,15 +27,12 @@ def push(
 ) -> None:
     """Upload a model to the Hugging Face hub, with a model card, for `hf-hub:OWNER/NAME` in every command and in timm.
 
-    An exported file (.onnx or .pt2) is uploaded with a card that says how to run it.
-
     Example: isomorph push runs/tcnn me/tcnn --private
 
     Parameters
     ----------
     model
-        The folder of a run, a checkpoint of isomorph or of another program, or an exported file (.onnx or .pt2), which
-        is uploaded as it is.
+        The folder of a run, or a checkpoint of isomorph or of another program.
     name
         Its name on the hub, OWNER/NAME.
     private
@@ -53,13 +50,12 @@ def push(
     _check_out(out, overwrite, {"--private": private, "--revision": revision, "--message": message})
     with loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.deployment.artefact import is_artefact
         from isomorph.deployment.hub import push as upload
         from isomorph.deployment.hub import require_token, save_for_hub
         from isomorph.report.page_models import find_recipe
     if out is None:
         require_token(None)
-    net = Path(model) if is_artefact(model) else open_given(model, checkpoint)
+    net = open_given(model, checkpoint)
     run = Path(model) if find_recipe(Path(model)) else None
     if out:
         save_for_hub(net, out, name, run=run)
@@ -67,8 +63,7 @@ def push(
     else:
         options = dict(private=private, revision=revision, message=message, replace_card=replace_card)
         url = upload(net, name, run=run, **options)  # type: ignore[arg-type]
-        use = f"get it with `hf download {name}`" if is_artefact(model) else f"load it with iso.load('hf-hub:{name}')"
-        text, result = f"pushed to {url}; {use}", {"url": url}
+        text, result = f"pushed to {url}; load it with iso.load('hf-hub:{name}')", {"url": url}
     print(json.dumps(result) if json_ else text)
 
 

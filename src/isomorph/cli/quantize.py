@@ -35,7 +35,6 @@ def quantize(
     root: Root = None,
     images: WholeNumber = 512,
     weights_only: Annotated[bool, Parameter(negative="")] = False,
-    equalize: bool = True,
     float_layers: Annotated[list[str] | None, Parameter(negative="")] = None,
     weight_bits: Literal[7, 8] | None = None,
     dynamic: Literal["batch", "batch,size", "size", "none"] = "batch",
@@ -51,8 +50,8 @@ def quantize(
 ) -> None:
     """Quantise a model to 8-bit integers, as an ONNX file; calibrate it on training images, and test it.
 
-    The model is fused first. Printed are the layers with their precision and signal-to-noise ratio, top-1 before and
-    after on test images, size and speed. `isomorph evaluate` opens the file.
+    The model is fused first. Printed are the layers with their precision, top-1 before and after on test images, the
+    signal-to-noise ratio of the outputs, size and speed. `isomorph evaluate` opens the file.
 
     Example: isomorph quantize runs/tdrl --images 512 --out thin-int8.onnx
 
@@ -65,8 +64,6 @@ def quantize(
         Number of training images to calibrate on.
     weights_only
         Only weights are 8-bit integers, activations stay in float: a small file that computes in float.
-    equalize
-        Rescale channels first where rounding then loses less; the function stays the same.
     float_layers
         Globs over names of layers that stay in float; may be given several times.
     weight_bits
@@ -94,9 +91,7 @@ def quantize(
     check_destination(path, overwrite)
     net = open_classifier(model, checkpoint, weights, pretrained, "cpu")
     loaders = open_images(net, data, root, images, max_images, batch_size if "batch" in dynamic else 1)
-    chosen: dict[str, Any] = dict(
-        weights_only=weights_only, equalize=equalize, float_layers=float_layers or (), weight_bits=weight_bits
-    )
+    chosen: dict[str, Any] = dict(weights_only=weights_only, float_layers=float_layers or (), weight_bits=weight_bits)
     results = quantize_and_test(net, *loaders, path, dynamic=dynamic, opset=opset, overwrite=overwrite, **chosen)
     _print_results(*results, json_)
 

@@ -25,8 +25,6 @@ from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import save
 from isomorph.checkpoints.rebuild import rebuild
 from isomorph.checkpoints.same_network import is_same_network
-from isomorph.deployment.artefact import Artefact, NamedArtefact, open_image_artefact
-from isomorph.deployment.artefact_card import artefact_card
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_inputs
@@ -45,7 +43,7 @@ _ATOL = 1e-4
 
 
 def push(
-    model: nn.Module | str | Path,
+    model: nn.Module,
     name: str,
     *,
     run: str | Path | None = None,
@@ -62,7 +60,6 @@ def push(
     The files are those of `save_for_hub`, in one commit. The repository is created if there is none.
 
     Args:
-        model: A model, or the path of an exported file (.onnx or .pt2), which is uploaded as it is.
         run: Folder or checkpoint of the run that trained the model: its recipe, command and last metrics go into the
             model card.
         results: Other metrics for the model card, by name.
@@ -139,7 +136,7 @@ def _explain_rejection(name: str) -> Iterator[None]:
 
 
 def save_for_hub(
-    model: nn.Module | str | Path,
+    model: nn.Module,
     folder: str | Path,
     name: str = "OWNER/NAME",
     *,
@@ -153,10 +150,9 @@ def save_for_hub(
     recipe.yaml if a `run` is given. `timm.create_model("local-dir:FOLDER", pretrained=True)` loads the model too, if
     timm can build it. Otherwise config.json names no architecture of timm, so that timm ends with an error.
 
-    Of an exported file (.onnx or .pt2) the files are itself and a model card that says how to run it.
+    For an exported file use `hf upload OWNER/NAME model.onnx`: its metadata says which images it takes.
 
     Args:
-        model: A model, or the path of an exported file.
         name: The model's name on the hub, for the model card.
         run: Folder or checkpoint of the run that trained the model.
         results: Other metrics for the model card, by name.
@@ -170,21 +166,14 @@ def save_for_hub(
     >>> iso.load("shared/model.safetensors").num_classes
     3
     """
-    if isinstance(model, Artefact | NamedArtefact):
-        raise UserError("an exported model is shared as its file; give the path of the .onnx or .pt2 file")
     folder = Path(folder)
     training = cards.read_training(Path(run)) if run else None
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
-        if isinstance(model, nn.Module):
-            net: nn.Module = unwrap_compiled(model)
-            save(net, written / WEIGHTS, base)
-            in_timm = _write_config(net, written, name)
-            card = cards.model_card(net, name, training, results or {}, in_timm)
-        else:
-            artefact, file = open_image_artefact(model), Path(model)
-            shutil.copyfile(file, written / file.name)
-            card = artefact_card(artefact, file.name, name, training, results or {})
+        net = unwrap_compiled(model)
+        save(net, written / WEIGHTS, base)
+        in_timm = _write_config(net, written, name)
+        card = cards.model_card(net, name, training, results or {}, in_timm)
         (written / CARD).write_text(card, encoding="utf-8")
         if training:
             (written / RECIPE).write_text(training.recipe_text(), encoding="utf-8")

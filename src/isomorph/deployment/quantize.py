@@ -23,13 +23,11 @@ from isomorph.deployment.quantize_graph import (
     quantize_weights,
     weight_of,
 )
-from isomorph.deployment.quantize_report import QuantizeReport, compare_layers, describe_layers, float_operators
+from isomorph.deployment.quantize_report import QuantizeReport, describe_layers, float_operators, sqnr
 from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
 from isomorph.surgery.compiled import unwrap_compiled
-from isomorph.surgery.equalize import equalize_channels
-from isomorph.surgery.quantization_noise import sqnr
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import verify
 from isomorph.surgery.where import nearest_names
@@ -37,9 +35,6 @@ from isomorph.surgery.where import nearest_names
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_Names = tuple[str, ...]
-_NOISE_IMAGES = 8
-"""Images on which the outputs of layers are compared."""
 _SPEED_IMAGES = 8
 """Images of a batch whose speed is measured."""
 
@@ -50,7 +45,6 @@ def quantize(
     path: str | Path,
     *,
     weights_only: bool = False,
-    equalize: bool = True,
     float_layers: str | Sequence[str] = (),
     weight_bits: int | None = None,
     dynamic: str | Iterable[str] = "batch",
@@ -69,8 +63,6 @@ def quantize(
             512 training images are enough.
         path: File ending in .onnx.
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
-        equalize: Rescale channels first where rounding then loses less, which keeps the function; see
-            `iso.surgery.equalize`.
         float_layers: Glob or globs over names of layers that stay in float.
         weight_bits: 7 or 8. With 7, sums of products also fit into 16 bits, as processors without VNNI add them; it is
             the default, and 8 with `weights_only`, where nothing is added in integers.
@@ -104,10 +96,6 @@ def quantize(
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
     float_layers = [float_layers] if isinstance(float_layers, str) else float_layers
     check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
-    equalized: _Names = ()
-    if equalize:
-        progress("equalising")
-        prepared, equalized = _equalize(prepared, batches, not weights_only, bits)
     progress("converting to onnx")
     before = convert(trace(prepared, shapes), shapes, check_opset(opset))
     add_metadata(before, describe(model, shapes))
@@ -116,17 +104,10 @@ def quantize(
     after = _round(before, None if weights_only else batches, list(kept), bits)
     progress("comparing")
     graphs = Graphs(before, after, kept, prepared)
-    report = _report(graphs, batches, shapes, path=str(path), weight_bits=bits, equalized=equalized)
+    report = _report(graphs, batches, shapes, path=str(path), weight_bits=bits)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()))
     return report
-
-
-def _equalize(prepared: nn.Module, batches: list[Tensor], activations: bool, bits: int) -> tuple[nn.Module, _Names]:
-    """Return the model with equalised channels, and the layers concerned. Raises: NotEqual if its outputs differ."""
-    even, names = equalize_channels(prepared, batches, activations, bits)
-    verify(prepared, even, batches[0][:2], ATOL)
-    return even, names
 
 
 def _round(before: "ModelProto", batches: list[Tensor] | None, kept: Sequence[str], bits: int) -> "ModelProto":
@@ -166,7 +147,7 @@ def _report(graphs: Graphs, batches: list[Tensor], shapes: ExportShapes, **optio
         float_images_per_second=speed["float"].median,
         agreement=agreement,
         output_sqnr=noise,
-        layers=describe_layers(before, after, kept, compare_layers(before, after, batches[0][:_NOISE_IMAGES])),
+        layers=describe_layers(before, after, kept),
         float_operators=float_operators(after),
         **options,
     )

@@ -11,11 +11,9 @@ from isomorph.surgery.coverage import (
     model_coverage,
     timm_models,
 )
-from isomorph.surgery.equalize import equalize
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
 from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
-from isomorph.surgery.quantization_noise import sqnr, weight_sqnr
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import Revert, revert
@@ -57,7 +55,6 @@ __all__ = [
     "compare_outputs",
     "edits",
     "edits_since",
-    "equalize",
     "family_of",
     "fuse",
     "fusible_modules",
@@ -71,12 +68,10 @@ __all__ = [
     "register_rule",
     "replay",
     "revert",
-    "sqnr",
     "targets",
     "timm_models",
     "unstride",
     "verify",
-    "weight_sqnr",
 ]
 
 
