@@ -10,8 +10,7 @@ from timm.layers import Attention
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
 from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
-from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn
-from isomorph.models.coatnet_layout import count_resolutions, parse_layout
+from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, count_resolutions, parse_layout
 
 MILLIONS = (25, 42, 75, 168, 275, 688, 1470, 2440)
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}

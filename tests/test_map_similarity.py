@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import isomorph as iso
 from isomorph.data.label_maps import MapLabels
 from isomorph.models import create
-from isomorph.models.dense_head import Box
+from isomorph.models.blockwise import Box
 from isomorph.training.objectives.map_similarity import PenalisedTask, neighbour_similarity
 from isomorph.training.objectives.supervised import build_mixup
 from isomorph.training.objectives.token_labels import (

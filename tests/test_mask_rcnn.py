@@ -9,8 +9,8 @@ from torchvision.ops import roi_align
 
 import isomorph as iso
 from isomorph.layers import DecomposedAttention
-from isomorph.models.task_networks.region_features import PyramidRoIAlign
-from isomorph.models.windowed_vit import WindowedViT, default_global_blocks
+from isomorph.models.task_networks.detection_heads import PyramidRoIAlign
+from isomorph.models.task_networks.detection_pyramids import WindowedViT, default_global_blocks
 from isomorph.training.optim import learning_rate_scales
 
 SMALL = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)

@@ -225,7 +225,7 @@ def form_of(recipe):
     values = json.loads(identity_json(recipe))
     defaults = {name: p.default for name, p in inspect.signature(RefinedViT).parameters.items() if name != "kwargs"}
     model = values["model"]
-    model["kwargs"] = defaults | refined_vit.VARIANTS.get(model["name"], {}) | model["kwargs"]
+    model["kwargs"] = defaults | getattr(refined_vit.VARIANTS.get(model["name"]), "arguments", {}) | model["kwargs"]
     del values["name"]
     return json.dumps(values, sort_keys=True)
 

@@ -17,7 +17,7 @@ from isomorph.data.label_maps import LabelMapSource, MapLabels, apply_and_track_
 from isomorph.data.loaders import train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, TrainSampler
 from isomorph.models import create
-from isomorph.models.dense_head import Box
+from isomorph.models.blockwise import Box
 from isomorph.seeding import seed_generators
 from isomorph.training.objectives.token_labels import (
     MapLabelTask,

@@ -9,7 +9,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.layers.vit_relative_attention import add_prefix_bias
-from isomorph.models.task_networks.upernet_head import UPerHead, average_cells
+from isomorph.models.task_networks.upernet import UPerHead, average_cells
 from isomorph.training.optim import learning_rate_scales
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)

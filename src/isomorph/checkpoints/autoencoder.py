@@ -18,7 +18,7 @@ from isomorph.checkpoints.rebuild import build_checked, describe_model, rebuild,
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed
-from isomorph.models.vit_cfg import unwrap_state_dict
+from isomorph.models.variants import unwrap_state_dict
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
 """Prefixes of the names of tensors outside the encoder."""

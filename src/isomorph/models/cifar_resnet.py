@@ -13,11 +13,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.models.staged import StagedNet
+from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
 
 BLOCKS_PER_STAGE = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
 """Number of blocks in each stage."""
@@ -137,10 +138,6 @@ class CifarResNet(StagedNet):
             64, num_classes, pool_type=pool, device=old.device, dtype=old.dtype
         )
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay besides biases and norms: none."""
-        return set()
-
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Return the parameter groups for layer decay: the stem, then stages or blocks."""
         return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")
@@ -154,81 +151,48 @@ def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[f
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Convert a public checkpoint, which has its tensors in `state_dict`, a `module.` prefix and no batch counters."""
-    state = state_dict.get("state_dict", state_dict)
-    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}  # type: ignore[union-attr]
     counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")}
-    return {**counters, **state}
+    return {**counters, **unwrap_state_dict(state_dict)}
 
 
-def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
+def cifar_cfg(name: str) -> dict[str, Any]:
     """Return the pretrained_cfg of an architecture's public weights, which expect ImageNet's mean and std."""
-    return {
-        "url": f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}",
-        "num_classes": 10,
-        "input_size": (3, 32, 32),
-        "pool_size": (8, 8),
-        "crop_pct": 1.0,
-        "interpolation": "bilinear",
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "conv1",
-        "classifier": "linear",
-        "label_names": CIFAR10_CLASSES,
-        "fixed_input_size": False,
-        "license": "bsd-2-clause",
-        **kwargs,
-    }
-
-
-default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in BLOCKS_PER_STAGE})
-
-
-def _local_weights(base: str) -> dict[str, Any]:
-    """Return the pretrained_cfg entry for an architecture's file in $ISOMORPH_DATA/weights, if there is one."""
-    path = Path(os.environ.get("ISOMORPH_DATA", "")) / "weights" / f"{base.replace('cifar_', 'cifar10_')}.safetensors"
-    return {"file": str(path)} if "ISOMORPH_DATA" in os.environ and path.is_file() else {}
-
-
-def create_cifar_resnet(
-    variant: str, base: str, model_class: type[CifarResNet], pretrained: bool, **kwargs: Any
-) -> CifarResNet:
-    """Build a variant through timm; `base` is the architecture whose blocks and public weights it has.
-
-    A config as a dictionary is that of a model on the hub or in a folder, which has weights of its own.
-    """
-    shared = isinstance(kwargs.get("pretrained_cfg"), dict)
-    local = {} if shared else _local_weights(base)
-    return build_model_with_cfg(
-        model_class,
-        variant,
-        pretrained,
-        pretrained_cfg_overlay={**local, **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
-        pretrained_filter_fn=kwargs.pop("filter_fn", checkpoint_filter_fn),
-        feature_cfg=dict(out_indices=(0, 1, 2, 3)),
-        blocks=BLOCKS_PER_STAGE[base],
-        **kwargs,
+    return image_cfg(
+        url=f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}",
+        num_classes=10,
+        input_size=(3, 32, 32),
+        pool_size=(8, 8),
+        crop_pct=1.0,
+        interpolation="bilinear",
+        first_conv="conv1",
+        classifier="linear",
+        label_names=CIFAR10_CLASSES,
+        license="bsd-2-clause",
     )
 
 
-@register_model
-def cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """CIFAR ResNet-20: 269,722 parameters; public CIFAR-10 weights."""
-    return create_cifar_resnet("cifar_resnet20", "cifar_resnet20", CifarResNet, pretrained, **kwargs)
+def create_cifar_resnet(
+    name: str, pretrained: bool, base: str, kind: type[CifarResNet] = CifarResNet, **arguments: Any
+) -> CifarResNet:
+    """Build a variant through timm; `base` is the architecture whose blocks and public weights it has.
+
+    The weights are a file in $ISOMORPH_DATA/weights if there is one. A config as a dictionary is that of a model on the
+    hub or in a folder, which has weights of its own.
+    """
+    file = Path(os.environ.get("ISOMORPH_DATA", "."), "weights", f"{base.replace('cifar_', 'cifar10_')}.safetensors")
+    shared = isinstance(arguments.get("pretrained_cfg"), dict) or "ISOMORPH_DATA" not in os.environ
+    local = {} if shared or not file.is_file() else {"file": str(file)}
+    features = dict(out_indices=(0, 1, 2, 3))
+    return build_variant(kind, name, pretrained, features, local, blocks=BLOCKS_PER_STAGE[base], **arguments)
 
 
-@register_model
-def cifar_resnet32(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """CIFAR ResNet-32: 464,154 parameters; public CIFAR-10 weights."""
-    return create_cifar_resnet("cifar_resnet32", "cifar_resnet32", CifarResNet, pretrained, **kwargs)
+VARIANTS = {
+    "cifar_resnet20": Variant(dict(base="cifar_resnet20"), "CIFAR ResNet-20: 269,722 parameters."),
+    "cifar_resnet32": Variant(dict(base="cifar_resnet32"), "CIFAR ResNet-32: 464,154 parameters."),
+    "cifar_resnet44": Variant(dict(base="cifar_resnet44"), "CIFAR ResNet-44: 658,586 parameters."),
+    "cifar_resnet56": Variant(dict(base="cifar_resnet56"), "CIFAR ResNet-56: 853,018 parameters."),
+}
+"""The public CIFAR-10 weights of each are its pretrained ones."""
 
-
-@register_model
-def cifar_resnet44(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """CIFAR ResNet-44: 658,586 parameters; public CIFAR-10 weights."""
-    return create_cifar_resnet("cifar_resnet44", "cifar_resnet44", CifarResNet, pretrained, **kwargs)
-
-
-@register_model
-def cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """CIFAR ResNet-56: 853,018 parameters; public CIFAR-10 weights."""
-    return create_cifar_resnet("cifar_resnet56", "cifar_resnet56", CifarResNet, pretrained, **kwargs)
+default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in VARIANTS})
+register_variants(__name__, create_cifar_resnet, VARIANTS)

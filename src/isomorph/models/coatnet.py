@@ -1,38 +1,138 @@
-"""CoAtNet: a stem, stages of MBConv, then stages of Transformer blocks with relative attention; sizes 0 to 7."""
+"""CoAtNet: a stem, stages of MBConv, then stages of Transformer blocks with relative attention; sizes 0 to 7.
+
+A layout is written as in the paper. `C-C-T-T` has four stages after the stem, each at half the resolution of the one
+before; C is convolution, T attention. Letters without a hyphen between them share a resolution: the third stage of
+`C-C-CT-T`, CoAtNet-6's layout, is mixed. The stem is the letter `S`, which may be left out, or `P` for patches: `PT`,
+patches and then Transformer blocks, is ViT_REL.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_rates
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+import torch.nn.functional as F
+from timm.layers import Attention, DropPath, LayerNorm2d, Mlp, NormMlpClassifierHead, calculate_drop_path_rates
+from timm.models import generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
+from isomorph.errors import UserError
+from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
 from isomorph.layers.chunked import is_functorch_tensor
-from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
+from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem, make_pool, make_shortcut
 from isomorph.layers.relative_attention import resize_table
-from isomorph.layers.weight_decay import parameters_without_decay
-from isomorph.models.coatnet_blocks import PatchStem, PlainTransformerBlock, PostTransformerBlock, TransformerBlock
-from isomorph.models.coatnet_layout import (
-    BlockGroup,
-    check_choices,
-    check_positive_integers,
-    check_rates,
-    count_resolutions,
-    parse_image_size,
-    parse_layout,
-)
-from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.staged import StagedNet
-from isomorph.models.vit_cfg import require_images, unwrap_state_dict, vit_cfg
+from isomorph.models.variants import (
+    ForeignCheckpoints,
+    Variant,
+    build_variant,
+    check_counts,
+    image_cfg,
+    parse_size,
+    register_variants,
+    require_images,
+    unwrap_state_dict,
+)
 
 # Both read sizes or layouts, so torch.fx must call them rather than trace into them.
 torch.fx.wrap("require_images")
 torch.fx.wrap("to_channels_last")
+
+LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
+def _as_channels_last(x: Tensor) -> Tensor:
+    """Shape: (B, C, H, W) -> (B, H, W, C)"""
+    return x.permute(0, 2, 3, 1)
+
+
+def _as_channels_first(x: Tensor) -> Tensor:
+    """Shape: (B, H, W, C) -> (B, C, H, W)"""
+    return x.permute(0, 3, 1, 2)
+
+
+class TransformerBlock(nn.Module):
+    """Attention between the positions of a feature map, then an MLP, both pre-activated; stride 2 halves the map.
+
+    x = Proj(Pool(x)) + attn(Pool(norm1(x))),    x = x + mlp(norm2(x))
+
+    `grid_size` is the height and width of the output, at the image size that the network is created for.
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 4
+    Raises: UserError if head_dim does not divide dim_out.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int,
+        stride: int = 1,
+        head_dim: int = 32,
+        grid_size: tuple[int, int] = (14, 14),
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim_out % head_dim:
+            raise UserError(f"head_dim {head_dim} does not divide the width {dim_out}")
+        self.shortcut = make_shortcut(dim, dim_out, stride)
+        self.norm1 = LayerNorm(dim)
+        self.pool = make_pool(stride)
+        shape: dict[str, Any] = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
+        self.attn = self.build_attention(dim, dim_out // head_dim, grid_size, **shape)
+        self.norm2 = LayerNorm(dim_out)
+        self.mlp = Mlp(dim_out, 4 * dim_out)
+        self.drop_path = DropPath(drop_path)
+
+    def build_attention(self, dim: int, num_heads: int, grid_size: tuple[int, int], **shape: Any) -> Attention:
+        """Build the attention, whose queries, keys and values have dim_out channels."""
+        return RelativeAttention(dim, num_heads, grid_size, **shape)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Apply attention. Shape: x (B, H, W, dim) -> (B, H, W, dim_out)"""
+        return self.attn(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _as_channels_last(self.pool(_as_channels_first(self.norm1(_as_channels_last(x)))))  # (B, H', W', dim)
+        x = _as_channels_last(self.shortcut(x)) + self.drop_path(self.attend(y))  # (B, H', W', dim_out)
+        return _as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
+
+
+class PostTransformerBlock(TransformerBlock):
+    """A Transformer block whose attention adds the relative bias after the softmax (eq. 3, post)."""
+
+    def build_attention(self, dim: int, num_heads: int, grid_size: tuple[int, int], **shape: Any) -> Attention:
+        return PostRelativeAttention(dim, num_heads, grid_size, **shape)
+
+
+class PlainTransformerBlock(TransformerBlock):
+    """A Transformer block with plain attention, which ignores positions (Table 6, without relative attention)."""
+
+    def build_attention(self, dim: int, num_heads: int, grid_size: tuple[int, int], **shape: Any) -> Attention:
+        return Attention(dim, num_heads, **shape)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.attn(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+
+
+class PatchStem(nn.Module):
+    """Patch embedding, the stem of a ViT; the image is padded with zeros to a multiple of the patch size.
+
+    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / size), ceil(W / size))
+    Source: CoAtNet section 2.2, ViT stem
+    """
+
+    def __init__(self, in_chans: int, dim: int, size: int = 16) -> None:
+        super().__init__()
+        self.size = size
+        self.proj = nn.Conv2d(in_chans, dim, size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        return self.proj(F.pad(x, (0, -width % self.size, 0, -height % self.size)))
+
 
 BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "batch": (BatchNormStem, MBConv),
@@ -45,6 +145,66 @@ BLOCKS_BY_ATTENTION: dict[str, type[TransformerBlock]] = {
     "none": PlainTransformerBlock,
 }
 """Transformer block for each kind of relative attention (eq. 3, Table 6)."""
+
+
+CHOICES: dict[str, Collection[str]] = {
+    "norm": BLOCKS_BY_NORM,
+    "relative": BLOCKS_BY_ATTENTION,
+    "stride_on": ("expand", "depthwise"),
+    "global_pool": ("avg", "max", "avgmax", ""),
+}
+
+STEM_DEPTHS = {"S": 2, "P": 1}
+"""Number of convolutions in each stem."""
+
+
+class BlockGroup(NamedTuple):
+    """Consecutive blocks of one kind and width; if `halves`, the first one halves the feature map."""
+
+    kind: str
+    halves: bool
+    depth: int
+    width: int
+
+
+def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
+    """Return the stages as lists of groups, the stem first in the first stage.
+
+    Raises: UserError for a layout that cannot be parsed, or depths and widths that do not fit it.
+    """
+    if not isinstance(layout, str) or not all(isinstance(given, Sequence) for given in (depths, widths)):
+        raise UserError(f"layout {layout!r} must be text, depths {depths!r} and widths {widths!r} lists of numbers")
+    written = layout if layout[:1] in STEM_DEPTHS else f"S-{layout}"
+    stages, letters = written.split("-"), written.replace("-", "")
+    if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
+        raise UserError(f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT")
+    if not len(depths) == len(widths) == len(letters):
+        raise UserError(
+            f"layout {layout!r} with its stem has {len(letters)} letters; give {len(letters)} depths and widths, "
+            f"not {len(depths)} and {len(widths)}"
+        )
+    if not all(type(n) is int and n > 0 for n in (*depths, *widths)):
+        raise UserError(f"depths {list(depths)} and widths {list(widths)} must be whole numbers above 0")
+    if depths[0] != STEM_DEPTHS[letters[0]]:
+        raise UserError(
+            f"depths {list(depths)} must begin with {STEM_DEPTHS[letters[0]]}, the depth of stem {letters[0]}"
+        )
+    sizes = iter(zip(depths, widths, strict=True))
+    return [[BlockGroup(kind, i == 0, *next(sizes)) for i, kind in enumerate(stage)] for stage in stages]
+
+
+def count_resolutions(layout: str) -> int:
+    """Return the number of resolutions, and thus of feature maps; 1 for what parse_layout rejects."""
+    if not isinstance(layout, str):
+        return 1
+    return layout.count("-") + (1 if layout[:1] in STEM_DEPTHS else 2)
+
+
+def _check_choices(**choices: Any) -> None:
+    """Check that each option has one of its allowed values. Raises: UserError if not."""
+    for name, value in choices.items():
+        if value not in CHOICES[name]:
+            raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, CHOICES[name]))}")
 
 
 def to_channels_last(x: Tensor) -> Tensor:
@@ -69,7 +229,7 @@ def _init_weights(module: nn.Module) -> None:
 class CoAtNet(ForeignCheckpoints, StagedNet):
     """CoAtNet: stages of convolution, then stages of attention, for images of any size, with timm's interface.
 
-    `layout` is described in coatnet_layout.py; `depths` and `widths` have one number for each of its letters, the
+    `layout` is written as above; `depths` and `widths` have one number for each of its letters, the
     stem's first. `head_dim` is the number of channels of an attention head. `norm`, "batch" or "layer", is that of the
     stem and the convolutional blocks. `stride_on` is InvertedBottleneck's. `relative` adds relative attention "pre" or
     "post" the softmax, or not at all ("none"). `stem_stride` is for the stem S, `patch_size` for P. `head_hidden_size`
@@ -101,12 +261,14 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        check_choices(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool)
-        check_positive_integers(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
-        check_positive_integers(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
-        check_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        _check_choices(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool)
+        check_counts(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
+        check_counts(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
+        for name, rate in dict(drop_rate=drop_rate, drop_path_rate=drop_path_rate).items():
+            if not 0 <= rate < 1:
+                raise UserError(f"{name} {rate} must be at least 0 and below 1")
         (first, *rest), *others = parse_layout(layout, depths, widths)
-        self.img_size, self.in_chans, self.num_classes = parse_image_size(img_size), in_chans, num_classes
+        self.img_size, self.in_chans, self.num_classes = parse_size(img_size=img_size), in_chans, num_classes
         stem, convolution = BLOCKS_BY_NORM[norm]
         patches = first.kind == "P"
         self.stem_stride = patch_size if patches else stem_stride
@@ -147,9 +309,6 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         own = {n: parameter.shape for n, parameter in self.named_parameters() if n.endswith(".relative_bias")}
         return any(name in state and state[name].shape != shape for name, shape in own.items())
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint_filter_fn(state, self)
-
     def grid_at(self, reduction: int) -> tuple[int, int]:
         """Return the size of the feature map at a reduction, for the image size that the network is created for."""
         height, width = self.img_size
@@ -157,7 +316,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resize the tables of relative attention permanently, which saves resizing at each call."""
-        self.img_size = parse_image_size(img_size)
+        self.img_size = parse_size(img_size=img_size)
         for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
             for module in stage.modules():
                 if isinstance(module, RelativeAttention):
@@ -206,10 +365,6 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         like = next(self.stem.parameters())
         self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the tables of relative attention."""
-        return parameters_without_decay(self)
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the parameter groups for layer decay: the stem, then stages or blocks, then the head."""
         blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
@@ -227,76 +382,43 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[
 
 
 MIXED = dict(layout="C-C-CT-T", head_dim=128)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "coatnet_0": dict(depths=(2, 2, 3, 5, 2), widths=(64, 96, 192, 384, 768)),
-    "coatnet_1": dict(depths=(2, 2, 6, 14, 2), widths=(64, 96, 192, 384, 768)),
-    "coatnet_2": dict(depths=(2, 2, 6, 14, 2), widths=(128, 128, 256, 512, 1024)),
-    "coatnet_3": dict(depths=(2, 2, 6, 14, 2), widths=(192, 192, 384, 768, 1536)),
-    "coatnet_4": dict(depths=(2, 2, 12, 28, 2), widths=(192, 192, 384, 768, 1536)),
-    "coatnet_5": dict(depths=(2, 2, 12, 28, 2), widths=(192, 256, 512, 1280, 2048), head_dim=64),
-    "coatnet_6": dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 192, 384, 768, 1536, 3072), **MIXED),
-    "coatnet_7": dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 256, 512, 1024, 2048, 3072), **MIXED),
+VARIANTS = {
+    "coatnet_0": Variant(dict(depths=(2, 2, 3, 5, 2), widths=(64, 96, 192, 384, 768)), "25M parameters, 81.6 top-1"),
+    "coatnet_1": Variant(dict(depths=(2, 2, 6, 14, 2), widths=(64, 96, 192, 384, 768)), "42M parameters, 83.3 top-1"),
+    "coatnet_2": Variant(
+        dict(depths=(2, 2, 6, 14, 2), widths=(128, 128, 256, 512, 1024)), "75M parameters, 84.1 top-1"
+    ),
+    "coatnet_3": Variant(
+        dict(depths=(2, 2, 6, 14, 2), widths=(192, 192, 384, 768, 1536)), "168M parameters, 84.5 top-1"
+    ),
+    "coatnet_4": Variant(
+        dict(depths=(2, 2, 12, 28, 2), widths=(192, 192, 384, 768, 1536)), "275M parameters, 88.56 top-1 at 512"
+    ),
+    "coatnet_5": Variant(
+        dict(depths=(2, 2, 12, 28, 2), widths=(192, 256, 512, 1280, 2048), head_dim=64),
+        "688M parameters, 89.77 top-1 at 512",
+    ),
+    "coatnet_6": Variant(
+        dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 192, 384, 768, 1536, 3072), **MIXED),
+        "1.47B parameters, 90.45 top-1 at 512",
+    ),
+    "coatnet_7": Variant(
+        dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 256, 512, 1024, 2048, 3072), **MIXED),
+        "2.44B parameters, 90.88 top-1 at 512",
+    ),
 }
-"""CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007)."""
+"""CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
+and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B."""
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7)) for name in VARIANTS}
+    {name: image_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7)) for name in VARIANTS}
 )  # no public weights exist
 
 
-def _create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
-    """Build a variant through timm, with features of every resolution."""
-    arguments = VARIANTS[variant] | kwargs
+def _create_coatnet(name: str, pretrained: bool, **arguments: Any) -> CoAtNet:
     levels = tuple(range(count_resolutions(arguments.get("layout", "C-C-T-T"))))
-    features = dict(out_indices=arguments.pop("out_indices", levels), feature_cls="getter", flatten_sequential=True)
-    return build_model_with_cfg(
-        CoAtNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features, **arguments
-    )
+    features = dict(out_indices=levels, feature_cls="getter", flatten_sequential=True)
+    return build_variant(CoAtNet, name, pretrained, features, **arguments)
 
 
-@register_model
-def coatnet_0(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-0: 25M parameters, 81.6 top-1 (CoAtNet Table 4)."""
-    return _create_coatnet("coatnet_0", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_1(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-1: 42M parameters, 83.3 top-1 (CoAtNet Table 4)."""
-    return _create_coatnet("coatnet_1", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_2(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-2: 75M parameters, 84.1 top-1 (CoAtNet Table 4)."""
-    return _create_coatnet("coatnet_2", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_3(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-3: 168M parameters, 84.5 top-1 (CoAtNet Table 4)."""
-    return _create_coatnet("coatnet_3", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_4(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-4: 275M parameters, 88.56 top-1 at 512 after ImageNet-21K (CoAtNet Table 4)."""
-    return _create_coatnet("coatnet_4", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_5(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-5: 688M parameters, 89.77 top-1 at 512 after JFT-300M (CoAtNet Table 5)."""
-    return _create_coatnet("coatnet_5", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_6(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-6: 1.47B parameters, 90.45 top-1 at 512 after JFT-3B (CoAtNet Table 5)."""
-    return _create_coatnet("coatnet_6", pretrained, **kwargs)
-
-
-@register_model
-def coatnet_7(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
-    """CoAtNet-7: 2.44B parameters, 90.88 top-1 at 512 after JFT-3B (CoAtNet Table 5)."""
-    return _create_coatnet("coatnet_7", pretrained, **kwargs)
+register_variants(__name__, _create_coatnet, VARIANTS)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.vit_cfg import check_heads, check_whole_patches
+from isomorph.models.variants import check_heads, check_whole_patches
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 UNUSED_HEADS = ("head", "head_dist", "attn_pool")
@@ -65,12 +65,6 @@ def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """
     cut = images.unflatten(3, (-1, patch_size[1])).unflatten(2, (-1, patch_size[0]))  # (B, C, H, ph, W, pw)
     return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, H W, ph pw C)
-
-
-def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
-    """Return the images that `patchify` cut. Shape: (B, H W, ph pw C) -> (B, C, H ph, W pw)"""
-    cut = patches.unflatten(2, (*patch_size, -1)).unflatten(1, grid_size)  # (B, H, W, ph, pw, C)
-    return cut.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, C, H ph, W pw)
 
 
 def normalise_patches(patches: Tensor) -> Tensor:

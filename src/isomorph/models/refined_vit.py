@@ -5,22 +5,82 @@ narrower MLP, and no queries and keys in every second block, which reuses the ma
 that the authors released compute another function; they are in `refined_vit_released.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from timm.layers import Attention
-from timm.models import generate_default_cfgs, register_model, vision_transformer
+import torch.nn.functional as F
+from timm.layers import Attention, PatchEmbed, to_2tuple
+from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, SpatialAttention
+from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refiner import MapConvolution
 from isomorph.layers.reused_attention import ReusedAttention
-from isomorph.models.conv_embed import ConvPatchEmbed
-from isomorph.models.dense_head import DenseHeadViT, classifier_names
-from isomorph.models.foreign_checkpoints import ForeignCheckpoints
-from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
+from isomorph.models.blockwise import DenseHeadViT
+from isomorph.models.variants import (
+    ForeignCheckpoints,
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.surgery import AttentionToRefined
+
+
+class ConvPatchEmbed(PatchEmbed):
+    """Three convolutions with BatchNorm and ReLU, the first with stride 2, then a patch embedding of the feature map.
+
+    conv 7x7, stride 2 -> conv 3x3 -> conv 3x3 -> conv p/2 x p/2, stride p/2, for patch size p. The arguments are those
+    of timm's PatchEmbed; `widths` are the channels of the three convolutions. State-dict keys are those of the authors'
+    checkpoints.
+
+    Shape: x (B, in_chans, height, width) -> (B, H, W, C)
+    Source: Refiner code; 3 convolutions in Refiner Table 11, "More convs for patch embedding"
+    Raises: UserError for an odd patch size, or when the patch size is changed later.
+    """
+
+    def __init__(
+        self,
+        img_size: Any = 224,
+        patch_size: Any = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        widths: Sequence[int] = (32, 64, 128),
+        **kwargs: Any,
+    ) -> None:
+        patch = to_2tuple(patch_size)
+        if any(size % 2 for size in patch):
+            raise UserError(f"patch_size {patch_size} must be even: the first convolution halves the image")
+        super().__init__(img_size, patch, in_chans, embed_dim, **kwargs)
+        factory = factory_kwargs(kwargs)
+        first, second, third = widths
+        self.conv1 = nn.Conv2d(in_chans, first, 7, stride=2, padding=3, bias=False, **factory)
+        self.bn1 = nn.BatchNorm2d(first, **factory)
+        self.conv2 = nn.Conv2d(first, second, 3, padding=1, bias=False, **factory)
+        self.bn2 = nn.BatchNorm2d(second, **factory)
+        self.conv3 = nn.Conv2d(second, third, 3, padding=1, bias=False, **factory)
+        self.bn3 = nn.BatchNorm2d(third, **factory)
+        half = (patch[0] // 2, patch[1] // 2)
+        self.proj = nn.Conv2d(third, embed_dim, half, half, bias=kwargs.get("bias", True), **factory)
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """Change the image size. Raises: UserError for a different patch size."""
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
+            raise UserError(f"patch_size {patch_size} cannot replace {self.patch_size}; create a new model with it")
+        super().set_input_size(img_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dynamic_img_pad:
+            (height, width), (ph, pw) = x.shape[-2:], self.patch_size
+            x = F.pad(x, (0, -width % pw, 0, -height % ph))
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = F.relu(self.bn2(self.conv2(x)), inplace=True)
+        x = F.relu(self.bn3(self.conv3(x)), inplace=True)  # (B, 128, height / 2, width / 2)
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))  # (B, H, W, C)
 
 
 class RefinedBlock(Block):
@@ -102,7 +162,8 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
 
         def block(depth: int, **given: Any) -> RefinedBlock:
             if depth % (share + 1):
-                return MapReusingBlock(_build_reusing_attention(given), **given)
+                shared = ("num_heads", "qkv_bias", "proj_bias", "proj_drop", "device", "dtype")
+                return MapReusingBlock(ReusedAttention(given["dim"], **{name: given[name] for name in shared}), **given)
             attention = _build_attention(rule, plain, share > 0, given)
             return (MapSharingBlock if share else RefinedBlock)(attention, **given)
 
@@ -114,40 +175,17 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
                 layer.is_revertible = False
         self.update_grid()
 
-    def initial_state(self, grid_size: tuple[int, int]) -> tuple[None, tuple[int, int]]:
-        """Return no maps, and the grid size, which every block gets."""
-        return None, grid_size
-
-    def run_block(self, i: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        maps, grid_size = state
-        x, maps = self.call_block(i, x, maps, grid_size)
-        return x, (maps, grid_size)
-
-    def state_maps(self, state: Any) -> Any:
-        return state[0]
-
-    def update_grid(self) -> None:
-        super().update_grid()
-        for module in self.modules():
-            if isinstance(module, SpatialAttention):
-                module.grid_size = self.patch_embed.grid_size
+    def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
+        return self.call_block(i, x, maps, grid_size)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         return is_plain_vit(state, self)
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint_filter_fn(state, self)
-
-
-def _attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a block that its attention takes."""
-    names = ("dim", "num_heads", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer")
-    return {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
-
 
 def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
     """Build the attention of a block that computes maps, in the fastest form that can return what it has to."""
-    arguments = _attention_arguments(given)
+    names = ("dim", "num_heads", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer")
+    arguments = {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
     if plain and not giving:
         return Attention(**arguments)
     if rule.ratio == 0 and giving:  # the map is passed on, so it must be formed and convolved explicitly
@@ -155,13 +193,6 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
         refine = nn.Identity() if plain else MapConvolution(given["num_heads"], rule.kernel, **form)
         return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
     return rule.new_layer(**arguments)
-
-
-def _build_reusing_attention(given: dict[str, Any]) -> ReusedAttention:
-    """Build the attention of a block that has values but no queries and keys."""
-    kind = dict(device=given["device"], dtype=given["dtype"])
-    arguments: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
-    return ReusedAttention(given["dim"], given["num_heads"], **arguments, **kind)
 
 
 def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -188,54 +219,31 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> di
     return state | _refiner_tensors(model) if model.init == "same-function" else state
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "refined_vit_b": dict(depth=12, embed_dim=768, num_heads=12),
-    "refined_vit_s": dict(depth=16, embed_dim=384, num_heads=12, mlp_ratio=3, conv_embed=True, share=1),
-    "refined_vit_m": dict(depth=32, embed_dim=420, num_heads=12, mlp_ratio=3, conv_embed=True, share=1),
-    "refined_vit_l": dict(depth=32, embed_dim=512, num_heads=16, mlp_ratio=3, conv_embed=True, share=1),
+_LARGE = dict(mlp_ratio=3, conv_embed=True, share=1)
+VARIANTS = {
+    "refined_vit_b": Variant(dict(depth=12, embed_dim=768, num_heads=12), "86M parameters, 81.2 top-1"),
+    "refined_vit_s": Variant(dict(depth=16, embed_dim=384, num_heads=12, **_LARGE), "25M parameters, 83.6 top-1"),
+    "refined_vit_m": Variant(dict(depth=32, embed_dim=420, num_heads=12, **_LARGE), "55M parameters, 84.6 top-1"),
+    "refined_vit_l": Variant(dict(depth=32, embed_dim=512, num_heads=16, **_LARGE), "81M parameters, 84.9 top-1"),
 }
-"""Refiner Table 10. The published sizes of S, M and L come out with the released embedding and MLP, and shared maps."""
+"""Refiner Table 10; top-1: Tables 7 and 11. The published sizes of S, M and L come out with the released embedding and
+MLP, and shared maps."""
 
 
-def _first_conv_name(conv_embed: bool) -> str:
-    """Return the name of the layer that reads the image."""
-    return "patch_embed.conv1" if conv_embed else "patch_embed.proj"
+def refined_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any]:
+    """Return the entries of `pretrained_cfg` that depend on the patch embedding and the heads."""
+    first = "patch_embed.conv1" if conv_embed else "patch_embed.proj"
+    return dict(first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **more)
 
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(first_conv=_first_conv_name("conv_embed" in shape)) for name, shape in VARIANTS.items()}
+    {name: image_cfg(**refined_cfg("conv_embed" in arguments, False)) for name, (arguments, _) in VARIANTS.items()}
 )  # no public weights exist
 
 
-def _create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:
-    """Build a variant through timm."""
-    arguments = VARIANTS[variant] | kwargs
-    cfg = dict(
-        classifier=classifier_names(arguments.get("dense_head", False)),
-        first_conv=_first_conv_name(arguments.get("conv_embed", False)),
-    )
-    return build_vit(RefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, **cfg)
+def _create_refined_vit(name: str, pretrained: bool, **arguments: Any) -> RefinedViT:
+    cfg = refined_cfg(arguments.get("conv_embed", False), arguments.get("dense_head", False))
+    return build_variant(RefinedViT, name, pretrained, cfg=cfg, **arguments)
 
 
-@register_model
-def refined_vit_b(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
-    """Refined-ViT-Base: 86M parameters, 81.2 top-1 by the standard recipe (Refiner Tables 10, 11)."""
-    return _create_refined_vit("refined_vit_b", pretrained, **kwargs)
-
-
-@register_model
-def refined_vit_s(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
-    """Refined-ViT-S: 25M parameters, 83.6 top-1 (Refiner Tables 7, 10)."""
-    return _create_refined_vit("refined_vit_s", pretrained, **kwargs)
-
-
-@register_model
-def refined_vit_m(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
-    """Refined-ViT-M: 55M parameters, 84.6 top-1 (Refiner Tables 7, 10)."""
-    return _create_refined_vit("refined_vit_m", pretrained, **kwargs)
-
-
-@register_model
-def refined_vit_l(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
-    """Refined-ViT-L: 81M parameters, 84.9 top-1 (Refiner Tables 7, 10)."""
-    return _create_refined_vit("refined_vit_l", pretrained, **kwargs)
+register_variants(__name__, _create_refined_vit, VARIANTS)

@@ -9,31 +9,30 @@ from typing import Any
 
 import torch
 from timm.layers import Mlp
-from timm.models import generate_default_cfgs, register_model, vision_transformer
+from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
-from isomorph.models.conv_embed import ConvPatchEmbed
-from isomorph.models.dense_head import DenseHeadViT, classifier_names
-from isomorph.models.foreign_checkpoints import ForeignCheckpoints
-from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
+from isomorph.models.blockwise import DenseHeadViT
+from isomorph.models.refined_vit import ConvPatchEmbed, refined_cfg
+from isomorph.models.variants import (
+    ForeignCheckpoints,
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 
 BRANCH_SCALE = 0.5
 """Factor on the input of a residual branch; its output is divided by it."""
 
 UNSUPPORTED_ARGUMENTS = (
-    "qk_norm",
-    "scale_attn_norm",
-    "init_values",
-    "kernel",
-    "reduce",
-    "span",
-    "share",
-    "recompute",
-    "init",
+    *("qk_norm", "scale_attn_norm", "init_values"),
+    *("kernel", "reduce", "span", "share", "recompute", "init"),
 )
 """Arguments of `refined_vit_*` that the released networks do not have."""
 
@@ -107,9 +106,6 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
         """Return True if the state has a classifier of patches, as all released ones do, and the model has none."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint_filter_fn(state, self)
-
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
     """Convert a checkpoint of the authors or of isomorph: unwrap it and resize its position embedding."""
@@ -117,41 +113,22 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) 
     return state if model.dense_head else {name: t for name, t in state.items() if not name.startswith("aux_head.")}
 
 
-VARIANTS: dict[str, tuple[dict[str, int], float]] = {
-    "refined_vit_s_released": (dict(depth=16, embed_dim=384, num_heads=12), 0.9),
-    "refined_vit_m_released": (dict(depth=32, embed_dim=420, num_heads=12), 1.0),
-    "refined_vit_l_released": (dict(depth=32, embed_dim=512, num_heads=16), 1.13),
+VARIANTS = {
+    "refined_vit_s_released": Variant(dict(depth=16, embed_dim=384, num_heads=12), "25,408,656 parameters, 83.6 top-1"),
+    "refined_vit_m_released": Variant(dict(depth=32, embed_dim=420, num_heads=12), "55,450,932 parameters, 84.6 top-1"),
+    "refined_vit_l_released": Variant(dict(depth=32, embed_dim=512, num_heads=16), "81,150,192 parameters, 84.9 top-1"),
 }
-"""Arguments, and crop_pct of evaluation (above 1: receptive-field calibration)."""
-
-SHARED_CFG = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=classifier_names(True))
-
+_CROPS = dict(zip(VARIANTS, (0.9, 1.0, 1.13), strict=True))
+"""crop_pct of evaluation (above 1: receptive-field calibration)."""
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(crop_pct=crop, **SHARED_CFG) for name, (_, crop) in VARIANTS.items()}
+    {n: image_cfg(crop_pct=c, mean=(0.5,) * 3, std=(0.5,) * 3, **refined_cfg(True, True)) for n, c in _CROPS.items()}
 )  # no URL: the authors' weights have to be given as a file
 
 
-def _create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRefinedViT:
-    """Build a variant through timm."""
-    arguments: dict[str, Any] = VARIANTS[variant][0] | kwargs
-    heads = classifier_names(arguments.get("dense_head", True))
-    return build_vit(ReleasedRefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, classifier=heads)
+def _create_released(name: str, pretrained: bool, **arguments: Any) -> ReleasedRefinedViT:
+    cfg = refined_cfg(True, arguments.get("dense_head", True))
+    return build_variant(ReleasedRefinedViT, name, pretrained, cfg=cfg, **arguments)
 
 
-@register_model
-def refined_vit_s_released(pretrained: bool = False, **kwargs: Any) -> ReleasedRefinedViT:
-    """Refined-ViT-S as released: 25,408,656 parameters, 83.6 top-1 (Refiner Table 7)."""
-    return _create_released("refined_vit_s_released", pretrained, **kwargs)
-
-
-@register_model
-def refined_vit_m_released(pretrained: bool = False, **kwargs: Any) -> ReleasedRefinedViT:
-    """Refined-ViT-M as released: 55,450,932 parameters, 84.6 top-1 (Refiner Table 7)."""
-    return _create_released("refined_vit_m_released", pretrained, **kwargs)
-
-
-@register_model
-def refined_vit_l_released(pretrained: bool = False, **kwargs: Any) -> ReleasedRefinedViT:
-    """Refined-ViT-L as released: 81,150,192 parameters, 84.9 top-1 (Refiner Table 7)."""
-    return _create_released("refined_vit_l_released", pretrained, **kwargs)
+register_variants(__name__, _create_released, VARIANTS)

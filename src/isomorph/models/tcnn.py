@@ -11,7 +11,7 @@ from typing import Any
 
 import timm
 from timm.layers import get_attn
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
@@ -19,26 +19,39 @@ from isomorph.layers import GPSA2d
 from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models import cifar_resnet
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
-from isomorph.models.foreign_checkpoints import ForeignCheckpoints
+from isomorph.models.variants import ForeignCheckpoints, Variant, build_variant, register_variants
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 
 RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
 RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
 RESNET_D = dict(stem_width=32, stem_type="deep", avg_down=True)
 
-VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "t_resnetrs50": ("resnetrs50", dict(layers=(3, 4, 6, 3), **RESNET_RS), 224),
-    "t_resnetrs101": ("resnetrs101", dict(layers=(3, 4, 23, 3), **RESNET_RS), 224),
-    "t_resnetrs152": ("resnetrs152", dict(layers=(3, 8, 36, 3), **RESNET_RS), 320),
-    "t_resnetrs200": ("resnetrs200", dict(layers=(3, 24, 36, 3), **RESNET_RS), 320),
-    "t_resnetrs270": ("resnetrs270", dict(layers=(4, 29, 53, 4), **RESNET_RS), 320),
-    "t_resnetrs350": ("resnetrs350", dict(layers=(4, 36, 72, 4), **RESNET_RS), 320),
-    "t_resnet50d": ("resnet50d", dict(layers=(3, 4, 6, 3), **RESNET_D), 320),
-    "t_resnet101d": ("resnet101d", dict(layers=(3, 4, 23, 3), **RESNET_D), 384),
-    "t_resnet152d": ("resnet152d", dict(layers=(3, 8, 36, 3), **RESNET_D), 384),
-    "t_resnet200d": ("resnet200d", dict(layers=(3, 24, 36, 3), **RESNET_D), 384),
+VARIANTS = {
+    "t_resnetrs50": Variant(
+        dict(layers=(3, 4, 6, 3), **RESNET_RS), "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"
+    ),
+    "t_resnetrs101": Variant(
+        dict(layers=(3, 4, 23, 3), **RESNET_RS), "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"
+    ),
+    "t_resnetrs152": Variant(
+        dict(layers=(3, 8, 36, 3), **RESNET_RS), "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "t_resnetrs200": Variant(
+        dict(layers=(3, 24, 36, 3), **RESNET_RS), "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "t_resnetrs270": Variant(
+        dict(layers=(4, 29, 53, 4), **RESNET_RS), "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "t_resnetrs350": Variant(
+        dict(layers=(4, 36, 72, 4), **RESNET_RS), "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"
+    ),
+    "t_resnet50d": Variant(dict(layers=(3, 4, 6, 3), **RESNET_D), "81.6 top-1 at 320 (T-CNN Table 5)"),
+    "t_resnet101d": Variant(dict(layers=(3, 4, 23, 3), **RESNET_D), "83.1 top-1 at 384 (T-CNN Table 5)"),
+    "t_resnet152d": Variant(dict(layers=(3, 8, 36, 3), **RESNET_D), "83.8 top-1 at 384 (T-CNN Table 5)"),
+    "t_resnet200d": Variant(dict(layers=(3, 24, 36, 3), **RESNET_D), "83.9 top-1 at 384 (T-CNN Table 5)"),
 }
-"""timm backbone, its arguments and the fine-tuning resolution of each variant (T-CNN Table 1 and Table 5)."""
+SIZES = {"t_resnetrs50": 224, "t_resnetrs101": 224, "t_resnet101d": 384, "t_resnet152d": 384, "t_resnet200d": 384}
+"""Fine-tuning resolution where it is not 320 (T-CNN Table 1 and Table 5)."""
 
 
 class TransformedMixin(ForeignCheckpoints):
@@ -49,9 +62,6 @@ class TransformedMixin(ForeignCheckpoints):
         layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
         filters = bool(layers) and all(f"{name}.weight" in state for name in layers)
         return filters and not any(name in state for name in _attention_tensors(self))
-
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint_filter_fn(state, self)
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the centres, localities and gates of the attention layers."""
@@ -109,95 +119,21 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return {**_attention_tensors(model), **state_dict}
 
 
-def _backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
-    """Return timm's pretrained_cfg of the backbone, at the paper's fine-tuning resolution."""
-    cfg = timm.models.get_pretrained_cfg(base).to_dict()
+def _backbone_cfg(name: str) -> dict[str, Any]:
+    """Return timm's pretrained_cfg of a variant's backbone, at the paper's fine-tuning resolution."""
+    cfg, size = timm.models.get_pretrained_cfg(name.removeprefix("t_")).to_dict(), SIZES.get(name, 320)
     for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
         cfg.pop(key, None)
-    return {**cfg, "input_size": (3, resolution, resolution), "pool_size": (resolution // 16, resolution // 16)}
+    return {**cfg, "input_size": (3, size, size), "pool_size": (size // 16, size // 16)}
 
 
+_SMALL = {
+    "t_cifar_resnet20": Variant(dict(base="cifar_resnet20"), "with the six convolutions of layer3 as attention"),
+    "t_cifar_resnet56": Variant(dict(base="cifar_resnet56"), "with the eighteen convolutions of layer3 as attention"),
+}
 default_cfgs = generate_default_cfgs(
-    {f"{name}.cnn_in1k": _backbone_cfg(base, resolution) for name, (base, _, resolution) in VARIANTS.items()}
-    | {f"t_{base}.cnn_cifar10": cifar_cfg(base) for base in ("cifar_resnet20", "cifar_resnet56")}
+    {f"{name}.cnn_in1k": _backbone_cfg(name) for name in VARIANTS}
+    | {f"{name}.cnn_cifar10": cifar_cfg(arguments["base"]) for name, (arguments, _) in _SMALL.items()}
 )
-
-
-def _create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
-    """Build a variant through timm, with the backbone's weights if pretrained."""
-    arguments = {**VARIANTS[variant][1], **kwargs}
-    return build_model_with_cfg(TResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **arguments)
-
-
-@register_model
-def t_resnetrs50(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet50-RS: 38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)."""
-    return _create_tresnet("t_resnetrs50", pretrained, **kwargs)
-
-
-@register_model
-def t_resnetrs101(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet101-RS: 66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)."""
-    return _create_tresnet("t_resnetrs101", pretrained, **kwargs)
-
-
-@register_model
-def t_resnetrs152(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet152-RS: 89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)."""
-    return _create_tresnet("t_resnetrs152", pretrained, **kwargs)
-
-
-@register_model
-def t_resnetrs200(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet200-RS: 96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)."""
-    return _create_tresnet("t_resnetrs200", pretrained, **kwargs)
-
-
-@register_model
-def t_resnetrs270(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet270-RS: 133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)."""
-    return _create_tresnet("t_resnetrs270", pretrained, **kwargs)
-
-
-@register_model
-def t_resnetrs350(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet350-RS: 167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)."""
-    return _create_tresnet("t_resnetrs350", pretrained, **kwargs)
-
-
-@register_model
-def t_resnet50d(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet50-D: 81.6 top-1 at 320 (T-CNN Table 5)."""
-    return _create_tresnet("t_resnet50d", pretrained, **kwargs)
-
-
-@register_model
-def t_resnet101d(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet101-D: 83.1 top-1 at 384 (T-CNN Table 5)."""
-    return _create_tresnet("t_resnet101d", pretrained, **kwargs)
-
-
-@register_model
-def t_resnet152d(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet152-D: 83.8 top-1 at 384 (T-CNN Table 5)."""
-    return _create_tresnet("t_resnet152d", pretrained, **kwargs)
-
-
-@register_model
-def t_resnet200d(pretrained: bool = False, **kwargs: Any) -> TResNet:
-    """T-ResNet200-D: 83.9 top-1 at 384 (T-CNN Table 5)."""
-    return _create_tresnet("t_resnet200d", pretrained, **kwargs)
-
-
-@register_model
-def t_cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
-    """T-CIFAR-ResNet-20: cifar_resnet20 with the six convolutions of layer3 as attention."""
-    kwargs["filter_fn"] = checkpoint_filter_fn
-    return create_cifar_resnet("t_cifar_resnet20", "cifar_resnet20", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]
-
-
-@register_model
-def t_cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
-    """T-CIFAR-ResNet-56: cifar_resnet56 with the eighteen convolutions of layer3 as attention."""
-    kwargs["filter_fn"] = checkpoint_filter_fn
-    return create_cifar_resnet("t_cifar_resnet56", "cifar_resnet56", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]
+register_variants(__name__, partial(build_variant, TResNet, features={}), VARIANTS)
+register_variants(__name__, partial(create_cifar_resnet, kind=TCifarResNet), _SMALL)

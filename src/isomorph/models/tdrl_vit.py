@@ -8,11 +8,12 @@ which is also what `iso.fuse` returns.
 import copy
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from timm.models import generate_default_cfgs, register_model, vision_transformer
+from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -21,8 +22,14 @@ from isomorph.errors import UserError
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_init import init_from_affine
 from isomorph.layers.relative_attention import resize_table
-from isomorph.models.foreign_checkpoints import ForeignCheckpoints
-from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
+from isomorph.models.variants import (
+    ForeignCheckpoints,
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, replay, targets
 
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
@@ -102,9 +109,6 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         resized = any(name in state and state[name].shape != own.shape for name, own in _relative_biases(self).items())
         return plain or resized or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
 
-    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint_filter_fn(state, self)
-
 
 class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
     """TDRL-ViT with DeiT's distillation token and its head; in eval mode logits are the mean of both heads.
@@ -183,39 +187,20 @@ def _pyramid_state(
     return twin.state_dict()
 
 
-VARIANTS = {"tdrl_vit_ti": (192, 12), "tdrl_vit_s": (384, 6)}
-"""Width and heads. ViT-Tiny has 12 heads, as in MAE-Lite and TDRL; for ViT-Small the paper gives no number."""
+VARIANTS = {
+    "tdrl_vit_ti": Variant(dict(embed_dim=192, num_heads=12), "48.86M parameters, 5.7M fused; 78.7 top-1"),
+    "tdrl_vit_s": Variant(dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"),
+}
+"""ViT-Tiny has 12 heads, as in MAE-Lite and TDRL; for ViT-Small the paper gives no number.
+Top-1 of pre-trained networks: TDRL Tables 1 and 3."""
 
-DISTILLED = {"tdrl_vit_ti_distilled": "tdrl_vit_ti"}
-"""Variants with a distillation token, and the variant that each is based on."""
-
-
+DISTILLED = {
+    "tdrl_vit_ti_distilled": Variant(
+        VARIANTS["tdrl_vit_ti"].arguments, "with a distillation token 79.1 top-1 pre-trained and distilled by a ViT-B"
+    )
+}
 default_cfgs = generate_default_cfgs(  # no public weights exist
-    {name: vit_cfg() for name in VARIANTS} | {name: vit_cfg(classifier=("head", "head_dist")) for name in DISTILLED}
+    {name: image_cfg() for name in VARIANTS} | {name: image_cfg(classifier=("head", "head_dist")) for name in DISTILLED}
 )
-
-
-def _create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
-    """Build a variant through timm."""
-    width, heads = VARIANTS[DISTILLED.get(variant, variant)]
-    arguments = {"embed_dim": width, "num_heads": heads, **kwargs}
-    kind = TDRLViTDistilled if variant in DISTILLED else TDRLViT
-    return build_vit(kind, variant, pretrained, checkpoint_filter_fn, arguments)
-
-
-@register_model
-def tdrl_vit_ti(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
-    """TDRL-ViT-Ti: 48.86M parameters in training, 5.7M fused; 78.7 top-1 pre-trained (TDRL Table 1)."""
-    return _create_tdrl_vit("tdrl_vit_ti", pretrained, **kwargs)
-
-
-@register_model
-def tdrl_vit_s(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
-    """TDRL-ViT-S: 194M parameters in training, 22.1M fused; 81.3 top-1 pre-trained (TDRL Table 3)."""
-    return _create_tdrl_vit("tdrl_vit_s", pretrained, **kwargs)
-
-
-@register_model
-def tdrl_vit_ti_distilled(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
-    """TDRL-ViT-Ti with a distillation token: 79.1 top-1 pre-trained and distilled by a ViT-B (TDRL Table 1)."""
-    return _create_tdrl_vit("tdrl_vit_ti_distilled", pretrained, **kwargs)
+register_variants(__name__, partial(build_variant, TDRLViT), VARIANTS)
+register_variants(__name__, partial(build_variant, TDRLViTDistilled), DISTILLED)

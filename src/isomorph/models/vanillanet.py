@@ -4,22 +4,22 @@ In training every layer is a pair with a ReLU between, which is annealed to the 
 `iso.fuse` then merges each pair: `vanillanet_5` has five layers.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.annealed import AnnealedPair, SeriesActivation
 from isomorph.models.staged import StagedNet
-from isomorph.models.vit_cfg import unwrap_state_dict
+from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
 
 PATCH = 4
 """Kernel and stride of the first convolution."""
@@ -124,17 +124,13 @@ class VanillaNet(StagedNet):
             self.head = self.head.eval().fuse()  # type: ignore[operator]
         self.head.to(like).train(self.training)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay besides biases and norms: none."""
-        return set()
-
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Return the parameter groups for layer decay: the stem, the stages, the head."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 
 def _build_stage(before: int, after: int, stride: int, act_num: int, slope: float) -> nn.Sequential:
-    """Build a stage: one layer (a pair in training), max-pooling, activation."""
+    """Return one layer (a pair in training), max-pooling, activation."""
     pair = AnnealedPair(nn.Conv2d(before, before, 1), nn.Conv2d(before, after, 1), slope=slope)
     pool = nn.Identity() if stride == 1 else nn.MaxPool2d(stride)
     return nn.Sequential(OrderedDict(pair=pair, pool=pool, act=SeriesActivation(after, act_num)))
@@ -148,33 +144,31 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-PUBLIC_NAMES: tuple[tuple[str, str], ...] = (
-    ("stem1.0", "stem.pair.first"),
-    ("stem1.1", "stem.pair.norm1"),
-    ("stem2.0", "stem.pair.second"),
-)
-PUBLIC_NAMES += (("stem2.1", "stem.pair.norm2"), ("stem2.2.bn", "stem.act.norm"), ("stem2.2", "stem.act.conv"))
-PUBLIC_NAMES += (("cls1.2", "head.first"), ("cls1.3", "head.norm1"), ("cls2.0", "head.second"))
-PUBLIC_STAGE_NAMES: tuple[tuple[str, str], ...] = (
-    ("conv1.0", "pair.first"),
-    ("conv1.1", "pair.norm1"),
-    ("conv2.0", "pair.second"),
-)
-PUBLIC_STAGE_NAMES += (("conv2.1", "pair.norm2"), ("act.bn", "act.norm"), ("act", "act.conv"))
-"""Public and isomorph's names of modules; the first match counts."""
+PUBLIC_NAMES = {
+    "stem1.0": "stem.pair.first",
+    "stem1.1": "stem.pair.norm1",
+    "stem2.0": "stem.pair.second",
+    "stem2.1": "stem.pair.norm2",
+    "stem2.2.bn": "stem.act.norm",
+    "stem2.2": "stem.act.conv",
+    "cls1.2": "head.first",
+    "cls1.3": "head.norm1",
+    "cls2.0": "head.second",
+    "conv1.0": "pair.first",
+    "conv1.1": "pair.norm1",
+    "conv2.0": "pair.second",
+    "conv2.1": "pair.norm2",
+    "act.bn": "act.norm",
+    "act": "act.conv",
+}
+"""Public and isomorph's names of modules, those in a stage without its number; the first match counts."""
 
 
 def _isomorph_name(name: str) -> str:
     """Return isomorph's name of a tensor in a public checkpoint."""
-    for public, own in PUBLIC_NAMES:
-        if name.startswith(f"{public}."):
-            return own + name.removeprefix(public)
-    before, _, rest = name.partition(".")
-    number, _, inner = rest.partition(".")
-    for public, own in PUBLIC_STAGE_NAMES if before == "stages" else ():
-        if inner.startswith(f"{public}."):
-            return f"stages.{number}.{own}{inner.removeprefix(public)}"
-    return name
+    stage, inner = re.fullmatch(r"(stages\.\d+\.)?(.*)", name).groups(default="")  # type: ignore[union-attr]
+    found = [(public, own) for public, own in PUBLIC_NAMES.items() if inner.startswith(f"{public}.")]
+    return stage + (found[0][1] + inner.removeprefix(found[0][0]) if found else inner)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -191,36 +185,20 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return {**{n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}, **state}
 
 
-VARIANTS: dict[str, dict[str, Any]] = {"vanillanet_5": dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2))}
-
-
-def _vanilla_cfg() -> dict[str, Any]:
-    """Return the pretrained_cfg of a VanillaNet."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": (7, 7),
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "fixed_input_size": False,
-        "first_conv": "stem.pair.first",
-        "classifier": ("head.first", "head.norm1", "head.second"),
-    }
-
-
-default_cfgs = generate_default_cfgs({name: _vanilla_cfg() for name in VARIANTS})  # no URL: weights come as a file
-
-
-@register_model
-def vanillanet_5(pretrained: bool = False, **kwargs: Any) -> VanillaNet:
-    """VanillaNet-5: 15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)."""
-    return build_model_with_cfg(
-        VanillaNet,
-        "vanillanet_5",
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=tuple(range(1 + len(VARIANTS["vanillanet_5"]["strides"]))), feature_cls="getter"),
-        **{**VARIANTS["vanillanet_5"], **kwargs},
+VARIANTS = {
+    "vanillanet_5": Variant(
+        dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2)), "15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)"
     )
+}
+_LAYERS = dict(first_conv="stem.pair.first", classifier=("head.first", "head.norm1", "head.second"))
+default_cfgs = generate_default_cfgs(
+    {name: image_cfg(pool_size=(7, 7), **_LAYERS) for name in VARIANTS}
+)  # no URL: weights come as a file
+
+
+def _create_vanillanet(name: str, pretrained: bool, **arguments: Any) -> VanillaNet:
+    features = dict(out_indices=tuple(range(len(arguments["dims"]))), feature_cls="getter")
+    return build_variant(VanillaNet, name, pretrained, features, **arguments)
+
+
+register_variants(__name__, _create_vanillanet, VARIANTS)

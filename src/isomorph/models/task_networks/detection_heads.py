@@ -1,6 +1,7 @@
 """The heads of Mask R-CNN: torchvision's, with LayerNorm after convolutions, and outputs in float32 at least."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
-
-from isomorph.models.task_networks.region_features import PyramidRoIAlign
+from torchvision.ops import roi_align
 
 Target = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""
@@ -21,6 +21,8 @@ Target = dict[str, Tensor]
 _RATIOS = (0.5, 1.0, 2.0)
 _PRE_NMS_TRAIN, _RPN_SAMPLES, _RPN_IOU, _RPN_NMS = 2, 256, (0.7, 0.3), 0.7
 """Proposals before suppression in training, as a multiple of those after it; anchors trained with; thresholds."""
+CANONICAL_SIZE, CANONICAL_STRIDE = 224, 16
+"""A box of this size in pixels is read from the map with this stride; one of twice the size from the next."""
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -67,6 +69,43 @@ class StrideAnchors(AnchorGenerator):
         strides = [[first.new_tensor(stride)] * 2 for stride in self.strides]
         anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], strides))
         return [anchors] * len(image_list.image_sizes)
+
+
+class PyramidRoIAlign(nn.Module):
+    """Read a grid of features for every box, from the map of the pyramid that fits the size of the box.
+
+    As torchvision's MultiScaleRoIAlign, and boxes are moved by half a pixel, so that pixel centres are at half
+    coordinates.
+
+    Shape: maps of (B, C, H_i, W_i), B times (n_i, 4) boxes in pixels -> (sum of n_i, C, size, size)
+    Source: ROIAlignV2 of Mask R-CNN in detectron2 (`aligned=True`), levels: FPN (Lin et al., 2017), eq. 1
+    """
+
+    def __init__(self, size: int, strides: Sequence[float]) -> None:
+        super().__init__()
+        self.output_size, self.strides = (size, size), tuple(strides)
+
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], _: Any = None) -> Tensor:
+        levels = list(maps.values())[: len(self.strides)]
+        regions = number_boxes(boxes)
+        chosen = self.levels_of(regions[:, 1:])
+        out = levels[0].new_zeros(len(regions), levels[0].shape[1], *self.output_size)
+        for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
+            rows = torch.where(chosen == level)[0]
+            found = roi_align(features, regions[rows].to(features.dtype), self.output_size, 1 / stride, -1, True)
+            out = out.index_put((rows,), found.to(out.dtype))
+        return out
+
+    def levels_of(self, boxes: Tensor) -> Tensor:
+        """Return the number of the map for every box. Shape: (n, 4) -> (n,)"""
+        sizes = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).clamp(min=0).sqrt()
+        wanted = torch.floor(torch.log2(sizes / CANONICAL_SIZE + 1e-6)) + math.log2(CANONICAL_STRIDE / self.strides[0])
+        return wanted.clamp(0, len(self.strides) - 1).long()
+
+
+def number_boxes(boxes: Sequence[Tensor]) -> Tensor:
+    """Join the boxes of all images, with the number of the image first. Shape: B of (n_i, 4) -> (sum of n_i, 5)"""
+    return torch.cat([torch.cat([b.new_full((len(b), 1), i), b], 1) for i, b in enumerate(boxes)])
 
 
 def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, proposals: int) -> RegionProposalNetwork:

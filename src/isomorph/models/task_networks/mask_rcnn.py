@@ -11,19 +11,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from isomorph.errors import UserError
-from isomorph.models.task_networks.backbone_weights import backbone_state, layer_groups
+from isomorph.models.task_networks.backbone import (
+    FeatureBackbone,
+    backbone_state,
+    build_backbone,
+    feature_maps,
+    layer_groups,
+)
 from isomorph.models.task_networks.detection_heads import Target, build_regions, build_rpn, fixed_boxes
-from isomorph.models.task_networks.feature_backbone import FeatureBackbone, build_backbone, feature_maps
-from isomorph.models.task_networks.feature_pyramids import SimpleFeaturePyramid, StagePyramid
-from isomorph.models.vit_cfg import require_images
-from isomorph.models.windowed_vit import WindowedViT, is_windowable
+from isomorph.models.task_networks.detection_pyramids import (
+    SimpleFeaturePyramid,
+    StagePyramid,
+    WindowedViT,
+    is_windowable,
+)
+from isomorph.models.variants import Variant, build_variant, check_counts, image_cfg, register_variants, require_images
 
 Detections = dict[str, Tensor]
 """Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28)."""
@@ -84,7 +92,7 @@ class MaskRCNN(nn.Module):
         pretrained_backbone: bool = False,
     ) -> None:
         super().__init__()
-        _check_numbers(num_classes=num_classes, channels=channels, features=features, proposals=proposals)
+        check_counts(num_classes=num_classes, channels=channels, features=features, proposals=proposals)
         self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
         self.backbone_kwargs, self.img_size = dict(backbone_kwargs or {}), to_2tuple(img_size)
         arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
@@ -196,52 +204,39 @@ def _distinct_levels(found: FeatureBackbone) -> FeatureBackbone:
     return FeatureBackbone(found.module, indices, channels, reductions)
 
 
-def _check_numbers(**numbers: int) -> None:
-    """Raise UserError for a number below 1."""
-    for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise UserError(f"{name} {number!r} must be a whole number of at least 1")
-
-
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[str, Any]:
     """Convert a checkpoint: a Mask R-CNN's is loaded unchanged, a classifier's into the backbone."""
     return backbone_state(model, state_dict, fresh=("rel_pos_h", "rel_pos_w"))
 
 
-def _cfg() -> dict[str, Any]:
-    """Return the pretrained_cfg: images as in ViTDet."""
-    return {
-        "num_classes": 80,
-        "input_size": (3, 1024, 1024),
-        "pool_size": None,
-        "crop_pct": 1.0,
-        "interpolation": "bilinear",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "fixed_input_size": False,
-        "first_conv": None,
-        "classifier": _CLASS_HEADS,
+default_cfgs = generate_default_cfgs(
+    {
+        "mask_rcnn": image_cfg(
+            num_classes=80,
+            input_size=(3, 1024, 1024),
+            crop_pct=1.0,
+            interpolation="bilinear",
+            first_conv=None,
+            classifier=_CLASS_HEADS,
+        )
     }
+)  # no weights of whole networks are public
 
 
-default_cfgs = generate_default_cfgs({"mask_rcnn": _cfg()})  # no weights of whole networks are public
-
-
-@register_model
-def mask_rcnn(pretrained: bool = False, **kwargs: Any) -> MaskRCNN:
-    """Mask R-CNN with any timm model as `backbone`: 27.66M parameters with a fused TDRL-ViT-Ti (TDRL Table 2).
-
-    `pretrained` gives the backbone its public weights; the network has none. Images are normalised as for the backbone.
-    """
-    overlay = kwargs.pop("pretrained_cfg_overlay", None) or {}
-    model = build_model_with_cfg(MaskRCNN, "mask_rcnn", False, pretrained_backbone=pretrained, **kwargs)
+def _create_mask_rcnn(name: str, pretrained: bool, **arguments: Any) -> MaskRCNN:
+    """Build the network. `pretrained` gives the backbone its public weights, for which images are normalised."""
+    overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
+    model = build_variant(MaskRCNN, name, False, pretrained_backbone=pretrained, **arguments)
     inner = getattr(model.backbone, "pretrained_cfg", None) or {}
     own = {key: inner[key] for key in ("mean", "std") if inner.get(key) is not None and model.in_chans == 3}
-    heads = tuple(head for head in _CLASS_HEADS if model.has_masks or "mask" not in head)
-    own |= {
-        "input_size": (model.in_chans, *model.img_size),
-        "num_classes": model.num_classes,
-        "classifier": heads,
-    }
+    own |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes}
+    own["classifier"] = tuple(head for head in _CLASS_HEADS if model.has_masks or "mask" not in head)
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
     return model
+
+
+register_variants(
+    __name__,
+    _create_mask_rcnn,
+    {"mask_rcnn": Variant({}, "with a fused TDRL-ViT-Ti 27.66M parameters (TDRL Table 2)")},
+)

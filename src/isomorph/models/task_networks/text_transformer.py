@@ -6,42 +6,20 @@ sequences, or sentence pairs, by their first token.
 
 import dataclasses
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, install_hint
+from isomorph.models.variants import Variant, build_variant, register_variants
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bert_small": dict(
-        family="electra",
-        embedding_size=128,
-        hidden_size=256,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        intermediate_size=1024,
-    ),
-    "bert_base": dict(family="bert"),
-    "roberta_base": dict(
-        family="roberta", vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
-    ),
-    "distilbert_base": dict(family="distilbert"),
-    "text_transformer": {},
-}
-"""Arguments of each registered network; BERT-Small is that of ELECTRA, whose architecture projects its embeddings."""
-
-_HUB_NAMES = {
-    "bert_base": "google-bert/bert-base-uncased",
-    "roberta_base": "FacebookAI/roberta-base",
-    "distilbert_base": "distilbert/distilbert-base-uncased",
-}
-"""Pretrained weights on the Hugging Face Hub."""
 _EXAMPLE_LENGTH = 64
 """Length of the sequences in example inputs, of networks that take as many tokens."""
 
@@ -279,7 +257,10 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
     if not any(name.startswith("body.") for name in state):
         inside = any(name.startswith(prefix) for name in state)
         given = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix) or not inside}
-        state = {f"body.{_modern_name(name)}": tensor for name, tensor in given.items()}
+        given = {
+            name.replace("LayerNorm.gamma", "LayerNorm.weight"): x for name, x in given.items()
+        }  # of the first BERTs
+        state = {f"body.{name.replace('LayerNorm.beta', 'LayerNorm.bias')}": x for name, x in given.items()}
     own = model.state_dict()
     unused = ("body.pooler.", "body.embeddings.position_ids", "body.embeddings.token_type_ids", "head.")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
@@ -289,53 +270,45 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
     return kept | head
 
 
-def _modern_name(name: str) -> str:
-    """Return the name of a tensor in today's BERT: those of the first checkpoints call a norm's weights otherwise."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+VARIANTS = {
+    "bert_small": Variant(
+        dict(
+            family="electra",
+            embedding_size=128,
+            hidden_size=256,
+            num_hidden_layers=12,
+            num_attention_heads=4,
+            intermediate_size=1024,
+        ),
+        "BERT-Small of ELECTRA: 12 layers of width 256, embeddings of width 128, 13.5M parameters (Refiner Table 6).",
+    ),
+    "bert_base": Variant(dict(family="bert"), "BERT-Base, uncased: 12 layers of width 768."),
+    "roberta_base": Variant(
+        dict(family="roberta", vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+        "RoBERTa-Base: 12 layers of width 768, with a vocabulary of 50,265 byte pairs.",
+    ),
+    "distilbert_base": Variant(dict(family="distilbert"), "DistilBERT-Base, uncased: 6 layers of width 768."),
+    "text_transformer": Variant(
+        {}, "Any encoder of transformers that is trained with masked words, by family and fields, or by config."
+    ),
+}
+_HUB_NAMES = {
+    "bert_base": "google-bert/bert-base-uncased",
+    "roberta_base": "FacebookAI/roberta-base",
+    "distilbert_base": "distilbert/distilbert-base-uncased",
+}
+"""Pretrained weights on the Hugging Face Hub."""
 
-
-def _cfg(hub_name: str | None = None) -> dict[str, Any]:
-    """Return the configuration of timm for a network of this file."""
-    source = {"hf_hub_id": hub_name} if hub_name else {"url": ""}
-    return source | {"num_classes": 0, "input_size": None, "classifier": "head", "first_conv": None}
-
-
-default_cfgs = generate_default_cfgs({name: _cfg(_HUB_NAMES.get(name)) for name in VARIANTS})
-
-
-def _create(variant: str, pretrained: bool = False, **kwargs: Any) -> TextTransformer:
-    """Build a network with its defaults, which `kwargs` override."""
-    arguments = VARIANTS[variant] | kwargs
-    return build_model_with_cfg(
-        TextTransformer, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, kwargs_filter=None, **arguments
-    )
-
-
-@register_model
-def bert_small(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
-    """BERT-Small of ELECTRA: 12 layers of width 256, embeddings of width 128, 13.5M parameters (Refiner Table 6)."""
-    return _create("bert_small", pretrained, **kwargs)
-
-
-@register_model
-def bert_base(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
-    """BERT-Base, uncased: 12 layers of width 768."""
-    return _create("bert_base", pretrained, **kwargs)
-
-
-@register_model
-def roberta_base(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
-    """RoBERTa-Base: 12 layers of width 768, with a vocabulary of 50,265 byte pairs."""
-    return _create("roberta_base", pretrained, **kwargs)
-
-
-@register_model
-def distilbert_base(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
-    """DistilBERT-Base, uncased: 6 layers of width 768."""
-    return _create("distilbert_base", pretrained, **kwargs)
-
-
-@register_model
-def text_transformer(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
-    """Return any encoder of transformers that is trained with masked words, by family and fields, or by config."""
-    return _create("text_transformer", pretrained, **kwargs)
+default_cfgs = generate_default_cfgs(
+    {
+        name: dict(
+            **{"hf_hub_id": _HUB_NAMES[name]} if name in _HUB_NAMES else {"url": ""},
+            num_classes=0,
+            input_size=None,
+            classifier="head",
+            first_conv=None,
+        )
+        for name in VARIANTS
+    }
+)
+register_variants(__name__, partial(build_variant, TextTransformer), VARIANTS)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError
-from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet
-from isomorph.models.task_networks.upernet_head import resize_map
+from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.pairs import IGNORE
 from isomorph.training.objectives.renormalisation import renormalisation

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.distributed import Runtime
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.models.task_networks.upernet_head import resize_map
+from isomorph.models.task_networks.upernet import resize_map
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.metrics import Confusion
 from isomorph.tasks.segmentation.windows import slide
