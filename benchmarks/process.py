@@ -19,7 +19,7 @@ from interleave import show, write
 
 MEMORY = """
 import json, sys
-from isomorph.memory import keep_freed_memory
+from isomorph.process import keep_freed_memory
 keep = sys.argv[1] == "kept"
 assert not keep or keep_freed_memory()
 import timm, torch

@@ -13,9 +13,10 @@ import tempfile
 
 import torch
 
+import isomorph_command
 from interleave import interleaved, show, write
 
-MODULE = ["-m", "isomorph"]
+PROGRAM = isomorph_command.__file__
 COMMANDS = {
     "--help": 0,
     "--version": 0,
@@ -45,7 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         contenders = {
-            f"isomorph {command}": lambda command=command, code=code: run([*MODULE, *command.split()], code, folder)
+            f"isomorph {command}": lambda command=command, code=code: run([PROGRAM, *command.split()], code, folder)
             for command, code in COMMANDS.items()
         }
         contenders |= {

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import isomorph as iso
+import isomorph_command
 
 MODULES = [module.name for module in pkgutil.walk_packages(iso.__path__, "isomorph.") if "__main__" not in module.name]
 SERVER = multiprocessing.get_context("forkserver")
@@ -74,7 +75,7 @@ def places(processes):
 
 def alone(*arguments, folder=None, **environment):
     """The same in a process that starts from nothing, with an environment of its own."""
-    command = [sys.executable, "-m", "isomorph", *map(str, arguments)]
+    command = [sys.executable, isomorph_command.__file__, *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=settings(**environment), timeout=LONGEST
     )

@@ -12,10 +12,11 @@ import pytest
 import timm
 
 import isomorph as iso
+import isomorph_command
 from command_line import isomorph, refusal
 from isomorph.cli import main
-from isomorph.cli.app import app
 from isomorph.cli.options import LIMITS
+from isomorph.cli.run import app
 from isomorph.models.cifar_resnet import CIFAR10_CLASSES
 
 pytestmark = pytest.mark.slow
@@ -430,7 +431,7 @@ def test_output_that_nobody_reads_ends_quietly(case, weights):
     arguments, status, said = NOBODY_READS[case]
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "isomorph", *(a.format(weights=weights) for a in arguments)]
+    command = [sys.executable, isomorph_command.__file__, *(a.format(weights=weights) for a in arguments)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
     os.close(writing)

@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.cli import _error_message, main
+from isomorph.cli import main
 from isomorph.cli.open_models import library_options
 from isomorph.cli.option_names import name_options, recipe_fields
 from isomorph.cli.options import CheckpointOptions, check_figures, check_out, choose_page
 from isomorph.cli.progress import progress_bar, spinner, track_steps
 from isomorph.cli.recipe_fields import check_fields
+from isomorph.cli.run import _error_message
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, only_size, parse_size
 from isomorph.data.sources import Source, spaced_images

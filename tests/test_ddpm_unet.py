@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints import ModelOptions, open_model
+from isomorph.checkpoints.foreign import ModelOptions
+from isomorph.checkpoints.open import open_model
 from isomorph.cli.surgery import fuse, verify
 from isomorph.evaluation import count_macs
 from isomorph.evaluation.random_inputs import random_inputs

@@ -18,7 +18,7 @@ from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.checkpoints import open_model
+from isomorph.checkpoints.open import open_model
 from isomorph.recipes import RECIPES, load_recipe
 from isomorph.tasks.detection.annotations import read_annotations
 from isomorph.tasks.detection.dataset import draw_masks, open_split

@@ -14,10 +14,9 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.cli.fid import fid
 from isomorph.cli.sample import sample as sample_command
-from isomorph.distributed import ALONE
+from isomorph.distributed import ALONE, derive_seed
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS
 from isomorph.recipes.diffusion import PYRAMIDS
-from isomorph.seeding import derive_seed
 from isomorph.tasks.diffusion import NoiseSchedule, image_features, sample
 from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
 from isomorph.tasks.diffusion.image_distance import image_distances

@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
-    {"errors", "doctor", "import_path", "interrupt", "lazy_imports", "memory", "seeding", "terminal_tables"},
-    {"distributed", "hub_names", "output_files"},
+    {"errors", "process", "terminal_tables"},
+    {"distributed"},
     {"layers"},
     {"surgery"},
     {"models"},

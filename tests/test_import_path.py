@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import isomorph
-from isomorph.import_path import child_import_path, is_command_line, is_starting_isomorph
+import isomorph_command
+from isomorph.process import child_import_path
 
 FOUND = str(Path(isomorph.__file__).parents[1])
 STARTED = ["json", "torch", "pickle", "multiprocessing", "timm", "numpy", "sitecustomize"]
@@ -43,7 +44,8 @@ def run(folder, *arguments, **environment):
 
 def test_the_command_line_runs_nothing_that_lies_in_the_working_folder(trap):
     """With the process that `bench` measures peaks in."""
-    done, ran = run(trap, "-m", "isomorph", "bench", "cifar_resnet20", "--seconds", "0", "--batch-size", "1", "--json")
+    bench = ["bench", "cifar_resnet20", "--seconds", "0", "--batch-size", "1", "--json"]
+    done, ran = run(trap, isomorph_command.__file__, *bench)
     assert (done.returncode, ran) == (0, ""), done.stderr
 
 
@@ -59,7 +61,7 @@ def test_the_workers_of_a_loader_run_nothing_that_lies_in_the_working_folder(tra
 def test_pythonpath_holds_as_the_user_set_it(trap):
     """Also where it names the working folder."""
     code = (
-        f"import os, runpy, subprocess, sys\nnames = runpy.run_path({isomorph.import_path.__file__!r})\n"
+        f"import os, runpy, subprocess, sys\nnames = runpy.run_path({isomorph.process.__file__!r})\n"
         "with names['SafeChildProcesses']():\n"
         "    subprocess.run([sys.executable, '-c', 'import extra'], check=True)\n"
         "assert 'PYTHONSAFEPATH' not in os.environ"
@@ -79,24 +81,3 @@ def test_an_interactive_session_may_have_modules_of_its_own(monkeypatch, tmp_pat
     assert child_import_path() == ["/elsewhere", str(tmp_path)]
     monkeypatch.setattr(sys, "path", ["/script", "/elsewhere"])
     assert child_import_path() == ["/script", "/elsewhere"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "given", "starts"),
-    [
-        (["-m", "bench", "m"], ["python", "-u", "-m", "isomorph", "bench", "m"], True),
-        (["-m"], ["python", "-m", "isomorph"], True),
-        (["-m", "isomorph"], ["python", "-m", "pytest", "isomorph"], False),
-        (["isomorph", "bench"], ["python", "/bin/isomorph", "bench"], False),
-        (["-c"], ["python", "-c", "import isomorph"], False),
-    ],
-)
-def test_only_python_m_isomorph_is_meant(argv, given, starts):
-    assert is_starting_isomorph(argv, given) == starts
-
-
-def test_a_script_of_the_same_name_is_not_the_command_line():
-    for script in ("/home/me/isomorph.py", "isomorph.demo.py", "isomorph.sh"):
-        assert not is_command_line([script], ["python", script])
-    for script in ("/bin/isomorph", r"isomorph.exe"):
-        assert is_command_line([script], ["python", script])

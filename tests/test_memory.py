@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from isomorph import memory
+from isomorph import process
 
 SCRIPT = """
 import resource, runpy, sys
-memory = runpy.run_path(sys.argv[2])  # without isomorph and torch
-kept = memory["keep_freed_memory"]() if sys.argv[1] == "keep" else None
+process = runpy.run_path(sys.argv[2])  # without isomorph and torch
+kept = process["keep_freed_memory"]() if sys.argv[1] == "keep" else None
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 letter = b"x"
@@ -27,7 +27,7 @@ print(kept, faults() - before)
 def measure(how, **variables):
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how, memory.__file__, str(2**26)],
+        [sys.executable, "-c", SCRIPT, how, process.__file__, str(2**26)],
         capture_output=True,
         text=True,
         env=env,
@@ -49,4 +49,4 @@ def test_the_environment_decides():
 
 def test_no_other_system_is_touched(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert memory.keep_freed_memory() is False
+    assert process.keep_freed_memory() is False

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints import ModelOptions, open_model
 from isomorph.checkpoints.contents import read_contents, strip_wrappers
+from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.guess import guess_architecture
+from isomorph.checkpoints.open import open_model
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
 from isomorph.surgery import notes

@@ -35,7 +35,7 @@ def built(tmp_path_factory):
 
 def sources():
     """Every file of the package in the repository, except caches."""
-    files = (path for path in (ROOT / "src" / "isomorph").rglob("*") if path.is_file())
+    files = (path for path in (ROOT / "src").rglob("*") if path.is_file())
     return {path.relative_to(ROOT / "src").as_posix() for path in files if "__pycache__" not in path.parts}
 
 

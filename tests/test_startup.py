@@ -13,12 +13,15 @@ import pytest
 import timm
 
 import isomorph as iso
+import isomorph_command
 from command_line import LONGEST, settings
 from isomorph.cli import main
-from isomorph.cli.app import app, loading
+from isomorph.cli.app import loading
+from isomorph.cli.interrupt import handler_kept
+from isomorph.cli.run import app
 from isomorph.cli.tables import PATH, tables
-from isomorph.interrupt import handler_kept
 
+PROGRAM = isomorph_command.__file__
 HEAVY = {"torch", "torchvision", "timm", "numpy", "matplotlib", "sklearn", "datasets", "pydantic"}
 COMMANDS = [name for name in app if not name.startswith("-")]
 RECAST = ["recast", "resnet18", "--where", "layer4.*"]
@@ -74,21 +77,12 @@ def start(*arguments, folder=None, **streams):
 @pytest.mark.parametrize("case", AT_ONCE)
 def test_it_answers_before_torch_is_imported(case, tmp_path):
     arguments, code = AT_ONCE[case]
-    child = start("-m", "isomorph", *arguments, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = start(PROGRAM, *arguments, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     stdout, stderr = child.communicate(timeout=LONGEST)
     assert child.returncode == code, stderr
     assert not HEAVY & imported(stderr)
     assert "isomorph" in imported(stderr)
     assert stdout.strip() if code == 0 else len(printed(stderr)) == 1, printed(stderr)
-
-
-def test_the_installed_script_is_as_fast(tmp_path):
-    script = tmp_path / "isomorph"
-    script.write_text("from isomorph.cli import main\nmain()\n")
-    child = start(script, "models", "cifar*", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    stdout, stderr = child.communicate(timeout=LONGEST)
-    assert "cifar_resnet20" in stdout
-    assert not HEAVY & imported(stderr)
 
 
 @pytest.mark.slow
@@ -134,14 +128,14 @@ def test_the_table_of_models_is_complete():
     assert [row["name"] for row in tables()["models"]] == iso.models.names()
 
 
-MOMENTS = ["isomorph.lazy_imports", "cyclopts", "isomorph.cli.app"]
+MOMENTS = ["cyclopts", "isomorph.cli.app"]
 LATE_MOMENTS = ["torch._C", "timm.layers", "isomorph.surgery"]
 
 
 @pytest.mark.parametrize("module", [*MOMENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LATE_MOMENTS)])
 def test_ctrl_c_ends_the_start_in_one_line(module, tmp_path):
     """Sent when the module has been imported."""
-    bench = ["-m", "isomorph", "bench", "cifar_resnet20", "--seconds", 3]
+    bench = [PROGRAM, "bench", "cifar_resnet20", "--seconds", 3]
     with start(*bench, folder=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as child:
         lines = []
         for line in child.stderr:

@@ -16,9 +16,9 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
 from isomorph.data.loaders import train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, TrainSampler
+from isomorph.distributed import seed_generators
 from isomorph.models import create
 from isomorph.models.blockwise import Box
-from isomorph.seeding import seed_generators
 from isomorph.training.objectives.token_labels import (
     MapLabelTask,
     MapOnlyTask,

@@ -6,33 +6,22 @@
 """
 
 import sys
-
-from isomorph.import_path import is_command_line, is_starting_isomorph, remove_working_folder
-
-if is_starting_isomorph(sys.argv, sys.orig_argv):
-    remove_working_folder()
-
-if is_command_line(sys.argv, sys.orig_argv):
-    from isomorph.interrupt import exit_on_interrupt
-
-    exit_on_interrupt()
-
-from typing import TYPE_CHECKING
-
-from isomorph.lazy_imports import lazy_attributes
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
-    from isomorph.checkpoints import load, load_weights, save
+    from isomorph.checkpoints.load import load
+    from isomorph.checkpoints.model import load_weights, save
     from isomorph.deployment import push, save_for_hub
     from isomorph.deployment.export import export
     from isomorph.deployment.quantize import quantize
     from isomorph.errors import UserError
     from isomorph.evaluation import cost_table
-    from isomorph.memory import keep_freed_memory
+    from isomorph.process import keep_freed_memory
     from isomorph.recipes import load_recipe
     from isomorph.surgery import (
         Anneal,
@@ -56,39 +45,23 @@ if TYPE_CHECKING:
     from isomorph.tasks.evaluate import evaluate
     from isomorph.tasks.robustness import robustness
     from isomorph.training import Recipe, train
-else:
-    __getattr__ = lazy_attributes(
-        __name__,
-        {
-            "isomorph.analysis": ("attention_maps", "cka", "gates", "nonlocality"),
-            "isomorph.checkpoints": ("load", "load_weights", "save"),
-            "isomorph.deployment": ("export", "push", "quantize", "save_for_hub"),
-            "isomorph.errors": ("UserError",),
-            "isomorph.evaluation": ("cost_table",),
-            "isomorph.memory": ("keep_freed_memory",),
-            "isomorph.recipes": ("load_recipe",),
-            "isomorph.tasks.evaluate": ("evaluate",),
-            "isomorph.tasks.robustness": ("robustness",),
-            "isomorph.surgery": (
-                *(
-                    "Anneal",
-                    "AttentionToGPSA",
-                    "AttentionToRefined",
-                    "AttentionToRelative",
-                    "BranchesToConv",
-                    "ConvToGPSA",
-                ),
-                *("LinearToPyramid", "Rule"),
-                *("edits", "fuse", "prune", "recalibrate", "recast", "revert", "targets", "unstride"),
-                "verify",
-            ),
-            "isomorph.training": ("Recipe", "train"),
-        },
-        subpackages=(
-            *("analysis", "checkpoints", "data", "deployment", "evaluation", "layers", "models", "recipes"),
-            *("report", "suites", "surgery", "training"),
-        ),
-    )
+_HOMES = {
+    "analysis": "attention_maps cka gates nonlocality",
+    "checkpoints.load": "load",
+    "checkpoints.model": "load_weights save",
+    "deployment": "export push quantize save_for_hub",
+    "errors": "UserError",
+    "evaluation": "cost_table",
+    "process": "keep_freed_memory",
+    "recipes": "load_recipe",
+    "surgery": "Anneal AttentionToGPSA AttentionToRefined AttentionToRelative BranchesToConv ConvToGPSA "
+    "LinearToPyramid Rule edits fuse prune recalibrate recast revert targets unstride verify",
+    "tasks.evaluate": "evaluate",
+    "tasks.robustness": "robustness",
+    "training": "Recipe train",
+}
+"""Public names by the module that defines them, which is imported when the first of them is used (PEP 562)."""
+_SUBPACKAGES = "analysis checkpoints data deployment evaluation layers models recipes report suites surgery training"
 
 __all__ = [
     "Anneal",
@@ -139,8 +112,22 @@ __all__ = [
 ]
 
 
+if not TYPE_CHECKING:  # a type checker would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its module, or a subpackage."""
+        home = next((module for module, names in _HOMES.items() if name in names.split()), None)
+        if home:
+            value = getattr(import_module(f"isomorph.{home}"), name)
+        elif name in _SUBPACKAGES.split():
+            value = import_module(f"isomorph.{name}")
+        else:
+            raise AttributeError(f"module 'isomorph' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
 def __dir__() -> list[str]:
-    """List the public names."""
     return __all__
 
 
@@ -149,17 +136,21 @@ def prepare() -> None:
 
     The command line calls this when it has parsed its arguments; elsewhere `import isomorph` does.
 
-    Raises: ImportError if torchvision does not work with this torch.
+    Raises: ImportError if torchvision does not work with this torch, as when it was built for another one.
     """
-    from isomorph.doctor import torchvision_problem
+    try:
+        import torch
+        import torchvision
 
-    if problem := torchvision_problem():
-        raise ImportError(problem)
+        torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ImportError(f"torchvision does not work with this torch ({reason}); reinstall both together") from None
     import isomorph.models  # noqa: F401 (registers them)
     from isomorph.surgery.rules.registry import register_installed_rules
 
     register_installed_rules()
 
 
-if not is_command_line(sys.argv, sys.orig_argv):
+if "isomorph_command" not in sys.modules:
     prepare()

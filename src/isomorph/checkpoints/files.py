@@ -1,6 +1,7 @@
 """Checkpoint files: written completely or not at all, and the headers of safetensors files."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from glob import escape
@@ -50,6 +51,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def require_writable(path: Path) -> None:
+    """Check that a file can be written; its folder is created. Raises: UserError when it cannot be."""
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_header(path: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import nn
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
 from isomorph.checkpoints.hub import local_file
+from isomorph.checkpoints.hub_names import parse_hub_name
 from isomorph.checkpoints.load import is_own_file, load, open_as
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.rebuild import describe_base, rebuild_from_header
@@ -22,7 +23,6 @@ from isomorph.checkpoints.snapshot import (
     read_snapshot,
 )
 from isomorph.errors import UserError
-from isomorph.hub_names import parse_hub_name
 from isomorph.models import create, require_registered
 
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from cyclopts import App, Parameter
 
 import isomorph as iso
+from isomorph.cli.interrupt import exit_on_interrupt, raise_on_interrupt
 from isomorph.errors import UserError
-from isomorph.interrupt import exit_on_interrupt, raise_on_interrupt
-from isomorph.memory import keep_freed_memory
+from isomorph.process import keep_freed_memory
 
 app = App(
     name="isomorph",

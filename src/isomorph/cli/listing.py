@@ -1,20 +1,19 @@
-"""The models, recipes and doctor commands."""
+"""The models and recipes commands."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from cyclopts import App
 
-from isomorph.cli.app import app, loading
+from isomorph.cli.app import app
 from isomorph.cli.json_output import print_json
 from isomorph.cli.options import Json
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.recipes import RECIPES, recipe_values
-from isomorph.terminal_tables import print_table, print_text_table
+from isomorph.terminal_tables import print_text_table
 
 
 @app.command(name="models")
@@ -93,17 +92,3 @@ def show_recipe(name: str, /) -> None:
 
     values = json.loads(json.dumps(recipe_values(name), default=str))
     print(yaml.safe_dump(values, sort_keys=False), end="")
-
-
-@app.command
-def doctor(*, json_: Json = False) -> None:
-    """Check versions, devices, free disk space, and that torchvision matches torch; exit with 1 on a problem."""
-    with loading():
-        from isomorph import doctor as machine
-    lines = list(machine.examine_environment())
-    if json_:
-        print_json({what: {"finding": finding, "ok": ok} for what, finding, ok in lines})
-    else:
-        print_table([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
-    if not all(ok for _, _, ok in lines):
-        sys.exit(1)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from isomorph.checkpoints import ModelOptions, open_model, open_trained
+from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.hub import local_file
-from isomorph.checkpoints.open import check_pretrained_option, needs_options
+from isomorph.checkpoints.hub_names import parse_hub_name
+from isomorph.checkpoints.open import check_pretrained_option, needs_options, open_model, open_trained
 from isomorph.cli.options import CheckpointOptions
 from isomorph.deployment.artefact import is_artefact, open_image_artefact
 from isomorph.errors import UserError
-from isomorph.hub_names import parse_hub_name
 from isomorph.report.page_models import find_recipe
 from isomorph.suites.test_data import record_root
 from isomorph.surgery import notes

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter, Token
 
+from isomorph.checkpoints.files import require_writable
+from isomorph.checkpoints.hub_names import parse_hub_name
 from isomorph.errors import UserError
-from isomorph.hub_names import parse_hub_name
-from isomorph.output_files import require_writable
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

@@ -20,9 +20,9 @@ from torchvision import transforms
 from isomorph.data.label_maps import MapLabels
 from isomorph.data.sampler import SeededIndex, TrainSampler
 from isomorph.data.sources import Source
+from isomorph.distributed import seed_generators
 from isomorph.errors import UserError
-from isomorph.import_path import SafeChildProcesses
-from isomorph.seeding import seed_generators
+from isomorph.process import SafeChildProcesses
 
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from isomorph.analysis import attention_maps
-from isomorph.checkpoints import save
+from isomorph.checkpoints.model import save
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
 from isomorph.recipes import load_recipe

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isomorph.checkpoints.files import write_atomically
+from isomorph.checkpoints.files import require_writable, write_atomically
 from isomorph.deployment.artefact import FORMATS, METADATA_FILE, load_artefact
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
@@ -22,7 +22,6 @@ from isomorph.deployment.program import explain_failure, fused_modules, prepare,
 from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
-from isomorph.output_files import require_writable
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import Inputs, run_model

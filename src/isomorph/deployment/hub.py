@@ -22,13 +22,13 @@ from torch import nn
 import isomorph.deployment.model_card as cards
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
+from isomorph.checkpoints.hub_names import check_repository
 from isomorph.checkpoints.model import save
 from isomorph.checkpoints.rebuild import rebuild
 from isomorph.checkpoints.same_network import is_same_network
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_inputs
-from isomorph.hub_names import check_repository
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable

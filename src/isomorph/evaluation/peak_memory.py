@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.import_path import child_import_path
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.process import child_import_path
 
 _STATUS_FILE, _RESET_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _WORKER_CODE = (

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from isomorph.data.loaders import Example, IsolatedDataLoader, Labels, collate, ignore_stop_signals
 from isomorph.data.sampler import BatchParts, TrainSampler
 from isomorph.data.streams.stream import Stream, StreamSample
+from isomorph.distributed import derive_seed, seed_generators
 from isomorph.errors import UserError
-from isomorph.seeding import derive_seed, seed_generators
 
 _StreamBatch = tuple[Tensor, Labels, list[str]]
 """Images, labels, error messages of unreadable images."""

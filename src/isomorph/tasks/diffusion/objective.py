@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.distributed import Runtime
+from isomorph.distributed import Runtime, derive_seed
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.seeding import derive_seed
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.training.objectives.masked import PretrainingTask
 

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from isomorph.distributed import derive_seed
 from isomorph.errors import UserError, install_hint
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.seeding import derive_seed
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.tasks.diffusion.denoiser import noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule

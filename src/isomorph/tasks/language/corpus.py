@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
-from isomorph.seeding import derive_seed
 
 IGNORED = -100
 """Target of a position that does not count."""

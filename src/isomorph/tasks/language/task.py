@@ -14,9 +14,8 @@ from isomorph.data.formats.registry import data_root
 from isomorph.data.loaders import IsolatedDataLoader, batch_ranges, ignore_stop_signals, seeded_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_once
-from isomorph.distributed import Runtime
+from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
-from isomorph.seeding import derive_seed
 from isomorph.tasks.language.sentences import PadBatch
 from isomorph.tasks.language.tokenizer import check_tokenizer, open_tokenizer
 from isomorph.training.recipe.part import Part

@@ -1,38 +1,35 @@
-"""Report on the Python environment and the machine, for `isomorph doctor`."""
+"""The doctor command."""
 
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+
+import isomorph as iso
+from isomorph.cli.app import app
+from isomorph.cli.json_output import print_json
+from isomorph.cli.options import Json
+from isomorph.terminal_tables import print_table
 
 PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts")
 EXTRAS = {"datasets": "data", "imagecorruptions-imaug": "corruptions", "tensorboard": "track"}
 MIN_FREE_DISK = 10 * 2**30
 
 
-def _installed_version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+@app.command
+def doctor(*, json_: Json = False) -> None:
+    """Check versions, devices, free disk space, and that torchvision matches torch; exit with 1 on a problem."""
+    lines = list(_examine_environment())
+    if json_:
+        print_json({what: {"finding": finding, "ok": ok} for what, finding, ok in lines})
+    else:
+        print_table([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
+    if not all(ok for _, _, ok in lines):
+        sys.exit(1)
 
 
-def torchvision_problem() -> str | None:
-    """Return a message if torchvision's operators are missing, as when it was built for another torch; else None."""
-    try:
-        import torch
-        import torchvision
-
-        torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
-    except Exception as error:
-        return (
-            f"torchvision does not work with this torch ({' '.join(str(error).split())[:120]}); reinstall both together"
-        )
-    return None
-
-
-def examine_environment() -> Iterator[tuple[str, str, bool]]:
+def _examine_environment() -> Iterator[tuple[str, str, bool]]:
     """Yield what was checked, the result, and True if it is good enough to run isomorph."""
     yield "python", platform.python_version(), True
     for package in PACKAGES:
@@ -40,15 +37,23 @@ def examine_environment() -> Iterator[tuple[str, str, bool]]:
         yield package, installed or "missing: pip install -e .", installed is not None
     for package, extra in EXTRAS.items():
         yield package, _installed_version(package) or f"not installed (optional: pip install -e '.[{extra}]')", True
-    problem = torchvision_problem()
-    yield "torchvision operators", problem or "work", problem is None
-    yield from _device_lines()
+    try:
+        iso.prepare()
+    except ImportError as error:
+        yield "torchvision operators", str(error), False
+    else:
+        yield "torchvision operators", "work", True
+        yield from _device_lines()
     free = shutil.disk_usage(".").free
-    yield (
-        "free disk here",
-        f"{free / 2**30:.1f} GiB" + ("" if free > MIN_FREE_DISK else ": too little for data and checkpoints"),
-        free > MIN_FREE_DISK,
-    )
+    enough = free > MIN_FREE_DISK
+    yield "free disk here", f"{free / 2**30:.1f} GiB{'' if enough else ': too little for data and checkpoints'}", enough
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _device_lines() -> Iterator[tuple[str, str, bool]]:

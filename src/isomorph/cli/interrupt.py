@@ -20,13 +20,13 @@ def exit_on_interrupt() -> None:
     For the time in which modules are imported: KeyboardInterrupt there may be lost in an import of C code, or become
     another error.
     """
+    global _pressed
+    _pressed = False
     _handle_interrupt(_exit)
 
 
 def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, so that a command can remove its temporary files."""
-    global _pressed
-    _pressed = False
     _handle_interrupt(_raise)
 
 
