@@ -132,5 +132,6 @@ def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
     """Merge all branches of a MobileOne block in eval mode into one convolution."""
     fused = copy.deepcopy(block).double().eval()
     absorb_conv_biases(fused)
-    fused.reparameterize()
+    with next(block.parameters()).device:  # where timm makes the convolution
+        fused.reparameterize()
     return fused.reparam_conv.to(next(block.parameters()).dtype)

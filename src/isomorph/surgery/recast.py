@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.attachments import check_attached
@@ -334,15 +335,23 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
 def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
     """Replace a module under all its names, and return the model (the replacement itself if the name is "").
 
+    The replacement is in channels_last if the original is.
+
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
     check_attached(name, original, replacement)
+    if any(map(_is_channels_last, original.parameters())):
+        replacement.to(memory_format=torch.channels_last)
     if not name:
         add_notes(replacement, *notes(model))
         return replacement
     for alias in _module_names(model, original):
         model.set_submodule(alias, replacement)
     return model
+
+
+def _is_channels_last(parameter: Tensor) -> bool:
+    return not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
 
 
 def _module_names(model: nn.Module, module: nn.Module) -> list[str]:

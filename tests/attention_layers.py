@@ -1,0 +1,298 @@
+"""Every class of attention that surgery knows, as a tiny layer with two inputs: what the law tables run over."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torchvision
+from timm.layers import Attention, MultiQueryAttention2d
+from timm.layers.attention2d import MultiQueryAttentionV2
+from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.layers.diff_attention import DiffAttention
+from timm.layers.halo_attn import HaloAttn
+from timm.models import (
+    beit,
+    cait,
+    convit,
+    cpubone,
+    crossvit,
+    davit,
+    efficientformer,
+    efficientformer_v2,
+    efficientvit_msra,
+    eva,
+    gcvit,
+    hiera,
+    hieradet_sam2,
+    iformer,
+    levit,
+    lowformer,
+    maxxvit,
+    mvitv2,
+    nest,
+    nextvit,
+    pvt_v2,
+    shvit,
+    swin_transformer,
+    swin_transformer_v2,
+    swin_transformer_v2_cr,
+    tiny_vit,
+    tnt,
+    twins,
+    vision_transformer,
+    vision_transformer_relpos,
+    vision_transformer_sam,
+    volo,
+)
+from torch import nn
+from torchvision.models import maxvit
+from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
+
+C, WINDOW = 16, (4, 4)
+TOKENS, WITH_CLASS = (2, 16, C), (2, 17, C)
+CHANNELS_FIRST, CHANNELS_LAST = (2, C, 4, 6), (2, 4, 6, C)
+
+
+class Layer(NamedTuple):
+    """How to make a layer, and what it is called with: the shape of its tokens, and further arguments.
+
+    `kind`: its key in the tables of surgery. `other`: the shape and arguments of a call of another size. `mask`: an
+    argument of a call that hides the last tokens. `heads`: heads of its map. `whole`: all laws are tried on it, not
+    only the first ones: one a layout of maps. `unknown`: why surgery does not take it yet.
+    """
+
+    kind: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    more: tuple[Any, ...] = ()
+    other: tuple[tuple[int, ...], tuple[Any, ...]] | None = None
+    mask: dict[str, torch.Tensor] | None = None
+    whole: bool = False
+    unknown: str | None = None
+
+
+def hide(tokens: int, hidden: int = 3, floating: bool = False) -> torch.Tensor:
+    """A mask that hides the last tokens as keys."""
+    seen = (torch.arange(tokens) < tokens - hidden).expand(tokens, tokens)
+    return torch.zeros(tokens, tokens, dtype=torch.float64).masked_fill(~seen, -torch.inf) if floating else seen
+
+
+def of_transformers(config: str, network: str, **options: Any) -> Callable[[], nn.Module]:
+    """A tiny vision model of transformers; the test is skipped where transformers is missing."""
+
+    def make() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        sizes = dict(num_hidden_layers=2, hidden_size=C, num_attention_heads=4, intermediate_size=C, patch_size=8)
+        sizes = dict(image_size=32) | options if "depths" in options else dict(image_size=32) | sizes | options
+        return getattr(transformers, network)(getattr(transformers, config)(**sizes))
+
+    return make
+
+
+class OnItself(nn.Module):
+    """nn.MultiheadAttention as self-attention."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(C, 4, batch_first=True, **options)
+
+    def forward(self, x, **masks):
+        return self.attention(x, x, x, **masks)[0]
+
+
+def einsum_form() -> nn.Module:
+    """timm's multi-query attention in the form that computes with einsum."""
+    layer = MultiQueryAttention2d(C, C, 4)
+    layer.einsum = True
+    return layer
+
+
+NOT_YET = "its class is not known"
+
+LAYERS = {
+    "beit": Layer("", lambda: beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
+    "eva": Layer("", lambda: eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
+    "relative positions": Layer("", lambda: vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
+    "differential": Layer("timm.layers.diff_attention.DiffAttention", lambda: DiffAttention(C, 2), TOKENS),
+    "differential, parallel": Layer(
+        "timm.models.vision_transformer.DiffParallelScalingBlock",
+        lambda: vision_transformer.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0),
+        TOKENS,
+    ),
+    "swin": Layer(
+        "",
+        lambda: swin_transformer.WindowAttention(C, 4, window_size=WINDOW),
+        TOKENS,
+        mask=dict(mask=hide(16, floating=True)[None].clamp(min=-100.0)),
+    ),
+    "swin v2": Layer("", lambda: swin_transformer_v2.WindowAttention(C, WINDOW, 4), TOKENS),
+    "swin v2 cr": Layer("", lambda: swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, WINDOW), TOKENS),
+    "gc vit": Layer("", lambda: gcvit.WindowAttentionGlobal(C, 4, WINDOW, use_global=False), TOKENS),
+    "davit": Layer("timm.models.davit.WindowAttention", lambda: davit.WindowAttention(C, 4, 4), TOKENS),
+    "nest": Layer("timm.models.nest.Attention", lambda: nest.Attention(C, 4), (2, 3, 16, C), whole=True),
+    "sam": Layer(
+        "timm.models.vision_transformer_sam.Attention",
+        lambda: vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)),
+        CHANNELS_LAST,
+        whole=True,
+    ),
+    "sam 2": Layer(
+        "timm.models.hieradet_sam2.MultiScaleAttention",
+        lambda: hieradet_sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)),
+        CHANNELS_LAST,
+        other=((1, 6, 4, C), ()),
+    ),
+    "maxvit": Layer("", lambda: maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
+    "coatnet": Layer("", lambda: maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
+    "multi query": Layer(
+        "timm.layers.attention2d.MultiQueryAttention2d",
+        lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2),
+        CHANNELS_FIRST,
+        other=((1, C, 6, 8), ()),
+    ),
+    "multi query, einsum": Layer(
+        "timm.layers.attention2d.MultiQueryAttention2d",
+        einsum_form,
+        CHANNELS_FIRST,
+    ),
+    "multi query v2": Layer(
+        "timm.layers.attention2d.MultiQueryAttentionV2",
+        lambda: MultiQueryAttentionV2(C, C, 4, key_dim=4, value_dim=4),
+        CHANNELS_FIRST,
+        other=((1, C, 6, 8), ()),
+        whole=True,
+    ),
+    "bottleneck": Layer(
+        "timm.layers.bottleneck_attn.BottleneckAttn",
+        lambda: BottleneckAttn(C, C, feat_size=(4, 6), num_heads=4),
+        CHANNELS_FIRST,
+    ),
+    "halo": Layer(
+        "timm.layers.halo_attn.HaloAttn",
+        lambda: HaloAttn(C, num_heads=4, block_size=4, halo_size=1),
+        (2, C, 4, 8),
+        other=((1, C, 8, 4), ()),
+        whole=True,
+    ),
+    "pvt v2": Layer(
+        "", lambda: pvt_v2.Attention(C, 4, sr_ratio=2), (2, 24, C), ([4, 6],), other=((1, 32, C), ([8, 4],))
+    ),
+    "twins, windows": Layer(
+        "timm.models.twins.LocallyGroupedAttn",
+        lambda: twins.LocallyGroupedAttn(C, 4, ws=3),
+        (2, 24, C),
+        ((4, 6),),
+        other=((1, 30, C), ((6, 5),)),
+        whole=True,
+    ),
+    "twins, pooled": Layer("", lambda: twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (2, 24, C), ((4, 6),)),
+    "next vit": Layer(
+        "timm.models.nextvit.EfficientAttention", lambda: nextvit.EfficientAttention(C, head_dim=4), TOKENS
+    ),
+    "next vit, pooled": Layer(
+        "timm.models.nextvit.EfficientAttention",
+        lambda: nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2),
+        TOKENS,
+        whole=True,
+    ),
+    "tnt": Layer("", lambda: tnt.Attention(C, C, 4), TOKENS),
+    "convit": Layer("timm.models.convit.GPSA", lambda: convit.GPSA(C, 4), TOKENS),
+    "cait": Layer("", lambda: cait.TalkingHeadAttn(C, 4), TOKENS, other=((1, 36, C), ())),
+    "class attention": Layer("timm.models.cait.ClassAttn", lambda: cait.ClassAttn(C, 4), WITH_CLASS, whole=True),
+    "crossvit": Layer("timm.models.crossvit.CrossAttention", lambda: crossvit.CrossAttention(C, 4), WITH_CLASS),
+    "volo": Layer("", lambda: volo.Attention(C, 4), CHANNELS_LAST),
+    "volo, class": Layer("timm.models.volo.ClassAttention", lambda: volo.ClassAttention(C, 4), WITH_CLASS),
+    "mvit": Layer(
+        "timm.models.mvitv2.MultiScaleAttention",
+        lambda: mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)),
+        WITH_CLASS,
+        ([4, 4],),
+    ),
+    "mvit, pooled first": Layer(
+        "timm.models.mvitv2.MultiScaleAttentionPoolFirst",
+        lambda: mvitv2.MultiScaleAttentionPoolFirst(
+            C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2), has_cls_token=False
+        ),
+        TOKENS,
+        ([4, 4],),
+    ),
+    "hiera": Layer(
+        "timm.models.hiera.MaskUnitAttention",
+        lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True),
+        TOKENS,
+        whole=True,
+    ),
+    "levit": Layer(
+        "timm.models.levit.Attention",
+        lambda: levit.Attention(C, 4, 4, resolution=WINDOW, use_conv=True),
+        (2, C, 4, 4),
+    ),
+    "levit, strided": Layer(
+        "timm.models.levit.AttentionDownsample",
+        lambda: levit.AttentionDownsample(C, C, 4, 4, resolution=WINDOW),
+        TOKENS,
+    ),
+    "tiny vit": Layer("timm.models.tiny_vit.Attention", lambda: tiny_vit.Attention(C, 4, 4, resolution=WINDOW), TOKENS),
+    "efficientformer": Layer(
+        "timm.models.efficientformer.Attention", lambda: efficientformer.Attention(C, 4, 4, resolution=4), TOKENS
+    ),
+    "efficientformer v2": Layer(
+        "timm.models.efficientformer_v2.Attention2d",
+        lambda: efficientformer_v2.Attention2d(C, 4, 4, resolution=4),
+        (2, C, 4, 4),
+    ),
+    "efficientformer v2, strided": Layer(
+        "timm.models.efficientformer_v2.Attention2dDownsample",
+        lambda: efficientformer_v2.Attention2dDownsample(C, 4, 4, resolution=4, out_dim=C),
+        (2, C, 4, 4),
+    ),
+    "efficientvit": Layer(
+        "timm.models.efficientvit_msra.CascadedGroupAttention",
+        lambda: efficientvit_msra.CascadedGroupAttention(C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)),
+        (2, C, 4, 4),
+    ),
+    "iformer": Layer("timm.models.iformer.SHMA", lambda: iformer.SHMA(C), CHANNELS_FIRST),
+    "shvit": Layer("timm.models.shvit.SHSA", lambda: shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
+    "cpubone": Layer("timm.models.cpubone.ConvAttention", lambda: cpubone.ConvAttention(64), (2, 64, 16, 24)),
+    "lowformer": Layer("timm.models.lowformer.ConvAttention", lambda: lowformer.ConvAttention(64), (2, 64, 16, 24)),
+    "multihead": Layer(
+        "torch.nn.modules.activation.MultiheadAttention",
+        OnItself,
+        TOKENS,
+        other=((1, 36, C), ()),
+        mask=dict(key_padding_mask=~hide(16)[:2]),
+        whole=True,
+    ),
+    "multihead, attention mask": Layer(
+        "torch.nn.modules.activation.MultiheadAttention",
+        functools.partial(OnItself, bias=False),
+        TOKENS,
+        mask=dict(attn_mask=hide(16, floating=True)),
+    ),
+    "gated by timm": Layer("", lambda: Attention(C, 4, gated=True), TOKENS),
+    "torchvision swin": Layer("", lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4), (2, 4, 4, C), unknown=NOT_YET),
+    "torchvision swin v2": Layer(
+        "", lambda: ShiftedWindowAttentionV2(C, [2, 2], [1, 1], 4), (2, 4, 4, C), unknown=NOT_YET
+    ),
+    "torchvision maxvit": Layer(
+        "", lambda: maxvit.RelativePositionalMultiHeadAttention(C, 4, 16), (2, 2, 16, C), unknown=NOT_YET
+    ),
+}
+
+TORCHVISION_VIT = functools.partial(torchvision.models.VisionTransformer, 32, 8, 2, 4, C, 2 * C, num_classes=3)
+NETWORKS = {
+    "transformers' ViT": of_transformers("ViTConfig", "ViTModel"),
+    "transformers' DINOv2": of_transformers("Dinov2Config", "Dinov2Model"),
+    "transformers' DINOv2 with registers": of_transformers("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel"),
+    "transformers' DINOv3": of_transformers("DINOv3ViTConfig", "DINOv3ViTModel", num_register_tokens=2),
+    "transformers' SigLIP": of_transformers("SiglipVisionConfig", "SiglipVisionModel"),
+    "transformers' CLIP": of_transformers("CLIPVisionConfig", "CLIPVisionModel"),
+    "transformers' BEiT": of_transformers("BeitConfig", "BeitModel", use_relative_position_bias=True),
+    "transformers' Swin": of_transformers(
+        "SwinConfig", "SwinModel", patch_size=4, embed_dim=C, depths=[2], num_heads=[4], window_size=4
+    ),
+    "torchvision's ViT": TORCHVISION_VIT,
+}
+"""Networks of other libraries, whose attention is recast in its place."""

@@ -1,0 +1,133 @@
+"""What users and libraries attach to a module is kept by surgery, or named as lost: every alteration, every rule."""
+
+import copy
+
+import pytest
+import torch
+from timm.layers import Attention
+from timm.models.byobnet import LayerFn, MobileOneBlock
+from torch import nn
+
+import isomorph as iso
+from hostile import ALTERATIONS, BRIEF, attachments
+
+
+def attention(**kwargs):
+    return nn.Sequential(Attention(12, 3, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm, **kwargs))
+
+
+def mobileone(kernel_size):
+    return nn.Sequential(MobileOneBlock(4, 4, kernel_size, layers=LayerFn()))
+
+
+TOKENS, MAP = (2, 7, 12), (2, 4, 6, 5)
+PLACED = dict(grid_size=(2, 3), prefix_tokens=1)
+CHAIN = (nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 1))
+SURGERY = {
+    "ConvToGPSA": (iso.ConvToGPSA(), lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1)), MAP),
+    "AttentionToGPSA": (iso.AttentionToGPSA(**PLACED), attention, TOKENS),
+    "AttentionToRefined": (iso.AttentionToRefined(), attention, TOKENS),
+    "local": (iso.AttentionToRefined(ratio=0), attention, TOKENS),
+    "without reduction": (iso.AttentionToRefined(reduce=False), attention, TOKENS),
+    "positions only": (
+        iso.ConvToGPSA(content="none"),
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1)),
+        MAP,
+    ),
+    "AttentionToRelative": (iso.surgery.AttentionToRelative(**PLACED), attention, TOKENS),
+    "LinearToPyramid": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Linear(12, 8)), TOKENS),
+    "chain": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Sequential(*copy.deepcopy(CHAIN))), MAP),
+    "mobileone 1x1": (iso.LinearToPyramid(), lambda: mobileone(1), MAP),
+    "mobileone 3x3": (iso.LinearToPyramid(), lambda: mobileone(3), MAP),
+    "BranchesToConv": (iso.BranchesToConv(), lambda: mobileone(3), MAP),
+}
+BACK = {
+    "GPSA2d": (iso.revert, SURGERY["ConvToGPSA"]),
+    "ViTGPSA": (iso.revert, SURGERY["AttentionToGPSA"]),
+    "RefinedAttention": (iso.revert, SURGERY["AttentionToRefined"]),
+    "ExpandedAttention": (iso.revert, SURGERY["without reduction"]),
+    "PositionalConv2d": (iso.revert, SURGERY["positions only"]),
+    "ViTRelativeAttention": (iso.revert, SURGERY["AttentionToRelative"]),
+    "PyramidLinear": (iso.fuse, (iso.LinearToPyramid("P-W1S"), *SURGERY["LinearToPyramid"][1:])),
+    "PyramidConv2d": (iso.fuse, (iso.LinearToPyramid("R-D1W1"), *SURGERY["chain"][1:])),
+}
+
+
+def alter(model, path, alteration):
+    """Whether the alteration is one for the module at the path; then the model, altered."""
+    altered = copy.deepcopy(model)
+    done = ALTERATIONS[alteration](altered.get_submodule(path)) is not False
+    return altered.train(model.training) if done else None
+
+
+def check_nothing_is_lost(model, operate, shape):
+    """Every alteration of every part of a model: it is said to be lost, or it is kept."""
+    x, kept, refused = torch.randn(shape), 0, []
+    paths = [name for name, _ in model.named_modules() if name]
+    for path in paths:
+        for alteration in ALTERATIONS if len(paths) < 10 or path == "0" else BRIEF:
+            altered = alter(model, path, alteration)
+            if altered is None:
+                continue
+            try:
+                new = operate(altered)
+            except iso.UserError as error:
+                refused.append(str(error))
+                continue
+            kept += 1
+            case = f"{alteration} on {path}"
+            assert attachments(new) == attachments(altered), case
+            if alteration == "whole numbers":
+                continue
+            with torch.no_grad():
+                assert torch.allclose(new.eval()(x), altered.eval()(x), atol=2e-3), case
+    assert kept
+    assert refused
+    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")  # an altered chain is not a target
+    assert all(said.startswith(words) and "\n" not in said for said in refused), refused
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # the old norms are what is tried
+@pytest.mark.parametrize("name", SURGERY)
+def test_hostile_targets_keep_what_they_compute_or_are_refused(name):
+    rule, make, shape = SURGERY[name]
+    check_nothing_is_lost(make().eval(), lambda model: iso.recast(model, rule, "0"), shape)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("name", BACK)
+def test_hostile_layers_go_back_with_all_they_have_or_not_at_all(name):
+    back, (rule, make, shape) = BACK[name]
+    check_nothing_is_lost(iso.recast(make().eval(), rule, "0"), back, shape)
+
+
+def subclasses(kind):
+    """All classes that timm and torch derive from one, quantised ones included."""
+    return {sub for child in kind.__subclasses__() for sub in (child, *subclasses(child))}
+
+
+OF_ALL = [
+    (iso.ConvToGPSA(), nn.Conv2d(4, 4, 3, padding=1), MAP),
+    (iso.LinearToPyramid(), nn.Conv2d(4, 4, 3, padding=1), MAP),
+    (iso.LinearToPyramid(), nn.Linear(12, 12), TOKENS),
+    (iso.AttentionToGPSA(**PLACED), Attention(12, 3), TOKENS),
+    (iso.AttentionToRefined(), Attention(12, 3), TOKENS),
+]
+
+
+@pytest.mark.parametrize(("rule", "layer", "shape"), OF_ALL)
+def test_no_class_of_timm_or_torch_is_taken_for_what_it_is_not(rule, layer, shape):
+    """A layer of a derived class is refused, or computes what the layer of its base computes."""
+    import torch.ao.nn.intrinsic.qat  # registers classes that are trained to be quantised
+
+    x, plain = torch.randn(shape), type(layer)
+    found = sorted(subclasses(plain), key=str)
+    taken = []
+    for kind in found:
+        other = copy.deepcopy(layer).eval()
+        other.__class__ = kind
+        if rule.accepts(other):
+            taken.append(kind)
+            torch.testing.assert_close(other(x), layer.eval()(x), msg=str(kind))
+    assert len(found) > 3
+    assert len(taken) < len(found)

@@ -1,0 +1,226 @@
+"""Every fuse, revert, prune and merge: all weights and statistics moved, against the unmerged model in float64."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention, ConvNormAct
+from timm.models import ghostnet, levit, repvit
+from timm.models.byobnet import ByoBlockCfg
+from timm.utils import reparameterize_model
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import isomorph as iso
+from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.mobileone import CombinedBlock
+from law_rows import (
+    MAP,
+    OPEN,
+    RULES,
+    SHUT,
+    TOKENS,
+    Call,
+    alone,
+    attention,
+    conv,
+    deviation,
+    disturb,
+    mobileone,
+    values,
+    vit,
+)
+
+GATING = ("gate", "position", "centre", "locality")
+"""Parameters that decide whether a gated layer is still a convolution or attention; a way back needs them unmoved."""
+PLACED = dict(grid_size=(2, 3), prefix_tokens=1)
+
+IN_FLOAT32 = 1e-6
+"""Bound for units that timm merges in float32, and for refined attention, whose refiner starts at random."""
+
+
+class Back(NamedTuple):
+    """A model after a rule, the way back, the class that it gives, and how far it may be from the model."""
+
+    make: Callable[[], nn.Module]
+    rule: Any
+    call: Call
+    way: Callable[[nn.Module], nn.Module]
+    gives: type[nn.Module]
+    where: Any = "layer"
+    bound: float = 1e-10
+
+
+def pair(width: int, out: int) -> nn.Module:
+    parts = nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.Conv2d(width, out, 1), nn.BatchNorm2d(out)
+    return nn.Sequential(*parts)
+
+
+def mobileone_network() -> nn.Module:
+    """timm's, of two stages with a depthwise and a pointwise block each."""
+
+    def stage(width, out):
+        branches = dict(num_conv_branches=2)
+        depthwise = ByoBlockCfg(type="one", d=1, c=width, gs=1, block_kwargs=branches)
+        return depthwise, ByoBlockCfg(type="one", d=1, c=out, gs=0, block_kwargs=dict(kernel_size=1, **branches))
+
+    return timm.create_model("mobileone_s0", num_classes=3, stem_chs=8, blocks=(stage(8, 12), stage(12, 16)))
+
+
+def fused(make: Callable[[], nn.Module], call: Call, gives: Any = nn.Linear, where: Any = "layer", **rule: Any) -> Back:
+    in_unit = isinstance(where, str) and where.startswith("layer.")
+    return Back(make, iso.LinearToPyramid(**rule), call, iso.fuse, gives, where, IN_FLOAT32 if in_unit else 1e-10)
+
+
+def reverted(make: Callable[[], nn.Module], rule: Any, call: Call, gives: Any, where: Any = "layer") -> Back:
+    refined = isinstance(rule, iso.AttentionToRefined)
+    return Back(make, rule, call, iso.revert, gives, where, IN_FLOAT32 if refined else 1e-10)
+
+
+def merged(model: nn.Module) -> nn.Module:
+    return reparameterize_model(iso.fuse(model))
+
+
+def fused_twice(model: nn.Module) -> nn.Module:
+    return iso.fuse(iso.fuse(model))
+
+
+CONV, LINEAR, IMAGES = conv(6, 8, 3, padding=1), alone(lambda: nn.Linear(12, 10)), ((2, 3, 32, 32),)
+SMALL, SQUARE = vit(depth=1), ((2, 8, 6, 6),)
+NORMED = attention(qk_norm=True, norm_layer=nn.LayerNorm)
+WAYS_BACK = {
+    "linear": fused(LINEAR, TOKENS),
+    "linear, skip alone": fused(LINEAR, TOKENS, layout="P-W1S", rectify="none"),
+    "linear, deep": fused(LINEAR, TOKENS, layout="R-D3W2", rectify="batchnorm"),
+    "linear, naive": fused(LINEAR, TOKENS, layout="naive-W4", init="paper"),
+    "conv": fused(CONV, MAP, nn.Conv2d),
+    "conv, depthwise": fused(conv(6, 6, 3, 2, 1, groups=6), MAP, nn.Conv2d, layout="R-D2W1S"),
+    "conv, patchify": fused(vit(depth=1), IMAGES, nn.Conv2d, "patch_embed.proj"),
+    "chain": fused(alone(lambda: pair(6, 8)), MAP, nn.Conv2d),
+    "joint qkv": fused(SMALL, IMAGES, nn.Linear, "blocks.0.attn.qkv"),
+    "joint qkv, no biases": fused(vit(depth=1, qkv_bias=False), IMAGES, nn.Linear, "blocks.0.attn.qkv"),
+    "values alone": fused(SMALL, IMAGES, nn.Linear, "blocks.0.attn.v"),
+    "mlp, twice": fused(SMALL, IMAGES, nn.Linear, "blocks.0.mlp.fc?")._replace(way=fused_twice),
+    "mobileone block, 1x1": fused(mobileone(1), MAP, nn.Sequential),
+    "mobileone block": fused(mobileone(3, group_size=1), MAP, CombinedBlock)._replace(way=merged),
+    "mobileone": fused(mobileone_network, IMAGES, CombinedBlock, ["stem", "stages.?.?"])._replace(way=merged),
+    "branches": Back(mobileone(3), iso.BranchesToConv(), MAP, reparameterize_model, CombinedBlock),
+    "levit's unit": fused(alone(lambda: levit.LinearNorm(8, 12)), ((2, 5, 8),), nn.Linear, "layer.linear"),
+    "repvit's unit": fused(alone(lambda: repvit.RepVggDw(8, 3)), SQUARE, nn.Conv2d, "layer.conv.c"),
+    "repvit's other branch": fused(alone(lambda: repvit.RepVggDw(8, 3)), SQUARE, nn.Conv2d, "layer.conv1"),
+    "repvit's legacy unit": fused(alone(lambda: repvit.RepVggDw(8, 3, True)), SQUARE, nn.Conv2d, "layer.conv.c"),
+    "repvit's head": fused(alone(lambda: repvit.RepVitClassifier(8, 4, True)), ((2, 8),), nn.Linear, "layer.head.l"),
+    "ghostnet's unit": fused(alone(lambda: ghostnet.ConvBnAct(8, 12, 3)), SQUARE, nn.Conv2d, "layer.conv"),
+    "a unit with a bias": fused(alone(lambda: ConvNormAct(8, 12, 3, bias=True)), SQUARE, nn.Conv2d, "layer.conv"),
+    "GPSA2d": reverted(CONV, iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
+    "GPSA2d, strided": reverted(conv(6, 6, 5, 2, 2, groups=6), iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
+    "WindowGPSA2d": reverted(CONV, iso.ConvToGPSA(content="window", **SHUT), MAP, nn.Conv2d),
+    "PositionalConv2d": reverted(CONV, iso.ConvToGPSA(content="none", locality=80.0), MAP, nn.Conv2d),
+    "ViTGPSA": reverted(NORMED, iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention),
+    "ViTGPSA, in a ViT": reverted(SMALL, iso.AttentionToGPSA(**OPEN), IMAGES, Attention, "blocks.0.attn"),
+    "GatedMap": reverted(attention(gated=True), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, Attention),
+    "RefinedAttention": reverted(NORMED, iso.AttentionToRefined(), TOKENS, Attention),
+    "LocalAttention": reverted(NORMED, iso.AttentionToRefined(ratio=0), TOKENS, Attention),
+    "ExpandedAttention": reverted(attention(), iso.AttentionToRefined(reduce=False), TOKENS, Attention),
+    "SpatialAttention": reverted(SMALL, iso.AttentionToRefined(span="spatial"), IMAGES, Attention, "blocks.0.attn"),
+    "ViTRelativeAttention": reverted(NORMED, iso.AttentionToRelative(**PLACED), TOKENS, Attention),
+    "pruned to position": Back(
+        CONV, iso.ConvToGPSA(gate=60.0, locality=1.0), MAP, iso.prune, iso.layers.PositionalConv2d
+    ),
+    "pruned to a convolution": Back(CONV, iso.ConvToGPSA(**SHUT), MAP, iso.prune, nn.Conv2d),
+    "pruned to attention": Back(attention(), iso.AttentionToGPSA(**OPEN, **PLACED), TOKENS, iso.prune, Attention),
+    "a ViT pruned to attention": Back(
+        SMALL, iso.AttentionToGPSA(**OPEN), IMAGES, iso.prune, Attention, "blocks.0.attn"
+    ),
+}
+
+
+@functools.cache
+def trained(name: str) -> nn.Module:
+    """The model of a row after its rule, with everything moved but what the way back needs."""
+    torch.manual_seed(0)
+    row = WAYS_BACK[name]
+    model = iso.recast(disturb(row.make()), row.rule, row.where)
+    kept = {
+        key: parameter.detach().clone()
+        for key, parameter in model.named_parameters()
+        if key.rpartition(".")[2] in GATING or ".refine." in f".{key}" or "relative_bias" in key
+    }
+    disturb(model)
+    model.load_state_dict(model.state_dict() | kept)
+    return model
+
+
+@pytest.mark.parametrize("name", WAYS_BACK)
+@torch.no_grad()
+def test_the_way_back_computes_what_the_trained_model_computes(name):
+    row, model = WAYS_BACK[name], trained(name)
+    before, x = copy.deepcopy(model.state_dict()), values(row.call)
+    assert deviation(model(*x), disturb(row.make())(*x)) > 1e-3
+    back = row.way(model)
+    assert deviation(back(*x), model(*x)) < row.bound
+    assert row.gives in {type(module) for module in back.modules()}
+    assert not any(isinstance(module, Pyramid) for module in back.modules())
+    assert {p.dtype for p in back.parameters()} == {torch.float64}
+    assert not back.training
+    if row.way is merged:
+        assert not any(isinstance(module, _BatchNorm) for module in back.modules())
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", WAYS_BACK)
+def test_the_way_back_keeps_dtype_device_and_memory_format(name):
+    row = WAYS_BACK[name]
+    model = copy.deepcopy(trained(name)).to(torch.float16, memory_format=torch.channels_last)
+    back = row.way(model)
+    assert {p.dtype for p in back.parameters()} == {torch.float16}
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in back.parameters() if p.ndim == 4)
+
+
+@pytest.mark.parametrize("name", [name for name, row in WAYS_BACK.items() if row.way is iso.revert])
+def test_a_layer_that_left_its_original_is_named_with_its_deviation(name):
+    row, model = WAYS_BACK[name], copy.deepcopy(trained(name))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.rpartition(".")[2] in GATING or ".refine." in f".{key}" or "relative_bias" in key:
+                parameter.mul_(0.1).add_(0.5 * torch.randn_like(parameter).abs())
+    with pytest.raises(iso.UserError, match=rf"{row.where}.*deviation .*\d"):
+        iso.revert(model)
+
+
+def test_every_rule_has_a_way_back():
+    assert {type(row.rule) for row in WAYS_BACK.values()} == {type(row.rule) for row in RULES.values()}
+
+
+class Doubled(nn.Module):
+    """Stands for any layer with an unconditional way back: two linear layers in a row."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def fuse(self):
+        fused = nn.Linear(self.first.in_features, self.second.out_features)
+        fused.weight.data = self.second.weight @ self.first.weight
+        fused.bias.data = self.second.weight @ self.first.bias + self.second.bias
+        return fused
+
+
+def test_fuse_takes_any_layer_with_a_fuse_at_the_root_and_once_where_it_is_shared():
+    assert type(iso.fuse(Doubled(4).eval())) is nn.Linear
+    shared = Doubled(4)
+    model, x = nn.Sequential(shared, nn.ReLU(), shared, iso.layers.GPSA2d(4, 4, 3)).eval(), torch.randn(3, 4)
+    thin = iso.fuse(model)
+    assert thin[0] is thin[2]
+    assert isinstance(thin[3], iso.layers.GPSA2d)  # its way back has a condition
+    torch.testing.assert_close(thin[:3](x), model[:3](x))
+    model[1].train()
+    with pytest.raises(iso.UserError, match="1 is in train mode"):
+        iso.fuse(model)
