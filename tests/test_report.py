@@ -47,7 +47,7 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.attention_viewer import ViewerModel, build_viewer
-from isomorph.report.charts import Paths, chart_json, chart_table
+from isomorph.report.charts import Paths
 from isomorph.report.cka_charts import pairwise_cka
 from isomorph.report.compare_page import (
     MAX_CURVE_POINTS,
@@ -56,12 +56,11 @@ from isomorph.report.compare_page import (
     flatten_recipe,
     head_range_line,
 )
-from isomorph.report.figures import PALETTE, QueryMaps, draw_chart, maps_figure, pyplot
+from isomorph.report.figures import PALETTE, QueryMaps, centre_query_maps, draw_chart, maps_figure, pyplot
 from isomorph.report.html import render_page
 from isomorph.report.layer_maps import LayerMaps, capture_layer_maps, drop_padded_keys, pack_layer_maps, round_rows
 from isomorph.report.page_models import format_percent, framing_text, prediction_texts, unique_names
 from isomorph.report.robustness_charts import robustness_charts, robustness_table
-from isomorph.report.save_figures import centre_query_maps
 from isomorph.suites.robustness.results import (
     _IDENTITY_KEYS,
     CellFile,
@@ -331,9 +330,9 @@ class TestPage:
 
     def test_numbers_that_are_none_become_nothing(self):
         chart = Panel("t", "x", "y", {"a": Line([0.0, 1.0], [math.nan, 2.0])})
-        assert chart_json(chart)["series"][0]["y"] == [None, 2.0]
-        assert chart_table(chart) == [["x", "a"], ["0", "-"], ["1", "2"]]
-        assert chart_table(Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}}))[1:] == [
+        assert chart.drawing()["series"][0]["lines"] == [[[0.0, None], [1.0, 2.0]]]
+        assert chart.table() == [["x", "a"], ["0", "-"], ["1", "2"]]
+        assert Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}}).table()[1:] == [
             ["l", "1, 2", "-"],
             ["m", "-", "3"],
         ]
@@ -787,8 +786,8 @@ class TestCommands:
         assert [path[0] for path in ways.series["blocks.0.attn"]] == [pytest.approx(c) for c in before]
         assert min(spans.lines["blocks.0.attn"].low) > 0
         gone = Paths("t", {"l": [[], [(0.0, 1.0)]]})
-        assert chart_table(gone)[1:] == [["l, head 1", "-", "-"], ["l, head 2", "0, 1", "0, 1"]]
-        assert chart_json(gone)["reach"] == 1
+        assert gone.table()[1:] == [["l, head 1", "-", "-"], ["l, head 2", "0, 1", "0, 1"]]
+        assert gone.reach == 1
         save_figures(folder / "figures", [section, Section("x", charts=[gone])])
         subject = PageModel("net", model, CONFIG | {"input_size": (3, 32, 32)})
         texts = {s.title: s.text for s in analyze_sections([subject], [PageImage("a", torch.rand(3, 32, 32))])}

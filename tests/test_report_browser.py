@@ -383,9 +383,9 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
     assert reading("Top-1", "ArrowRight", "ArrowRight") == "epoch 2: a 20 · b 20"
     assert reading("Robustness", "ArrowDown") == "fog: a 41.5 · b 40 (%)"
     assert reading("Gates", "ArrowRight") == "l.0.x: a 0.25, 0.5"
-    assert reading("Centres", "ArrowRight", "ArrowRight") == "l.0, head 2: from 1, 0 to 2, -1"
+    assert reading("Centres", "ArrowRight", "ArrowRight") == "l.0, head 2: first 1, 0 · last 2, -1"
     assert reading("CKA", "ArrowRight", "ArrowDown", "ArrowRight") == f"r2 {TIMES} c2: 0.125"
-    assert reading("Cost", "ArrowRight", "ArrowRight") == "large: 4.2 GMACs, 81.5 % · d"
+    assert reading("Cost", "ArrowRight", "ArrowRight") == "large, d: GMACs 4.2 · % 81.5"
     written = tab.run("[...document.querySelectorAll('.chart > svg')].at(-1).textContent")
     assert all(name in written for name in ("small", "large", "other"))
     tab.hover(f".card:nth-child({titles.index('Top-1') + 1}) .chart > svg", 0.5, 0.98)

@@ -14,7 +14,6 @@ from isomorph.analysis import GatingHistory
 from isomorph.report import Bars, Dots, Line, Matrix, PageImage, PageModel, Panel, Section, analyze_sections
 from isomorph.report.accuracy_cost import AccuracyPoint
 from isomorph.report.analyze_page import lead_text
-from isomorph.report.charts import constant_text
 from isomorph.report.figures import PALETTE
 from isomorph.report.findings import (
     accuracy_cost_finding,
@@ -67,8 +66,8 @@ class TestConstantCharts:
         ],
     )
     def test_they_are_a_sentence(self, chart, expected):
-        assert constant_text(chart).startswith(expected)
-        assert bool(constant_text(chart)) == bool(expected)
+        assert chart.constant_text().startswith(expected)
+        assert bool(chart.constant_text()) == bool(expected)
 
     def test_the_page_writes_them_and_numbers_only_what_it_draws(self):
         flat, steep = (Panel(name, "x", "y", {"a": Line([1, 2], [1, y])}) for name, y in (("Flat", 1), ("Steep", 2)))

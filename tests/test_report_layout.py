@@ -90,11 +90,10 @@ class TestAxes:
         assert charts_page.run("axisTicks(8.4, 8.7, 4)") == [8.4, 8.5, 8.6, 8.7]
 
     def test_a_range_of_rounding_is_widened_in_proportion(self, charts_page):
-        low, high = charts_page.run("extent([8.7, 8.7000001])")
-        assert (low, high) == pytest.approx((7.83, 9.57), rel=1e-6)
-        assert charts_page.run("extent([0, 0])") == [-0.5, 0.5]
-        assert charts_page.run("extent([1, 3])") == [1, 3]
-        assert charts_page.run("extent([null])") == [0, 1]
+        for values, expected in (([8.7, 8.7000001], [7.83, 9.57]), ([0, 0], [-0.5, 0.5]), ([1, 3], [1, 3])):
+            drawing = Panel("t", "x", "y", {"a": Line([0, 1], values)}).drawing()
+            assert drawing["y"]["range"] == pytest.approx(expected, rel=1e-6)
+        assert Panel("t", "x", "y", {"a": Line([0], [float("nan")])}).drawing()["y"]["range"] == [0, 1]
 
     @pytest.mark.parametrize(
         ("name", "lines"),
@@ -226,11 +225,11 @@ class TestSaving:
 
     def test_numbers_of_every_chart(self, saved):
         wanted = {
-            "Loss": 'series,step,loss,low,high\n"a, b",1,3,2.5,3.5\n"a, b",2,2,1.5,2.5\nc,1,1,,\n',
-            "Gates": "series,layer,head,sigma\na,x,1,0.25\na,x,2,0.5\na,y,1,0.75\n",
+            "Loss": 'series,line,step,loss,low,high\n"a, b",1,1,3,2.5,3.5\n"a, b",1,2,2,1.5,2.5\nc,1,1,1\n',
+            "Gates": "series,layer,sigma\na,x,0.25\na,x,0.5\na,y,0.75\n",
             "Top-1": "series,group,%\na,fog,41.5\na,snow,12\nb,fog,40\nb,snow,\n",
             "CKA": "r,c,value\nr1,c1,1\nr1,c2,0.25\n",
-            "Centres": "layer,head,point,row,column\nl,1,1,0,1\nl,1,2,0.5,1.25\n",
+            "Centres": 'series,line,"column, grid steps",row,low,high\nl,1,1,0\nl,1,1.25,0.5\n',
             "Cost": "series,name,GMACs,%\nd,small,1,80\nd,large,4.2,81.5\n",
         }
         for title, text in wanted.items():

@@ -10,8 +10,8 @@ import torch
 import isomorph as iso
 from isomorph.cli.json_output import print_json
 from isomorph.report.charts import Table
+from isomorph.report.figures import save_figures
 from isomorph.report.html import Section
-from isomorph.report.save_figures import save_figures
 from isomorph.terminal_tables import print_table
 
 

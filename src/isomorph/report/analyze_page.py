@@ -12,7 +12,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost_tables import cost_table, static_cost
 from isomorph.report import guides
 from isomorph.report.attention_viewer import PageImage, Viewer, ViewerModel, build_viewer
-from isomorph.report.charts import Dots, constant_text
+from isomorph.report.charts import Dots
 from isomorph.report.cka_charts import (
     Evolution,
     cka_chart,
@@ -290,7 +290,7 @@ def analyze_sections(
     batches = {m.name: normalise_images(images, dict(m.config)).to(next(m.model.parameters())) for m in models}
     sections = [_first_section(models, images, batches, layers, options)]
     if charts := _gating_charts(models):
-        finding = "" if constant_text(charts[0]) else gates_finding(charts[0])
+        finding = "" if charts[0].constant_text() else gates_finding(charts[0])
         text = _centreless_text(models)
         sections.append(Section("Gates and spans", text, charts=charts, finding=finding, guide=guides.GATES))
     options.report_progress("attention statistics")

@@ -98,7 +98,7 @@ def _layer_geometry(
         "padded": any(maps.where.padding) or bool(maps.windows and (maps.windows.members < 0).any()),
         "windows": maps.windows and layouts.index(maps.windows.members.tolist()),
         "signed": bool((maps.ranges < 0).any()),
-        "gates": json_numbers(gates),
+        "gates": gates and json_numbers(gates),
     }
 
 

@@ -1,9 +1,10 @@
 """Charts as data: one class for each kind, independent of the browser and matplotlib, which draw them."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatch
+from statistics import fmean
 from typing import Any, NamedTuple
 
 Table = list[list[str]]
@@ -14,6 +15,31 @@ MAX_NAMED_CONSTANTS = 4
 """More series with different constant values are drawn."""
 MAX_TABLE_POINTS = 40
 """Longer curves have no table of numbers under the chart."""
+SERIES_SHIFT = 0.22
+"""Distance between the dots of two series in one layer; layers are 1 apart."""
+
+
+class Chart(ABC):
+    """A chart, as three forms of its numbers: a drawing, a table, and a sentence where there is nothing to draw.
+
+    A drawing is of one of three kinds: `plane` has lines and points of each series by their coordinates, `bars` a value
+    of each series for each group, `matrix` rows of values. `stops` are the positions in a plane of the table's rows, on
+    which the cursor of a page rests.
+    """
+
+    title: str
+
+    @abstractmethod
+    def drawing(self) -> dict[str, Any]:
+        """Return what the page's script and matplotlib draw, as a dictionary for JSON."""
+
+    @abstractmethod
+    def table(self) -> Table:
+        """Return the chart's numbers as text; an empty table for curves of more than `MAX_TABLE_POINTS` points."""
+
+    def constant_text(self) -> str:
+        """Return a sentence with the values of a chart in which nothing changes; empty for a chart worth drawing."""
+        return ""
 
 
 class Line(NamedTuple):
@@ -29,7 +55,8 @@ class Line(NamedTuple):
     high: Sequence[float] | None = None
 
 
-class Panel(NamedTuple):
+@dataclass(frozen=True)
+class Panel(Chart):
     """A chart of lines by name, on one pair of axes.
 
     `ordered` lines, such as blocks by depth, are coloured from light to dark. Lines that change by no more than
@@ -47,9 +74,28 @@ class Panel(NamedTuple):
     ordered: bool = False
     resolution: float = 0.0
 
+    def drawing(self) -> dict[str, Any]:
+        xs = [x for line in self.lines.values() for x in line.x]
+        ys = [y for line in self.lines.values() for y in _line_values(line)]
+        series = [_series(name, [list(zip(*filter(None, line), strict=True))]) for name, line in self.lines.items()]
+        x = _axis(self.x_label, xs) | {"whole": all(float(value).is_integer() for value in xs)}
+        return _plane(self, x, _axis(self.y_label, ys), series, ordered=self.ordered)
+
+    def table(self) -> Table:
+        xs = sorted({x for line in self.lines.values() for x in line.x})
+        if len(xs) > MAX_TABLE_POINTS:
+            return []
+        lines = [dict(zip(line.x, line.y, strict=True)) for line in self.lines.values()]
+        rows = [[format_number(x), *(format_number(line.get(x)) for line in lines)] for x in xs]
+        return [[self.x_label, *self.lines], *rows]
+
+    def constant_text(self) -> str:
+        values = {name: _line_values(line) for name, line in self.lines.items()}
+        return _constant_sentence(self.title, values, f"at every {self.x_label}", self.resolution)
+
 
 @dataclass(frozen=True)
-class Dots:
+class Dots(Chart):
     """A chart of one value per head and layer, such as gates or spans: {series: {layer: a value for each head}}.
 
     Layers run along the x axis; each dot is a head, and a line joins the means of the layers. Layers that a series does
@@ -72,9 +118,32 @@ class Dots:
         """Names of the layers of all series, in order of appearance."""
         return list(dict.fromkeys(layer for values in self.series.values() for layer in values))
 
+    def drawing(self) -> dict[str, Any]:
+        number, series = {layer: i for i, layer in enumerate(self.layers)}, []
+        for k, (name, layers) in enumerate(self.series.items()):
+            shift = SERIES_SHIFT * (k - (len(self.series) - 1) / 2)
+            means = [(number[layer] + shift, mean) for layer, mean in layer_means(layers).items()]
+            heads = [(number[layer] + shift, v, layer) for layer, values in layers.items() for v in values]
+            series.append(_series(name, [sorted(means)], heads))
+        values = [value for layers in self.series.values() for heads in layers.values() for value in heads]
+        x = {"label": "layer", "range": [-0.5, len(number) - 0.5], "names": list(number)}
+        y = _axis(self.y_label, [*values, 0, *([] if self.limit is None else [self.limit])])
+        return _plane(self, x, y, series, stops=[(i, None) for i in number.values()])
+
+    def table(self) -> Table:
+        rows = [
+            [layer, *(", ".join(map(format_number, of.get(layer, ()))) or "-" for of in self.series.values())]
+            for layer in self.layers
+        ]
+        return [["layer", *self.series], *rows]
+
+    def constant_text(self) -> str:
+        values = {name: [v for heads in layers.values() for v in heads] for name, layers in self.series.items()}
+        return _constant_sentence(self.title, values, "in every head of every layer", self.resolution)
+
 
 @dataclass(frozen=True)
-class Bars:
+class Bars(Chart):
     """A bar chart with one group per name and one bar per series: {series: {name: value}}.
 
     >>> top1 = {"CNN": {"fog": 71.0, "snow": 64.5}, "T-CNN": {"fog": 73.2, "snow": 66.0}}
@@ -91,9 +160,19 @@ class Bars:
         """Names of the groups of all series, in order of appearance."""
         return list(dict.fromkeys(name for values in self.series.values() for name in values))
 
+    def drawing(self) -> dict[str, Any]:
+        values = {name: json_numbers([of.get(g, math.nan) for g in self.groups]) for name, of in self.series.items()}
+        axis = _axis(self.y_label, [0, *(v for of in self.series.values() for v in of.values())])
+        series = [{"name": name, "values": of} for name, of in values.items()]
+        return _drawing(self, "bars", axis=axis, groups=self.groups, series=series)
+
+    def table(self) -> Table:
+        rows = [[group, *(format_number(of.get(group)) for of in self.series.values())] for group in self.groups]
+        return [["", *self.series], *rows]
+
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Chart):
     """A heat map of numbers in rows and columns, coloured from `low` to `high`.
 
     With a negative `low` the colours diverge from the middle of the range.
@@ -112,8 +191,22 @@ class Matrix:
     low: float = 0.0
     high: float = 1.0
 
+    def drawing(self) -> dict[str, Any]:
+        names = {"rows": list(self.rows), "columns": list(self.columns), "x": self.column_label, "y": self.row_label}
+        values = [json_numbers(row) for row in self.values]
+        return _drawing(self, "matrix", **names, values=values, low=self.low, high=self.high)
 
-class Paths(NamedTuple):
+    def table(self) -> Table:
+        rows = [[name, *map(format_number, row)] for name, row in zip(self.rows, self.values, strict=True)]
+        return [[f"{self.row_label} \\ {self.column_label}", *self.columns], *rows]
+
+    def constant_text(self) -> str:
+        values = [value for row in self.values for value in row]
+        return _constant_sentence(self.title, {self.title: values}, "in every cell", 0.0)
+
+
+@dataclass(frozen=True)
+class Paths(Chart):
     """A chart of paths around a query at (0, 0), in grid steps: {layer: a path for each head}.
 
     A path is a sequence of finite (row, column) positions, empty for a head without any; rows grow downwards. A ring
@@ -132,8 +225,26 @@ class Paths(NamedTuple):
         paths = (path for heads in self.series.values() for path in heads)
         return max([1.0, *(abs(value) for path in paths for position in path for value in position)])
 
+    def drawing(self) -> dict[str, Any]:
+        series, stops = [], []
+        for layer, heads in self.series.items():
+            lines = [[(column, row) for row, column in path] for path in heads]
+            series.append(_series(layer, lines, [(*line[-1], layer) for line in lines if line]))
+            stops += [line[-1] if line else None for line in lines]
+        axes = (_axis(label, [-1.08 * self.reach, 1.08 * self.reach]) for label in ("column, grid steps", "row"))
+        return _plane(self, *axes, series, stops=stops, ordered=True, square=True)
 
-class Scatter(NamedTuple):
+    def table(self) -> Table:
+        rows = [
+            [f"{layer}, head {i + 1}", *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1))]
+            for layer, heads in self.series.items()
+            for i, path in enumerate(heads)
+        ]
+        return [["row, column", "first", "last"], *rows]
+
+
+@dataclass(frozen=True)
+class Scatter(Chart):
     """A chart of named points, coloured by series: {series: {name: (x, y)}}.
 
     >>> points = {"cifar10": {"resnet20": (0.041, 92.6), "resnet32": (0.069, 93.5)}}
@@ -146,8 +257,22 @@ class Scatter(NamedTuple):
     y_label: str
     series: Mapping[str, Mapping[str, tuple[float, float]]]
 
+    def drawing(self) -> dict[str, Any]:
+        stops = [point for points in self.series.values() for point in points.values()]
+        axes = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]), _axis(self.y_label, [y for _, y in stops])
+        series = [
+            _series(name, [], [(*point, label) for label, point in points.items()])
+            for name, points in self.series.items()
+        ]
+        return _plane(self, *axes, series, stops=stops, labelled=True)
 
-Chart = Panel | Dots | Bars | Matrix | Paths | Scatter
+    def table(self) -> Table:
+        rows = [
+            [f"{name}, {series}" if len(self.series) > 1 else name, *map(format_number, point)]
+            for series, points in self.series.items()
+            for name, point in points.items()
+        ]
+        return [["", self.x_label, self.y_label], *rows]
 
 
 def is_number(value: Any) -> bool:
@@ -155,87 +280,53 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def json_number(value: float) -> float | None:
-    """Return the number to six digits, None where it is not finite: JSON has no NaN."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def json_numbers(values: Sequence[float] | None) -> list[float | None] | None:
-    """Return several numbers as `json_number` does; None for None."""
-    return None if values is None else [json_number(value) for value in values]
-
-
-@singledispatch
-def chart_json(chart: Any) -> dict[str, Any]:
-    """Return the chart as the dictionary that charts.js draws."""
-    raise TypeError(f"{type(chart).__name__} is not a chart")
-
-
-@chart_json.register
-def _panel_json(chart: Panel) -> dict[str, Any]:
-    series = [
-        {"name": name, **{key: json_numbers(values) for key, values in line._asdict().items()}}
-        for name, line in chart.lines.items()
-    ]
-    labels = {"kind": "lines", "title": chart.title, "x": chart.x_label, "y": chart.y_label}
-    return {**labels, "ordered": chart.ordered, "series": series}
-
-
-@chart_json.register
-def _dots_json(chart: Dots) -> dict[str, Any]:
-    series = [
-        {"name": name, "values": [json_numbers(values.get(layer)) for layer in chart.layers]}
-        for name, values in chart.series.items()
-    ]
-    labels = {"kind": "dots", "title": chart.title, "y": chart.y_label, "layers": chart.layers}
-    return {**labels, "limit": chart.limit, "series": series}
-
-
-@chart_json.register
-def _bars_json(chart: Bars) -> dict[str, Any]:
-    series = [
-        {"name": name, "values": [json_number(values.get(group, math.nan)) for group in chart.groups]}
-        for name, values in chart.series.items()
-    ]
-    return {"kind": "bars", "title": chart.title, "y": chart.y_label, "groups": chart.groups, "series": series}
-
-
-@chart_json.register
-def _matrix_json(chart: Matrix) -> dict[str, Any]:
-    labels = {"x": chart.column_label, "y": chart.row_label, "rows": list(chart.rows), "columns": list(chart.columns)}
-    values = [json_numbers(row) for row in chart.values]
-    return {"kind": "matrix", "title": chart.title, **labels, "values": values, "low": chart.low, "high": chart.high}
-
-
-@chart_json.register
-def _paths_json(chart: Paths) -> dict[str, Any]:
-    series = [
-        {"name": layer, "paths": [[json_numbers(position) for position in path] for path in heads]}
-        for layer, heads in chart.series.items()
-    ]
-    return {"kind": "paths", "title": chart.title, "ordered": True, "reach": chart.reach, "series": series}
-
-
-@chart_json.register
-def _scatter_json(chart: Scatter) -> dict[str, Any]:
-    series = [
-        {
-            "name": name,
-            "points": [{"name": point, "x": json_number(x), "y": json_number(y)} for point, (x, y) in points.items()],
-        }
-        for name, points in chart.series.items()
-    ]
-    return {"kind": "scatter", "title": chart.title, "x": chart.x_label, "y": chart.y_label, "series": series}
-
-
 def format_number(value: float | None) -> str:
     """Return the number to four digits, a dash for None and for what is not finite."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
-def _common_value(values: Iterable[float | None], resolution: float) -> float | None:
+def json_numbers(values: Iterable[float]) -> list[float | None]:
+    """Return numbers to six digits, None where one is not finite: JSON has no NaN."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+def layer_means(layers: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean over the finite values of each layer's heads, without layers that have none."""
+    known = {layer: [v for v in heads if math.isfinite(v)] for layer, heads in layers.items()}
+    return {layer: fmean(heads) for layer, heads in known.items() if heads}
+
+
+def _line_values(line: Line) -> list[float]:
+    return [*line.y, *(line.low or ()), *(line.high or ())]
+
+
+def _drawing(chart: Chart, kind: str, **parts: Any) -> dict[str, Any]:
+    return {"kind": kind, "title": chart.title, "table": chart.table(), **parts}
+
+
+def _plane(chart: Chart, x: Mapping[str, Any], y: Mapping[str, Any], series: Any, **parts: Any) -> dict[str, Any]:
+    return _drawing(chart, "plane", x=x, y=y, series=series, **parts)
+
+
+def _series(name: str, lines: Sequence[Sequence[Any]], points: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return a series: lines of (x, y) or (x, y, low, high), and named points (x, y, name)."""
+    numbers = [[json_numbers(point) for point in line] for line in lines]
+    return {"name": name, "lines": numbers, "points": [[*json_numbers((x, y)), label] for x, y, label in points]}
+
+
+def _axis(label: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis with the range of its values, widened where they differ by rounding only."""
+    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(known), max(known)
+    if high - low <= ROUNDING * max(abs(low), abs(high)):
+        margin = abs(low) / 10 or 0.5
+        low, high = low - margin, high + margin
+    return {"label": label, "range": [low, high]}
+
+
+def _common_value(values: Iterable[float], resolution: float) -> float | None:
     """Return the value that all finite values have, within the resolution or rounding; None if they differ."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
+    known = [value for value in values if math.isfinite(value)]
     if not known:
         return None
     low, high = min(known), max(known)
@@ -245,96 +336,14 @@ def _common_value(values: Iterable[float | None], resolution: float) -> float | 
     return round(middle / resolution) * resolution + 0.0 if resolution else middle  # + 0.0: not -0
 
 
-def _constant_sentence(title: str, values: Mapping[str, float | None], where: str) -> str:
+def _constant_sentence(title: str, series: Mapping[str, Iterable[float]], where: str, resolution: float) -> str:
     """Return a sentence with the constant value of each series; empty if any has none, or too many differ."""
-    found = {name: format_number(value) for name, value in values.items() if value is not None}
-    if not found or len(found) < len(values):
+    values = [_common_value(numbers, resolution) for numbers in series.values()]
+    found = {name: format_number(value) for name, value in zip(series, values, strict=True)}
+    if not found or None in values:
         return ""
     if len(set(found.values())) == 1:
         return f"{title}: {next(iter(found.values()))} {where}."
     if len(found) > MAX_NAMED_CONSTANTS:
         return ""
     return f"{title}: {', '.join(f'{value} for {name}' for name, value in found.items())}, {where}."
-
-
-@singledispatch
-def constant_text(chart: Any) -> str:
-    """Return a sentence with the values of a chart in which nothing changes; empty for a chart worth drawing."""
-    return ""
-
-
-@constant_text.register
-def _dots_constant(chart: Dots) -> str:
-    series = {
-        name: _common_value((v for heads in layers.values() for v in heads), chart.resolution)
-        for name, layers in chart.series.items()
-    }
-    return _constant_sentence(chart.title, series, "in every head of every layer")
-
-
-@constant_text.register
-def _panel_constant(chart: Panel) -> str:
-    series = {
-        name: _common_value([*line.y, *(line.low or ()), *(line.high or ())], chart.resolution)
-        for name, line in chart.lines.items()
-    }
-    return _constant_sentence(chart.title, series, f"at every {chart.x_label}")
-
-
-@constant_text.register
-def _matrix_constant(chart: Matrix) -> str:
-    value = _common_value((value for row in chart.values for value in row), 0.0)
-    return _constant_sentence(chart.title, {chart.title: value}, "in every cell")
-
-
-@singledispatch
-def chart_table(chart: Any) -> Table:
-    """Return the chart's numbers as a table; an empty one for curves of more than `MAX_TABLE_POINTS` points."""
-    raise TypeError(f"{type(chart).__name__} is not a chart")
-
-
-@chart_table.register
-def _panel_table(chart: Panel) -> Table:
-    xs = sorted({x for line in chart.lines.values() for x in line.x})
-    if len(xs) > MAX_TABLE_POINTS:
-        return []
-    lines = [dict(zip(line.x, line.y, strict=True)) for line in chart.lines.values()]
-    rows = [[format_number(x), *(format_number(line.get(x)) for line in lines)] for x in xs]
-    return [[chart.x_label, *chart.lines], *rows]
-
-
-@chart_table.register
-def _dots_table(chart: Dots) -> Table:
-    rows = []
-    for layer in chart.layers:
-        cells = [", ".join(map(format_number, values.get(layer, ()))) or "-" for values in chart.series.values()]
-        rows.append([layer, *cells])
-    return [["layer", *chart.series], *rows]
-
-
-@chart_table.register
-def _bars_table(chart: Bars) -> Table:
-    rows = [[group, *(format_number(values.get(group)) for values in chart.series.values())] for group in chart.groups]
-    return [["", *chart.series], *rows]
-
-
-@chart_table.register
-def _matrix_table(chart: Matrix) -> Table:
-    head = [f"{chart.row_label} \\ {chart.column_label}", *chart.columns]
-    return [head, *([name, *map(format_number, row)] for name, row in zip(chart.rows, chart.values, strict=True))]
-
-
-@chart_table.register
-def _paths_table(chart: Paths) -> Table:
-    rows = [
-        [f"{layer}, head {i + 1}", *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1))]
-        for layer, heads in chart.series.items()
-        for i, path in enumerate(heads)
-    ]
-    return [["row, column", "first", "last"], *rows]
-
-
-@chart_table.register
-def _scatter_table(chart: Scatter) -> Table:
-    rows = [[name, *map(format_number, point)] for points in chart.series.values() for name, point in points.items()]
-    return [["", chart.x_label, chart.y_label], *rows]

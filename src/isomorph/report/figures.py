@@ -1,19 +1,28 @@
-"""Figures drawn with matplotlib, in one style: the charts of a page, and attention maps."""
+"""Figures for papers, drawn with matplotlib in one style: the charts of a page, and attention maps, as PDF and SVG."""
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, singledispatch
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
+from isomorph.errors import UserError
+from isomorph.report.attention_viewer import Viewer
+from isomorph.report.charts import Chart, Line, Panel
+from isomorph.report.html import Section
+from isomorph.report.layer_maps import LayerMaps
 
 INK, PALETTE = "#808890", ("#2f72d8", "#d9651c", "#25694e", "#d86dbe", "#655a21", "#8f8b8b")
 MAX_NUMBERED_COLUMNS = 12
 """Matrices with more columns have no numbers in their cells."""
+MAX_LAYERS = 12
+"""Layers of a figure of attention maps; deeper models show that many, evenly spread."""
+CENTRE = (0.5, 0.5)
 __all__ = [
     "Line",
     "Panel",
@@ -23,6 +32,7 @@ __all__ = [
     "matrices_figure",
     "panels_figure",
     "pyplot",
+    "save_figures",
     "style",
 ]
 
@@ -72,87 +82,98 @@ def _as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _series_colours(series: Iterable[str], models: Sequence[str] = ()) -> list[str]:
+def draw_chart(chart: Chart, models: Sequence[str] = ()) -> Any:
+    """Return a chart as a matplotlib figure, drawn within `style`; `models` of the page set the colours."""
+    drawing = chart.drawing()
+    width, height, draw = 4.2, 2.7, _draw_plane
+    if drawing["kind"] == "matrix":
+        width, height, draw = (
+            _cell_width(drawing) * len(drawing["columns"]) + 2.2,
+            0.26 * len(drawing["rows"]) + 1.4,
+            _draw_matrix,
+        )
+    elif drawing["kind"] == "bars":
+        width, height, draw = 4.6, (0.14 * len(drawing["series"]) + 0.1) * len(drawing["groups"]) + 0.9, _draw_bars
+    elif names := drawing["x"].get("names"):
+        width = max(3.4, 0.36 * len(names) + 1.4)
+    elif drawing.get("square"):
+        width = height = 3.6
+    figure, axes = pyplot().subplots(figsize=(width, height))
+    draw(axes, drawing, models)
+    return figure
+
+
+def _series_colours(drawing: Mapping[str, Any], models: Sequence[str]) -> list[Any]:
     """Return a colour for each series: by its index in `models`, as on the page, if all are models, else its own."""
-    names = list(series)
+    names = [series["name"] for series in drawing["series"]]
+    if drawing.get("ordered"):
+        return list(pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(names))))
     indices = map(models.index, names) if set(names) <= set(models) else range(len(names))
     return [PALETTE[i % len(PALETTE)] for i in indices]
 
 
-def _plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
-    """Draw lines and their ranges on a pair of axes."""
-    shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
-    colours = shades if panel.ordered else _series_colours(panel.lines, models)
-    for (name, line), colour in zip(panel.lines.items(), colours, strict=True):
-        marker = "o" if len(line.x) < 30 else None
-        cell.plot(line.x, line.y, marker=marker, ms=3, lw=1.5, color=colour, label=name)
-        if line.low is not None and line.high is not None:
-            cell.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, lw=0)
-    cell.set_title(panel.title)
-    cell.set_xlabel(panel.x_label)
-    cell.set_ylabel(panel.y_label)
-    cell.grid()
-    cell.legend(fontsize=7, ncols=2 if len(panel.lines) > 3 else 1)
+def _draw_plane(axes: Any, drawing: Mapping[str, Any], models: Sequence[str] = ()) -> None:
+    x, y, square, names = drawing["x"], drawing["y"], drawing.get("square"), drawing["x"].get("names")
+    for series, colour in zip(drawing["series"], _series_colours(drawing, models), strict=True):
+        label = series["name"]
+        for line in filter(None, series["lines"]):
+            at, values, *band = np.array(line, float).T
+            marker = "o" if len(at) < 30 and not series["points"] else None
+            axes.plot(at, values, marker=marker, ms=3, lw=1.4, color=colour, label=label, clip_on=False)
+            label = None
+            if band:
+                axes.fill_between(at, *band, color=colour, alpha=0.2, lw=0)
+            if square:
+                axes.plot(at[:1], values[:1], "o", mfc="none", color=colour, ms=4)
+        if series["points"]:
+            points = np.array([point[:2] for point in series["points"]], float)
+            axes.scatter(*points.T, s=14, alpha=0.65 if names else 1, color=colour, lw=0, label=label, clip_on=False)
+        for *point, name in series["points"] if drawing.get("labelled") else ():
+            axes.annotate(name, point, (4, 4), textcoords="offset points", fontsize=7, annotation_clip=False)
+    axes.set(title=drawing["title"], xlabel=x["label"], ylabel=y["label"])
+    if square:
+        axes.plot(0, 0, "+", color=INK, ms=8)
+        axes.set(xlim=x["range"], ylim=y["range"][::-1], aspect="equal")
+    elif drawing.get("labelled"):
+        axes.set_xlim(x["range"])
+    elif names:
+        axes.set_xticks(range(len(names)), names, rotation=35 if len(names) < 30 else 90, ha="right")
+        axes.set(xlabel="", ylim=y["range"])
+    axes.grid(axis="y" if names else "both")
+    outside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if square else {}
+    if len(drawing["series"]) > 1 or not drawing.get("labelled"):
+        axes.legend(fontsize=7, ncols=1 if square or len(drawing["series"]) < 4 else 2, **outside)
 
 
-@singledispatch
-def draw_chart(chart: Any, models: Sequence[str] = ()) -> Any:
-    """Return a chart as a matplotlib figure, drawn within `style`; `models` of the page set the colours."""
-    raise TypeError(f"{type(chart).__name__} is not a chart")
-
-
-@draw_chart.register
-def _draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
-    figure, axes = pyplot().subplots(figsize=(4.2, 2.7))
-    _plot_panel(axes, chart, models)
-    return figure
-
-
-@draw_chart.register
-def _draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
-    layers = chart.layers
-    figure, axes = pyplot().subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
-    for i, ((name, values), colour) in enumerate(
-        zip(chart.series.items(), _series_colours(chart.series, models), strict=True)
-    ):
-        shift = (i - (len(chart.series) - 1) / 2) * 0.22
-        dots = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
-        for at, heads in dots:
-            axes.scatter([at] * len(heads), heads, s=14, alpha=0.65, color=colour, lw=0, clip_on=False)
-        axes.plot(
-            [at for at, _ in dots],
-            [np.nanmean(heads) if np.isfinite(heads).any() else np.nan for _, heads in dots],
-            color=colour,
-            lw=1.3,
-            label=name,
-            clip_on=False,  # a gate of 1 lies on the frame
-        )
-    axes.set_xticks(range(len(layers)), layers, rotation=35 if len(layers) < 30 else 90, ha="right")
-    axes.set_title(chart.title)
-    axes.set_ylabel(chart.y_label)
-    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=chart.limit)
-    axes.grid(axis="y")
-    axes.legend()
-    return figure
-
-
-@draw_chart.register
-def _draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
-    groups, number = chart.groups, len(chart.series)
-    figure, axes = pyplot().subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
-    for i, ((name, values), colour) in enumerate(
-        zip(chart.series.items(), _series_colours(chart.series, models), strict=True)
-    ):
-        centres = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
-        heights = [values.get(group, np.nan) for group in groups]
-        axes.barh(centres, heights, 0.72 / number, color=colour, label=name)
+def _draw_bars(axes: Any, drawing: Mapping[str, Any], models: Sequence[str]) -> None:
+    groups, number = drawing["groups"], len(drawing["series"])
+    for i, (series, colour) in enumerate(zip(drawing["series"], _series_colours(drawing, models), strict=True)):
+        middles = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
+        axes.barh(middles, np.array(series["values"], float), 0.72 / number, color=colour, label=series["name"])
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
-    axes.set_title(chart.title)
-    axes.set_xlabel(chart.y_label)
+    axes.set(title=drawing["title"], xlabel=drawing["axis"]["label"])
     axes.grid(axis="x")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
+
+
+def _cell_width(drawing: Mapping[str, Any]) -> float:
+    """Return the inches of a cell; a letter takes 0.08."""
+    return 0.42 if len(drawing["columns"]) <= MAX_NUMBERED_COLUMNS else 0.26
+
+
+def _draw_matrix(axes: Any, drawing: Mapping[str, Any], models: Sequence[str]) -> None:
+    rows, columns, values = drawing["rows"], drawing["columns"], np.array(drawing["values"], float)
+    colours = "RdBu_r" if drawing["low"] < 0 else "viridis"
+    image = axes.imshow(values, cmap=colours, vmin=drawing["low"], vmax=drawing["high"], interpolation="nearest")
+    axes.set_aspect(0.26 / _cell_width(drawing))
+    if len(columns) <= MAX_NUMBERED_COLUMNS:
+        _write_cells(axes, image, values)
+    turned = max(map(len, columns), default=0) * 0.08 > _cell_width(drawing)
+    axes.set_xticks(range(len(columns)), columns, rotation=90 if turned else 0)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(title=drawing["title"], xlabel=drawing["x"], ylabel=drawing["y"])
+    axes.figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03).outline.set_visible(False)
 
 
 def _decimals(values: np.ndarray) -> int:
@@ -171,67 +192,6 @@ def _write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
             dark = np.dot(image.cmap(image.norm(value))[:3], (0.3, 0.59, 0.11)) < 0.55
             colour = "white" if dark else "black"
             axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=6.5, color=colour)
-
-
-@draw_chart.register
-def _draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
-    numbered = len(chart.columns) <= MAX_NUMBERED_COLUMNS
-    wide = 0.42 if numbered else 0.26  # inches of a cell; a letter takes 0.08
-    figure, axes = pyplot().subplots(figsize=(wide * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
-    colours = "RdBu_r" if chart.low < 0 else "viridis"
-    values = np.array(chart.values, float)
-    image = axes.imshow(values, cmap=colours, vmin=chart.low, vmax=chart.high, interpolation="nearest")
-    axes.set_aspect(0.26 / wide)
-    if numbered:
-        _write_cells(axes, image, values)
-    turned = max(map(len, chart.columns), default=0) * 0.08 > wide
-    axes.set_xticks(range(len(chart.columns)), chart.columns, rotation=90 if turned else 0)
-    axes.set_yticks(range(len(chart.rows)), chart.rows)
-    axes.set_title(chart.title)
-    axes.set_xlabel(chart.column_label)
-    axes.set_ylabel(chart.row_label)
-    bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
-    bar.outline.set_visible(False)
-    return figure
-
-
-@draw_chart.register
-def _draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(3.6, 3.6))
-    shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(chart.series)))
-    for (layer, heads), colour in zip(chart.series.items(), shades, strict=True):
-        for i, path in enumerate(heads):
-            rows, columns = zip(*path, strict=True) if path else ([], [])
-            axes.plot(columns, rows, color=colour, lw=1, label=None if i else layer)
-            axes.plot(columns[:1], rows[:1], "o", mfc="none", color=colour, ms=4)
-            axes.plot(columns[-1:], rows[-1:], "o", color=colour, ms=4)
-    axes.plot(0, 0, "+", color=INK, ms=8)
-    axes.set(xlim=(-1.08 * chart.reach, 1.08 * chart.reach), ylim=(1.08 * chart.reach, -1.08 * chart.reach))
-    axes.set_aspect("equal")
-    axes.set_title(chart.title)
-    axes.set_xlabel("column, grid steps")
-    axes.set_ylabel("row")
-    axes.grid()
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
-
-
-@draw_chart.register
-def _draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
-    figure, axes = pyplot().subplots(figsize=(4.6, 3.2))
-    for (name, points), colour in zip(chart.series.items(), _series_colours(chart.series, models), strict=True):
-        axes.scatter(*zip(*points.values(), strict=True), s=20, color=colour, label=name, zorder=3)
-        for label, point in points.items():
-            axes.annotate(label, point, (4, 4), textcoords="offset points", fontsize=7, annotation_clip=False)
-    axes.set_xlim(left=0)
-    axes.set_title(chart.title)
-    axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(chart.y_label)
-    axes.grid()
-    if len(chart.series) > 1:
-        axes.legend()
-    return figure
 
 
 def _remove_axes(cell: Any) -> None:
@@ -317,6 +277,66 @@ def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
         for cell in axes.flat[len(panels) :]:
             cell.set_visible(False)
         for cell, panel in zip(axes.flat, panels, strict=False):
-            _plot_panel(cell, panel)
+            _draw_plane(cell, panel.drawing())
         figure.tight_layout()
         return _as_svg(figure)
+
+
+def _unused_stem(title: str, used: set[str]) -> str:
+    """Return a title as the stem of a file name, with a number if it is used already, and add it to those used."""
+    first = stem = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
+    number = 2
+    while stem in used:  # titles that differ in punctuation only
+        stem, number = f"{first}-{number}", number + 1
+    used.add(stem)
+    return stem
+
+
+def centre_query_maps(layer: LayerMaps, image: int) -> QueryMaps:
+    """Return the maps of a layer from the query in the middle of an image."""
+    return QueryMaps(layer.maps_from(image, *CENTRE), layer.query_at(*CENTRE), layer.where.queries)
+
+
+def _map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
+    """Yield title and figure of the maps of each model on each image, from the query in its middle."""
+    for b, image in enumerate(viewer.images):
+        pixels = np.broadcast_to(image.pixels.clamp(0, 1).cpu().numpy(), (3, *image.pixels.shape[1:]))
+        for model in viewer.models:
+            layers = list(model.maps.values())
+            chosen = np.unique(np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int))
+            rows = {layers[i].name: centre_query_maps(layers[i], b) for i in chosen}
+            if rows:
+                yield f"attention {model.name} {image.name}", maps_figure(pixels.transpose(1, 2, 0), rows, model.name)
+
+
+def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
+    """Write every chart of a page, and its attention maps from the middle of each image, as PDF and SVG.
+
+    Returns the paths. A model has the same colour in all figures and on the page.
+
+    >>> from pathlib import Path
+    >>> loss = iso.report.Panel("Loss", "epoch", "loss", {"run": iso.report.Line([1, 2], [2.3, 1.1])})
+    >>> paths = iso.report.save_figures(Path("figures"), [iso.report.Section("Curves", charts=[loss])])
+    >>> [path.name for path in paths]
+    ['loss.pdf', 'loss.svg']
+
+    Raises: UserError when the folder cannot be written.
+    """
+    paths, used = list[Path](), set[str]()
+    models = next(([model.name for model in s.viewer.models] for s in sections if s.viewer), [])
+    with style("black"):
+        for section in sections:
+            charts = ((chart.title, draw_chart(chart, models)) for chart in section.charts)
+            for title, figure in [*charts, *(_map_figures(section.viewer) if section.viewer else ())]:
+                stem = _unused_stem(title, used)
+                written = [folder / f"{stem}.{kind}" for kind in ("pdf", "svg")]
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    for path in written:
+                        figure.savefig(path, bbox_inches="tight")
+                except OSError as error:
+                    raise UserError(f"cannot write figures to {folder}: {error.strerror}") from None
+                finally:
+                    pyplot().close(figure)
+                paths += written
+    return paths

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
 from isomorph.report.accuracy_cost import AccuracyPoint
 from isomorph.report.attention_viewer import EQUAL_BOUNDS
-from isomorph.report.charts import Dots, Matrix, format_number
+from isomorph.report.charts import Dots, Matrix, format_number, layer_means
 
 HeadValues = Mapping[str, Sequence[float]]
 """A number for each head: {layer: (heads,)}."""
@@ -68,30 +68,19 @@ def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float
     )
 
 
-class _Mean(NamedTuple):
-    layer: str
-    value: float
-
-
-def _layer_means(layers: HeadValues) -> list[_Mean]:
-    """Return the mean over the finite values of each layer's heads, without layers that have none."""
-    known = {layer: [v for v in heads if math.isfinite(v)] for layer, heads in layers.items()}
-    return [_Mean(layer, fmean(heads)) for layer, heads in known.items() if heads]
-
-
 def distance_finding(series: Mapping[str, HeadValues]) -> str:
     """Return in which layers the attention of each model reaches furthest and least far, in grid steps."""
     sentences = []
     for name, layers in series.items():
-        means = sorted(_layer_means(layers), key=lambda mean: mean.value)
+        means = layer_means(layers)
         if not means:
             continue
-        least, most = means[0], means[-1]
-        if most.value - least.value < 0.01:
-            sentences.append(f"The attention of {name} reaches {most.value:.2f} grid steps on average in every layer.")
+        least, most = (choose(means, key=means.__getitem__) for choose in (min, max))
+        if means[most] - means[least] < 0.01:
+            sentences.append(f"The attention of {name} reaches {means[most]:.2f} grid steps on average in every layer.")
         else:
-            furthest = f"reaches furthest in {most.layer}, {most.value:.2f} grid steps on average"
-            sentences.append(f"The attention of {name} {furthest}, and least in {least.layer}, {least.value:.2f}.")
+            furthest = f"reaches furthest in {most}, {means[most]:.2f} grid steps on average"
+            sentences.append(f"The attention of {name} {furthest}, and least in {least}, {means[least]:.2f}.")
     return " ".join(sentences)
 
 

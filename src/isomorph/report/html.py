@@ -15,14 +15,12 @@ from markupsafe import Markup
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.report.attention_viewer import Viewer
-from isomorph.report.charts import Chart, chart_json, chart_table, constant_text
+from isomorph.report.charts import Chart
 
 SCRIPTS = (
     "elements.js",
     "scales.js",
-    "axes.js",
     "charts.js",
-    "plane_charts.js",
     "saving.js",
     "chart_view.js",
     "attention_maps.js",
@@ -95,13 +93,11 @@ def colour_table(name: str) -> str:
 
 def _chart_parts(charts: Sequence[Chart], first: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what the template needs of a section's charts, numbered from `first`, and the drawn ones as JSON."""
-    drawn = [chart for chart in charts if not constant_text(chart)]
-    numbered = [
-        {"number": first + i, "title": chart.title, "table": chart_table(chart)} for i, chart in enumerate(drawn)
-    ]
-    constants = [text for chart in charts if (text := constant_text(chart))]
+    constants = [chart.constant_text() for chart in charts]
+    drawn = [chart.drawing() for chart, text in zip(charts, constants, strict=True) if not text]
+    numbered = [{**drawing, "number": first + i} for i, drawing in enumerate(drawn)]
     columns = 2 if len(drawn) == 4 else min(len(drawn), MAX_CHART_COLUMNS)
-    return {"charts": numbered, "columns": columns, "constants": constants}, [chart_json(chart) for chart in drawn]
+    return {"charts": numbered, "columns": columns, "constants": list(filter(None, constants))}, drawn
 
 
 def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:

@@ -1,13 +1,6 @@
 // A chart on the page: legend, drawing, and the values under the pointer or the cursor.
 
-const CHART_DRAWERS = {
-  lines: drawLineChart,
-  dots: drawDotChart,
-  bars: drawBarChart,
-  matrix: drawMatrixChart,
-  paths: drawPathChart,
-  scatter: drawScatterChart,
-};
+const CHART_DRAWERS = {plane: drawPlaneChart, bars: drawBarChart, matrix: drawMatrixChart};
 const CHART_HINT = "Point at the chart or use the arrow keys to read values.";
 
 class ChartView {
@@ -32,7 +25,9 @@ class ChartView {
     const twoModels = page.viewers.length && page.viewers[0].models.length > 1;
     if (!series || !series.length || (series.length < 2 && !twoModels)) return [];
     const entries = series.map((one, i) => {
-      return createElement("span", {}, seriesSwatch(this.spec, i), one.name);
+      const swatch = createSvg("svg", {width: 22, height: 12, "aria-hidden": "true"});
+      drawSwatch(swatch, this.spec, i, 0, 6);
+      return createElement("span", {}, swatch, one.name);
     });
     return [createElement("div", {class: "legend"}, ...entries)];
   }

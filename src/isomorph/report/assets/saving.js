@@ -3,41 +3,32 @@
 const SAVED_STYLE = "text { font: 11px sans-serif; fill: #444 } .axis { stroke: #ddd }";
 const PNG_SCALE = 3;
 
-/** Return a row for each head of a layer, none for a layer that a series does not have. */
-function headRows(name, layer, heads) {
-  return (heads || []).map((value, head) => [name, layer, head + 1, value]);
-}
-
-/** Return a row for each position of a head's path. */
-function pathRows(layer, head, path) {
-  return path.map((position, i) => [layer, head, i + 1, ...position]);
+/** Return the numbers of a plane as rows with a head: its points by name, or those of its lines. */
+function planeRows({x, y, series}) {
+  const rows = (part, row) => series.flatMap(s => s[part].flatMap((item, i) => row(s, item, i)));
+  const points = row => rows("points", (s, point) => [row(s, point)]);
+  if (x.names) {
+    const ofHead = (s, [, value, layer]) => [s.name, layer, value];
+    return [["series", "layer", y.label], ...points(ofHead)];
+  }
+  if (!series.some(s => s.lines.length)) {
+    const head = ["series", "name", x.label, y.label];
+    return [head, ...points((s, [px, py, name]) => [s.name, name, px, py])];
+  }
+  const ofLine = (s, line, i) => line.map(point => [s.name, i + 1, ...point]);
+  return [["series", "line", x.label, y.label, "low", "high"], ...rows("lines", ofLine)];
 }
 
 /** The numbers of a chart as rows with a head, by kind: a row for each value. */
 const CHART_ROWS = {
-  lines: ({x, y, series}) => [
-    ["series", x, y, "low", "high"],
-    ...series.flatMap(s => s.x.map((v, i) => [s.name, v, s.y[i], s.low?.[i], s.high?.[i]])),
-  ],
-  dots: ({y, layers, series}) => [
-    ["series", "layer", "head", y],
-    ...series.flatMap(s => layers.flatMap((layer, i) => headRows(s.name, layer, s.values[i]))),
-  ],
-  bars: ({y, groups, series}) => [
-    ["series", "group", y],
+  plane: planeRows,
+  bars: ({axis, groups, series}) => [
+    ["series", "group", axis.label],
     ...series.flatMap(s => groups.map((group, i) => [s.name, group, s.values[i]])),
   ],
   matrix: ({x, y, rows, columns, values}) => [
     [y || "row", x || "column", "value"],
     ...rows.flatMap((row, i) => columns.map((column, j) => [row, column, values[i][j]])),
-  ],
-  paths: ({series}) => [
-    ["layer", "head", "point", "row", "column"],
-    ...series.flatMap(s => s.paths.flatMap((path, head) => pathRows(s.name, head + 1, path))),
-  ],
-  scatter: ({x, y, series}) => [
-    ["series", "name", x, y],
-    ...series.flatMap(s => s.points.map(p => [s.name, p.name, p.x, p.y])),
   ],
 };
 

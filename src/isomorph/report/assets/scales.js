@@ -1,25 +1,9 @@
 // Scales and ticks of charts, and how their numbers and names are written.
 
-/** Return a function that maps the values low..high to the coordinates from..to. */
-function linearScale(low, high, from, to) {
+/** Return a function that maps low..high to the coordinates from..to, with about `count` ticks. */
+function linearScale([low, high], from, to, count) {
   const scale = value => from + (value - low) / (high - low) * (to - from);
-  return Object.assign(scale, {low, high});
-}
-
-/** Return the smallest and largest of some values without nulls; `floor` is included if given. */
-function extent(values, floor = null) {
-  let low = Infinity;
-  let high = -Infinity;
-  for (const value of values) {
-    if (value === null || value === undefined) continue;
-    low = Math.min(low, value);
-    high = Math.max(high, value);
-  }
-  if (!isFinite(low)) return [0, 1];
-  if (floor !== null) low = Math.min(low, floor);
-  if (high - low > 1e-6 * Math.max(Math.abs(low), Math.abs(high))) return [low, high];
-  const margin = Math.abs(low) / 10 || .5; // values that differ by rounding only
-  return [low - margin, high + margin];
+  return Object.assign(scale, {ticks: ticksBetween(low, high, count)});
 }
 
 /** Return the power of ten below the distance between about `count` ticks. */
@@ -64,7 +48,7 @@ function axisTicks(low, high, count) {
 /** Return a scale that begins and ends on a tick, with its ticks. */
 function axisScale([low, high], count, from, to) {
   const ticks = axisTicks(low, high, count);
-  return Object.assign(linearScale(ticks[0], ticks.at(-1), from, to), {ticks});
+  return Object.assign(linearScale([ticks[0], ticks.at(-1)], from, to, count), {ticks});
 }
 
 /** Return the largest absolute value, 0 for none. */
