@@ -4,8 +4,6 @@
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, also on a busy machine
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions small --name tdrl_cpu_1thread
 
-The closed form is exact, or sampled: covariances are measured on a quarter of the tokens.
-
 All are interleaved in one process, on the same weights where they compute the same, with freed memory kept as in
 isomorph's commands (`iso.keep_freed_memory`). Ratios are times over the plain
 ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass, for each image and in addition for any batch.
@@ -29,14 +27,10 @@ PARTS = {
     "q, k, v": dict(where=["blocks.*.attn.qkv"]),
     "q, k, v and fc1": dict(where=["blocks.*.attn.qkv", "blocks.*.mlp.fc1"]),
     "MLP": dict(where=["blocks.*.mlp.fc?"]),
-    "MLP, sampled 1/4": dict(where=["blocks.*.mlp.fc?"], statistics=1 / 4),
     "MLP, P-W1S (Table 9)": dict(where=["blocks.*.mlp.fc?"], layout="P-W1S"),
     "MLP, R-D2W1S (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="R-D2W1S"),
     "MLP, naive-W8 (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="naive-W8"),
 }
-
-PYRAMIDS = {"all": "P-W2S", "1/4": "P-W2S 1/4", "1/16": "P-W2S 1/16"}
-"""Networks of the study by the part of the tokens, or of the images, on which covariances are measured."""
 
 
 def kept(model, device):
@@ -50,9 +44,7 @@ def training_table(device, rounds, batches):
     """One training step and its memory, one row a batch size."""
     plain = timm.create_model("tdrl_vit_ti", layout="plain").to(device)
     closed = timm.create_model("tdrl_vit_ti").to(device)
-    sampled = timm.create_model("tdrl_vit_ti", statistics=1 / 4).to(device)
-    sampled.load_state_dict(closed.state_dict())
-    forms = {"plain": plain, "closed": closed, "sampled": sampled, "branches": branch_by_branch(closed)}
+    forms = {"plain": plain, "closed": closed, "branches": branch_by_branch(closed)}
     memory = {name: kept(model, device) for name, model in forms.items()}
     rows = []
     for batch in batches:
@@ -66,10 +58,9 @@ def training_table(device, rounds, batches):
                 "rounds": turns,
                 "plain ms": times["plain"],
                 "closed form": times["closed"] / times["plain"],
-                "sampled 1/4": times["sampled"] / times["plain"],
                 "branches": times["branches"] / times["plain"] if "branches" in times else "no memory",
                 **{f"{name} MiB an image": memory[name][0] for name in forms},
-                **{f"{name} MiB constant": memory[name][1] for name in ("closed", "sampled", "branches")},
+                **{f"{name} MiB constant": memory[name][1] for name in ("closed", "branches")},
             }
         )
         show(f"so far, batch {batch}", rows[-1:])
@@ -79,16 +70,14 @@ def training_table(device, rounds, batches):
 def blocks_table(device, rounds, batches):
     """One training step of three blocks, without the branches."""
     plain, closed = (timm.create_model("tdrl_vit_ti", depth=3, layout=layout) for layout in ("plain", "P-W2S"))
-    sampled = timm.create_model("tdrl_vit_ti", depth=3, statistics=1 / 4)
-    sampled.load_state_dict(closed.state_dict())
-    forms = {"plain": plain, "closed": closed, "sampled": sampled}
+    forms = {"plain": plain, "closed": closed}
     rows = []
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device)
         runs = {name: step(model.to(device), x) for name, model in forms.items()}
         times = interleaved(runs, device, rounds)
-        ratios = {name: times[name] / times["plain"] for name in ("closed", "sampled")}
-        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], **ratios})
+        ratio = times["closed"] / times["plain"]
+        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed": ratio})
         show(f"so far, batch {batch}", rows[-1:])
     return rows
 
@@ -96,7 +85,7 @@ def blocks_table(device, rounds, batches):
 def convolutions_table(network, batch, size, device, rounds, batches):
     """One training step of a CNN with pyramids, with RepVGG's or MobileOne's branches, and with neither."""
     x = torch.randn(batch, 3, size, size, device=device)
-    names = {"plain": "plain", "repvgg": "repvgg"} | PYRAMIDS
+    names = {"plain": "plain", "repvgg": "repvgg", "all": "P-W2S"}
     forms = {name: build(network, form, 0, size).to(device) for name, form in names.items()}
     if network == "mobileone_s0":
         forms["repvgg, one convolution"] = forms["repvgg"]
@@ -118,10 +107,10 @@ def convolutions_table(network, batch, size, device, rounds, batches):
 
 
 def small_table(device, rounds, batches):
-    """One training step of the small ViTs of the study, by the part of the tokens for the statistics."""
+    """One training step of the small ViTs of the study."""
     rows = []
     for network, patch in PATCH.items():
-        names = {"plain": "plain"} | PYRAMIDS
+        names = {"plain": "plain", "all": "P-W2S"}
         forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
         for batch in (256, 1024):
             x = torch.randn(batch, 3, 32, 32, device=device)

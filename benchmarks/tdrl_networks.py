@@ -1,8 +1,5 @@
 """The networks of the TDRL study by name: small ViTs, ResNet-20 and MobileOne-S0, plain, with pyramids or branches."""
 
-from dataclasses import replace
-from fnmatch import fnmatch
-
 import timm
 import torch
 import torch.nn.functional as F
@@ -11,10 +8,7 @@ from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
 import isomorph as iso
-from isomorph.layers.pyramid import Pyramid
-from isomorph.layers.tokens import parse_statistics
 from isomorph.models.tdrl_vit import PYRAMID_LAYERS
-from isomorph.surgery.mobileone import CombinedBlock
 
 PARTS = {
     "qkv": PYRAMID_LAYERS[:1],
@@ -24,12 +18,6 @@ PARTS = {
     "qkv-fc1": PYRAMID_LAYERS[:2],
 }
 BLOCKS = ("stem", "stages.?.?", "stages.?.??")
-SAMPLED = {
-    "early": ("stem", "stages.[01].?", "stages.[01].??"),
-    "depthwise": ("stem", "stages.?.[02468]", "stages.?.1[02468]"),
-    "pointwise": ("stages.?.[13579]", "stages.?.1[13579]"),
-}
-"""MobileOne's blocks on large maps, its 3x3 blocks, and its 1x1 blocks."""
 CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": BLOCKS}
 PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
@@ -40,9 +28,9 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
 
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
-    otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
-    measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks
-    (with small-proj: except the output projections of attention); drop-path, at a rate of 0.1 in the last block.
+    otherwise), one of `PARTS`; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of
+    the blocks (with small-proj: except the output projections of attention); drop-path, at a rate of 0.1 in the last
+    block.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
@@ -64,23 +52,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     part = next((PARTS[option] for option in options if option in PARTS), PYRAMID_LAYERS)
     rectify = next((o for o in options if o in ("none", "rescale", "batchnorm")), "paper")
     init = "same-function" if "same-function" in options else "paper"
-    statistics = next((option for option in options if "/" in option), "all")
-    where = CONVOLUTIONS.get(network, part)
-    rule = iso.LinearToPyramid(layout, init=init, rectify=rectify, statistics=statistics)
-    if sampled := next((SAMPLED[option] for option in options if option in SAMPLED), None):
-        wide = iso.recast(model, replace(rule, statistics="all"), where)
-        return with_statistics(wide, statistics, sampled)
-    return iso.recast(model, rule, where=where)
-
-
-def with_statistics(model: nn.Module, statistics: str, where: tuple[str, ...]) -> nn.Module:
-    """Let the pyramids of the modules that match a pattern measure covariances on this part of the batch."""
-    for name, module in model.named_modules():
-        if any(fnmatch(name, pattern) for pattern in where):
-            for each in module.modules():
-                if isinstance(each, CombinedBlock | Pyramid):
-                    each.statistics = parse_statistics(statistics)
-    return model
+    rule = iso.LinearToPyramid(layout, init=init, rectify=rectify)
+    return iso.recast(model, rule, where=CONVOLUTIONS.get(network, part))
 
 
 class PatchProjection(nn.Conv2d):

@@ -1,7 +1,5 @@
 """Slow, obvious forms of the layers, written from the papers' formulas: what the fast forms must equal."""
 
-import copy
-
 import torch
 import torch.nn.functional as F
 
@@ -142,94 +140,6 @@ def pyramid(layer, x):
     if layer.norm is not None:
         total = layer.norm(total)
     return total if tokens is x else total.view(*x.shape[:-1], -1)
-
-
-class SampledStatistics:
-    """Mean and variance of h, an affine map of x, when the covariance of x is measured on a part T of the tokens.
-
-    m and v are the mean and variance of each x_i over all M tokens. The values in T, of N tokens, are scaled to this
-    variance, up to a factor; the variance that is then missing is added:
-
-        s_i = mean over T of (x_i - m_i)^2,  t = m + sqrt(min(M / N, v / s)) (x - m) for x in T
-        mean(h) = h(m),  var(h) = mean of (h(t) - h(m))^2 + sum_i (v_i - mean of (t_i - m_i)^2) (dh / dx_i)^2
-
-    `drawn` numbers the tokens of T in the order of the batch. `rows` are what h is computed for: all t, m, every unit
-    vector and 0, each as one token or patch. Shape: x (M, *)
-    """
-
-    def __init__(self, x, drawn):
-        mean, variance = x.mean(0), x.var(0, unbiased=False)
-        part = x[drawn] - mean
-        part = mean + part * (variance / part.square().mean(0)).clamp(max=len(x) / len(drawn)).sqrt()
-        lack = variance - (part - mean).square().mean(0)
-        units = torch.eye(mean.numel(), dtype=x.dtype).unflatten(1, mean.shape)
-        self.rows = torch.cat([part, mean[None], units, 0 * mean[None]])
-        self.lack, self.drawn, self.total = lack.flatten(), len(drawn), len(x)
-
-    def of(self, h):
-        """Return mean and variance of the outputs h of `rows`."""
-        h = h.flatten(1)
-        part, mean, units, zero = h.split([self.drawn, 1, len(self.lack), 1])
-        return mean[0], (part - mean).square().mean(0) + self.lack @ (units - zero).square()
-
-    def normalise(self, norm, h, y):
-        """Return h and y after a BatchNorm, whose running statistics are updated if it is in train mode."""
-        if not norm.training:
-            return norm(h), norm(y)
-        mean, variance = self.of(h)
-        frozen = copy.deepcopy(norm).eval()
-        for name, new, scale in (("mean", mean, 1), ("var", variance, self.total / (self.total - 1))):
-            running = getattr(norm, f"running_{name}")
-            running.lerp_(new.detach() * scale, norm.momentum)
-            setattr(frozen, f"running_{name}", new)
-        norm.num_batches_tracked += 1
-        frozen.weight, frozen.bias = norm.weight, norm.bias
-        return apply_norm(frozen, h), apply_norm(frozen, y)
-
-
-def apply_norm(norm, y):
-    """Return y normalised by the running statistics of a BatchNorm, with gradients through them."""
-    shape = (-1, *[1] * (y.ndim - 2))
-    y = (y - norm.running_mean.view(shape)) * torch.rsqrt(norm.running_var + norm.eps).view(shape)
-    return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
-
-
-def patches_of(x, conv):
-    """The patches that a convolution reads, in order. (B, C, H, W) -> (B L, C, k, k)"""
-    patches = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # (B, C k k, L)
-    return patches.transpose(1, 2).flatten(0, 1).unflatten(1, (x.shape[1], *conv.kernel_size))
-
-
-def on_patch(layer, h):
-    """Apply a layer to patches of its kernel size; a 1x1 convolution, or None for the identity, reads their middle."""
-    if layer is None or (isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (1, 1)):
-        h = h[..., h.shape[-2] // 2, h.shape[-1] // 2, None, None]
-    if isinstance(layer, torch.nn.Conv2d):
-        return F.conv2d(h, layer.weight, layer.bias, groups=layer.groups)
-    return h if layer is None else layer(h)
-
-
-def sampled_branches(layer, sampled, h, y):
-    """Return the outputs of a pyramid for the rows of `SampledStatistics`, and for all tokens or the map."""
-    totals = 0, 0
-    for chain in layer.chains:
-        values = h, y
-        for part in chain:
-            is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
-            values = sampled.normalise(part, *values) if is_norm else (on_patch(part, values[0]), part(values[1]))
-        totals = tuple(total + value for total, value in zip(totals, values, strict=True))
-    if layer.rectify == "rescale":
-        totals = tuple(total / layer.rescale_by**0.5 for total in totals)
-    return totals if layer.norm is None else sampled.normalise(layer.norm, *totals)
-
-
-def sampled_pyramid(layer, x, drawn):
-    """`pyramid` normalised by `SampledStatistics`."""
-    is_conv = layer.branches[0][0].weight.ndim == 4
-    tokens = x if is_conv else x.flatten(0, -2)
-    sampled = SampledStatistics(patches_of(x, layer) if is_conv else tokens, drawn)
-    y = sampled_branches(layer, sampled, sampled.rows, tokens)[1]
-    return y if is_conv else y.view(*x.shape[:-1], -1)
 
 
 def refined_maps(layer, x, real=None):

@@ -11,11 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-import references
 from isomorph.layers import moments
-from isomorph.layers.pyramid import Pyramid
 from isomorph.surgery.mobileone import CombinedBlock, shared_window
-from test_pyramid import same, step
 
 BLOCKS = ["stem", "stages.?.?", "stages.?.??"]
 CASES = {
@@ -29,11 +26,11 @@ CASES = {
 }
 
 
-def block_of(name, statistics="all"):
+def block_of(name):
     """A block in train mode, with pyramids or with its own convolutions, and weights other than at initialisation."""
     kwargs, own = CASES[name]
     plain = MobileOneBlock(**kwargs, num_conv_branches=3, layers=LayerFn()).double().eval()
-    rule = iso.BranchesToConv(statistics) if own else iso.LinearToPyramid(init="paper", statistics=statistics)
+    rule = iso.BranchesToConv() if own else iso.LinearToPyramid(init="paper")
     block = iso.recast(nn.Sequential(plain), rule, "0")[0]
     assert isinstance(block, CombinedBlock)
     with torch.no_grad():
@@ -80,33 +77,6 @@ def test_the_input_is_measured_once(monkeypatch):
     monkeypatch.setattr(moments, "measure_patches", lambda *a: seen.append(a) or measure(*a))
     block_of("depthwise")(torch.randn(4, 6, 5, 5, dtype=torch.float64))
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize("name", ["depthwise", "own branches"])
-def test_a_part_of_the_images(name):
-    """All BatchNorms of a block share one input covariance, measured on the same images."""
-    block = block_of(name, statistics=0.5)
-    twin, x = copy.deepcopy(block), torch.randn(8, 6, 5, 5, dtype=torch.float64)
-
-    def by_rows(t):
-        torch.manual_seed(3)
-        part = moments.draw_tokens(8, 0.5, x.device).unsqueeze(1) * 25 + torch.arange(25)
-        sampled = references.SampledStatistics(references.patches_of(t, twin.units()[0].conv), part.flatten())
-        total = 0
-        for conv, norm in twin.units():
-            if isinstance(conv, Pyramid):
-                values = references.sampled_branches(conv, sampled, sampled.rows, t)
-            else:
-                values = references.on_patch(conv, sampled.rows), t if conv is None else conv(t)
-            total = total + sampled.normalise(norm, *values)[1]
-        return twin.act(total)
-
-    def seeded(t):
-        torch.manual_seed(3)
-        return block(t)
-
-    same(step(block, seeded, x), step(twin, by_rows, x), rtol=1e-9, atol=1e-10)
-    same(block.buffers(), twin.buffers(), rtol=1e-10, atol=1e-11)
 
 
 def test_half_precision_and_second_derivatives():

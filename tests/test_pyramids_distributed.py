@@ -10,10 +10,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import references
 from command_line import SERVER
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.tokens import draw_tokens
 
 SHARES = (3, 5)
 
@@ -23,12 +21,6 @@ def build(kind):
     torch.manual_seed(0)
     if kind == "conv":
         return PyramidConv2d(3, 6, 4, 4, rectify="batchnorm").double(), torch.randn(8, 3, 8, 8, dtype=torch.float64) + 1
-    if kind == "sampled":
-        layer = PyramidLinear(5, 7, rectify="batchnorm", statistics=1 / 2).double()
-        return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
-    if kind == "sampled 3 x 3":  # draws images
-        layer = PyramidConv2d(3, 6, 3, padding=1, rectify="batchnorm", statistics=1 / 2).double()
-        return layer, torch.randn(8, 3, 2, 2, dtype=torch.float64) + 1
     layer = JointPyramid([PyramidLinear(5, 7, rectify="batchnorm"), PyramidLinear(5, 6)]).double()
     return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
 
@@ -80,27 +72,6 @@ def test_synchronised_statistics_are_those_of_one_process(kind, tmp_path):
     close(torch.cat([part[1] for part in found]), dx)
     for _, _, got, seen in found:
         close(got, [grad / 2 for grad in grads])  # DDP averages over processes
-        close(seen, buffers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "each"), [("sampled", 1), ("sampled 3 x 3", 4)])
-def test_covariances_are_measured_on_what_all_processes_draw(kind, each, tmp_path):
-    layer, batch = build(kind)
-    drawn, first = [], 0
-    for rank, images in enumerate(SHARES):
-        torch.manual_seed(rank)
-        part = draw_tokens(images * 4 // each, 1 / 2, torch.device("cpu"))
-        drawn.append(first + (part.unsqueeze(1) * each + torch.arange(each)).flatten())
-        first += images * 4
-    twin = copy.deepcopy(layer)
-    twin.forward = lambda x: references.sampled_pyramid(twin, x, torch.cat(drawn))
-    y, dx, grads, buffers = step(twin, batch)
-    found = on_two_processes(kind, True, tmp_path)
-    close(torch.cat([part[0] for part in found]), y)
-    close(torch.cat([part[1] for part in found]), dx)
-    for _, _, got, seen in found:
-        close(got, [grad / 2 for grad in grads])
         close(seen, buffers)
 
 

@@ -122,7 +122,7 @@ class TestSchedules:
     def test_each_family_has_its_own_code_s(self, name, beginning):
         assert iso.load_recipe(name).optim.schedule_from == beginning
 
-    LATER = ("digits_vit", "digits_convit", "cifar_tdrl_equal_time", "cifar_tdrl_plain_equal_time")
+    LATER = ("digits_vit", "digits_convit")
 
     @pytest.mark.parametrize("name", sorted({n for n in RECIPES if n.startswith(("cifar_", "digits_"))} - {*LATER}))
     def test_studies_stay_what_was_run(self, name):

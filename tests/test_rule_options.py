@@ -34,7 +34,6 @@ HOSTILE = {
     (iso.AttentionToRelative, "grid_size"): [(1, HUGE)],
     (iso.AttentionToRelative, "prefix_tokens"): [HUGE],
     (iso.AttentionToRelative, "prefix_bias"): [0, 1, "yes", None],
-    (iso.BranchesToConv, "statistics"): ["half", 0, 1.5, [], None],
     (iso.LinearToPyramid, "layout"): [
         *("", "P", "P-W", "P-W0", "P-W2s", "P-W33S", "P-W999999S", f"P-W{HUGE}", "P-W" + "9" * 5000, "R-D99999W1S"),
         *("R-D0W1", "naive-W999", "naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, 10**5000, []),
@@ -42,7 +41,6 @@ HOSTILE = {
     (iso.LinearToPyramid, "init"): ["exact", []],
     (iso.LinearToPyramid, "rectify"): ["layernorm", [], None],
     (iso.LinearToPyramid, "rescale_by"): NUMBERS[:-1],
-    (iso.LinearToPyramid, "statistics"): ["half", 0, 1.5, [], None],
     (iso.Anneal, "steps"): [0, 1.5, "3"],
     (iso.Anneal, "start"): [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e30, 1.0)],
     (iso.Anneal, "stop"): [(-1.0, 1.0), (1.0, 1e30)],

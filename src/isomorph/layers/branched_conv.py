@@ -31,15 +31,14 @@ class Unit(NamedTuple):
     norm: _BatchNorm
 
 
-def convolve_units(x: Tensor, units: Sequence[Unit], window: Window, statistics: float, group: Any) -> Tensor:
+def convolve_units(x: Tensor, units: Sequence[Unit], window: Window, group: Any) -> Tensor:
     """Return the sum of units in training, computed as one convolution.
 
-    `statistics` is the part of the images or positions on which covariances are measured, and `group` the processes
-    that share BatchNorm statistics.
+    `group` are the processes that share BatchNorm statistics.
 
     Shape: x (B, C, H, W) -> (B, out, H', W')
     """
-    moments = measure_moments(x, window, group, statistics)
+    moments = measure_moments(x, window, group)
     with disable_autocast(x.device):
         weight, bias = collapse_units(units, window, moments)
     return convolve(moments.source, weight, bias, window)

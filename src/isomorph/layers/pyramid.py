@@ -22,7 +22,6 @@ from isomorph.layers.affine_chain import (
     uses_batch_statistics,
 )
 from isomorph.layers.moments import Moments
-from isomorph.layers.tokens import Statistics, parse_statistics
 from isomorph.layers.weight_products import row_variances
 
 Rectify = Literal["batchnorm", "rescale", "none"]
@@ -88,7 +87,6 @@ class Pyramid(nn.Module):
         rectify: Rectify,
         affine: bool,
         rescale_by: float | None,
-        statistics: Statistics = "all",
     ) -> None:
         super().__init__()
         if rectify not in ("batchnorm", "rescale", "none"):
@@ -98,7 +96,6 @@ class Pyramid(nn.Module):
         form = Layout.parse(layout)
         self.in_features, self.out_features, self.layout, self.rectify = in_features, out_features, layout, rectify
         self.rescale_by = rescale_by or float(len(form.depths))
-        self.statistics = parse_statistics(statistics)
         self.branches = nn.ModuleList(self.make_branch(form, depth, first, affine) for depth in form.depths)
         self.skip = self.make_linear(in_features, out_features, reads_input=True) if form.skip else None
         self.norm = self.make_norm(out_features, affine) if rectify == "batchnorm" else None
@@ -191,8 +188,7 @@ class Pyramid(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        statistics = "" if self.statistics == 1 else f", statistics={self.statistics:g}"
-        return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}{statistics}"
+        return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
 
 
 def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:

@@ -9,7 +9,7 @@ from isomorph.errors import UserError
 from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
 from isomorph.layers.processes import sync_group
 from isomorph.layers.pyramid import Pyramid, Rectify
-from isomorph.layers.tokens import Statistics, Window
+from isomorph.layers.tokens import Window
 
 
 class PyramidConv2d(Pyramid):
@@ -21,9 +21,8 @@ class PyramidConv2d(Pyramid):
         y = Rectify(Conv(x) + sum_n f_n(x))
 
     Branch f_n is Conv + BatchNorm, further 1x1 Conv + BatchNorm units, and a last 1x1 Conv. A convolution is a linear
-    layer on the patches that it reads, so the arguments `layout`, `rectify`, `affine`, `rescale_by` and `statistics`,
-    and training in closed form, are those of `PyramidLinear`, with patches as tokens. If patches overlap, the
-    part for `statistics` below 1 consists of whole images, at least two. With `groups`, every layer of a branch is
+    layer on the patches that it reads, so the arguments `layout`, `rectify`, `affine` and `rescale_by`, and training in
+    closed form, are those of `PyramidLinear`, with patches as tokens. With `groups`, every layer of a branch is
     grouped, so that a depthwise convolution fuses to a depthwise one.
 
     The first unit is as wide as the input, or as the rank of the map (min(C k k, out)) if that is larger: a patch
@@ -55,13 +54,12 @@ class PyramidConv2d(Pyramid):
         rectify: Rectify = "rescale",
         affine: bool = True,
         rescale_by: float | None = None,
-        statistics: Statistics = "all",
     ) -> None:
         self.window = Window(to_2tuple(kernel_size), to_2tuple(stride), to_2tuple(padding), to_2tuple(dilation), groups)
         taps = self.window.kernel_size[0] * self.window.kernel_size[1]
         reads, gives = in_channels // groups, out_channels // groups
         first = max(reads, min(reads * taps, gives)) * groups
-        super().__init__(in_channels, out_channels, first, layout, rectify, affine, rescale_by, statistics)
+        super().__init__(in_channels, out_channels, first, layout, rectify, affine, rescale_by)
         # also under the names of nn.Conv2d, which networks read
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.padding, self.dilation, self.groups = self.window
@@ -95,7 +93,7 @@ class PyramidConv2d(Pyramid):
             raise UserError(f"the input has shape {tuple(x.shape)}; the pyramid needs (B, {self.in_features}, H, W)")
         moments: Moments | None = None
         if self.needs_moments:
-            moments = measure_moments(x, self.window, sync_group(self), self.statistics)
+            moments = measure_moments(x, self.window, sync_group(self))
             x = moments.source
         with disable_autocast(x.device):
             weight, bias = self.collapse(moments)

@@ -19,7 +19,6 @@ from isomorph.layers.affine_chain import matvec, weight_matrix
 from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
 from isomorph.layers.processes import sync_group
 from isomorph.layers.pyramid import Pyramid, Rectify, collapse_pyramids
-from isomorph.layers.tokens import Statistics
 
 
 class PyramidLinear(Pyramid):
@@ -36,17 +35,10 @@ class PyramidLinear(Pyramid):
     sqrt(`rescale_by`), by default N, or "none". `affine`: whether the BatchNorms have weights. BatchNorm treats every
     axis but the last as batch.
 
-    `statistics` is the part of the tokens on which the covariance of the input is measured in training, "all" or a
-    fraction such as 1/4, which makes a step cheaper. The variances of all BatchNorms follow from this covariance. Mean
-    and variance of every input channel are always those of all tokens, so a channel that is constant within the part
-    is not normalised by a variance of 0. The part is drawn from torch's generator in each forward pass, evenly over the
-    batch. Gradient checkpointing must restore the generator to draw the same part again, as it does by default
-    (`preserve_rng_state`).
-
     Shape: x (*, C) -> (*, out)
-    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly; `statistics` below 1 is isomorph's
-    Raises: UserError for an unknown layout or rectification, `statistics` that are not a part, or an input of another
-    width; ValueError when training on a single token.
+    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly
+    Raises: UserError for an unknown layout or rectification, or an input of another width; ValueError when training on
+    a single token.
 
     Example:
         >>> layer = iso.layers.PyramidLinear(64, 128, layout="P-W2S")
@@ -68,9 +60,8 @@ class PyramidLinear(Pyramid):
         rectify: Rectify = "rescale",
         affine: bool = True,
         rescale_by: float | None = None,
-        statistics: Statistics = "all",
     ) -> None:
-        super().__init__(in_features, out_features, in_features, layout, rectify, affine, rescale_by, statistics)
+        super().__init__(in_features, out_features, in_features, layout, rectify, affine, rescale_by)
 
     def make_linear(self, in_features: int, out_features: int, reads_input: bool) -> nn.Linear:
         return nn.Linear(in_features, out_features)
@@ -105,7 +96,7 @@ class JointPyramid(nn.Module):
     pyramid for the values only, [Linear, Linear, PyramidLinear].
 
     Shape: x (*, C) -> (*, sum of out)
-    Raises: UserError if the parts have different input widths or `statistics`.
+    Raises: UserError if the parts have different input widths.
 
     Example:
         >>> qkv = iso.layers.JointPyramid([iso.layers.PyramidLinear(64, 64) for _ in range(3)])
@@ -121,11 +112,6 @@ class JointPyramid(nn.Module):
         if len(widths) != 1:
             raise UserError(
                 f"the parts of a JointPyramid have the input widths {sorted(widths)}; give parts of one width"
-            )
-        parts = {part.statistics for part in pyramids if isinstance(part, PyramidLinear)}
-        if len(parts) > 1:
-            raise UserError(
-                f"the parts of a JointPyramid have the statistics {sorted(parts)}; give one value, as they share them"
             )
         self.pyramids = nn.ModuleList(pyramids)
 
@@ -169,7 +155,7 @@ def _apply_jointly(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
     pyramids = [part for part in parts if isinstance(part, PyramidLinear)]
     moments: Moments | None = None
     if any(pyramid.needs_moments for pyramid in pyramids):
-        moments = measure_moments(x, None, sync_group(pyramids[0]), pyramids[0].statistics)
+        moments = measure_moments(x, None, sync_group(pyramids[0]))
         x = moments.source
     with disable_autocast(x.device):
         maps = iter(collapse_pyramids(pyramids, moments) if pyramids else ())

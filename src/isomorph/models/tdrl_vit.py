@@ -60,7 +60,7 @@ torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rathe
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
     """Vision transformer with pyramids in place of linear layers, for images of any size, with timm's interface.
 
-    `layout`, `rectify` and `statistics` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
+    `layout` and `rectify` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
     are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
     positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
     VisionTransformer; `weight_init` may also be "xavier": Xavier weights in the layers that the paper replaces, a joint
@@ -79,7 +79,6 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         layout: str = "P-W2S",
         rectify: str | Mapping[str, str] = "paper",
         where: str | Sequence[str] = PYRAMID_LAYERS,
-        statistics: float | str = "all",
         relative_bias: bool = False,
         weight_init: str = "",
         **kwargs: Any,
@@ -96,7 +95,7 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
             positions = AttentionToRelative(prefix_bias=True)
             replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
         if layout != "plain":
-            rule = LinearToPyramid(layout, init="paper", rectify=rectify, statistics=statistics)
+            rule = LinearToPyramid(layout, init="paper", rectify=rectify)
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
     def _pos_embed(self, x: Tensor) -> Tensor:

@@ -182,14 +182,6 @@ def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
     )
 
 
-def _cifar_equal_time(layout: str, lr: float, epochs: int, **more: Any) -> dict[str, Any]:
-    """Return one of two runs that take about as long on a CPU, each with the best rate and initial weights found."""
-    recipe = _cifar_recipe(layout, class_token=False, global_pool="avg", **more)
-    recipe["data"] |= dict(fraction=0.4, batch_size=256, test_crop="whole")
-    recipe["optim"] |= dict(lr=lr, min_lr=0.0, schedule_from="peak")
-    return recipe | dict(epochs=epochs)
-
-
 def pretrain(
     kwargs: dict[str, Any], source: str, expected: str, epochs: int = 300, model: str = "tdrl_vit_ti"
 ) -> dict[str, Any]:
@@ -269,6 +261,4 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cifar_tdrl_plain_finetuned": _cifar_fine_tune("runs/cifar_tdrl_plain_g2sd/model.safetensors", "plain"),
     "cifar_tdrl": _cifar_recipe("P-W2S"),
     "cifar_tdrl_plain": _cifar_recipe("plain"),
-    "cifar_tdrl_equal_time": _cifar_equal_time("P-W2S", lr=5e-4, epochs=10, statistics=0.25, weight_init=""),
-    "cifar_tdrl_plain_equal_time": _cifar_equal_time("plain", lr=4e-3, epochs=15, weight_init="xavier"),
 }

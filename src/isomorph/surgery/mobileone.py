@@ -12,7 +12,7 @@ from isomorph.layers.affine_chain import uses_batch_statistics
 from isomorph.layers.branched_conv import Unit, convolve_units
 from isomorph.layers.processes import sync_group
 from isomorph.layers.pyramid_conv import PyramidConv2d
-from isomorph.layers.tokens import Window, parse_statistics
+from isomorph.layers.tokens import Window
 from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.fuse import Fuse
 from isomorph.surgery.layer_checks import overridden_methods
@@ -57,15 +57,12 @@ class CombinedBlock(MobileOneBlock):
     Source: Vasu et al., MobileOne (2023), section 3.2; TDRL A.4; differs: computed in closed form, exactly
     """
 
-    statistics = 1.0
-    """The part of the images, or of the positions in a 1x1 block, on which covariances of the input are measured."""
-
     def forward(self, x: Tensor) -> Tensor:
         window = None if self.reparam_conv is not None else shared_window(self)
         units = [] if window is None else self.units()
         if window is None or not any(uses_batch_statistics(unit.norm) for unit in units):
             return super().forward(x)
-        return self.act(self.attn(convolve_units(x, units, window, self.statistics, sync_group(self))))
+        return self.act(self.attn(convolve_units(x, units, window, sync_group(self))))
 
     def units(self) -> list[Unit]:
         """Return the branches."""
@@ -79,9 +76,6 @@ class CombinedBlock(MobileOneBlock):
             if Fuse().accepts(branch):
                 self.conv_kxk[name] = Fuse().build(branch)
         super().reparameterize()
-
-    def extra_repr(self) -> str:
-        return "" if self.statistics == 1 else f"statistics={self.statistics:g}"
 
 
 def shared_window(block: MobileOneBlock) -> Window | None:
@@ -115,10 +109,10 @@ def _window(conv: Any) -> Window | None:
     return Window(conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[arg-type]
 
 
-def combine(block: MobileOneBlock, statistics: float | str) -> CombinedBlock:
+def combine(block: MobileOneBlock) -> CombinedBlock:
     """Return a copy of a block that computes its branches as one convolution."""
     combined: Any = copy.deepcopy(block)
-    combined.__class__, combined.statistics = CombinedBlock, parse_statistics(statistics)
+    combined.__class__ = CombinedBlock
     return combined
 
 

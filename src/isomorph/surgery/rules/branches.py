@@ -6,7 +6,6 @@ from typing import ClassVar
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
-from isomorph.layers.tokens import parse_statistics
 from isomorph.surgery.mobileone import CombinedBlock, block_mismatch, combine, shared_window
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.registry import register_rule
@@ -25,12 +24,8 @@ class BranchesToConv(ExplainedRule):
     Measured on a CPU, it is faster with four k x k branches in a block (`mobileone_s0`) and slower with one
     (`mobileone_s1` to `s4`), where it only saves memory.
 
-    With `statistics=1/4` the covariances of the input are measured on a quarter of the images (in 1x1 blocks: of the
-    positions), drawn again in each training step; the mean and variance of each input channel are always measured on
-    the whole batch. That is cheaper, but no longer the same training.
-
     Source: Vasu et al., MobileOne (2023), section 3.2; the closed form is isomorph's.
-    Raises: UserError for `statistics` out of range; from `recast`, for a block that it does not accept.
+    Raises: UserError from `recast`, for a block that it does not accept.
 
     Example:
         >>> net = timm.create_model("mobileone_s0")
@@ -42,15 +37,8 @@ class BranchesToConv(ExplainedRule):
         True
     """
 
-    statistics: float | str = "all"
-    """Part of the batch on which the input covariance is measured in training: all, or a fraction such as 0.25."""
-
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = MobileOneBlock
-
-    def __post_init__(self) -> None:
-        part = parse_statistics(self.statistics)
-        object.__setattr__(self, "statistics", "all" if part == 1 else part)
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
@@ -68,4 +56,4 @@ class BranchesToConv(ExplainedRule):
         """
         self.check_accepted(module)
         assert isinstance(module, MobileOneBlock)
-        return combine(module, self.statistics)
+        return combine(module)

@@ -18,7 +18,6 @@ from isomorph.layers.pruned_gpsa import PrunedGPSA
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_init import init_from_affine, init_random
 from isomorph.layers.tap_heads import TapHeads
-from isomorph.layers.tokens import parse_statistics
 from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
 from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
 from isomorph.surgery.linear_chains import (
@@ -77,12 +76,9 @@ class LinearToPyramid:
     projections that become one pyramid; it divides the others by sqrt(N). `{"q": "none", "v": "rescale"}` or
     "q=none,v=rescale" sets it by the last name of a layer; layers that are not named get "paper".
 
-    `statistics=1/4` makes a training step cheaper: the input covariance, from which the variances of BatchNorms follow,
-    is measured on a quarter of the tokens (in 3x3 convolutions: of the images), drawn again in each step (see
-    `PyramidLinear`). In small trainings from scratch of equal time, plain networks that started well were ahead
-    (docs/methods/tdrl.md).
+    In small trainings from scratch of equal time, plain networks that started well were ahead (docs/methods/tdrl.md).
 
-    Source: TDRL sections 3.2 and 3.3; `statistics` is isomorph's.
+    Source: TDRL sections 3.2 and 3.3.
     Raises: UserError for a field out of range; from `recast`, for a layer that it does not accept, or a `rectify` that
         names a layer the model does not have.
 
@@ -107,9 +103,6 @@ class LinearToPyramid:
     rescale_by: float | None = None
     """N of the division by sqrt(N); by default the number of branches."""
 
-    statistics: float | str = "all"
-    """Part of the tokens on which the input covariance is measured in training: all, or a fraction such as 0.25."""
-
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
@@ -125,8 +118,6 @@ class LinearToPyramid:
         object.__setattr__(self, "rectify", normalise_rectify(self.rectify))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
-        part = parse_statistics(self.statistics)
-        object.__setattr__(self, "statistics", "all" if part == 1 else part)
 
     def within(self, model: nn.Module) -> "_BoundRule":
         """Return the rule with the last names of the model's layers, by which it recognises queries and keys.
@@ -273,8 +264,7 @@ class _BoundRule:
         rectify = self.rule.rectification(name, joint)
         if rectify == "paper":
             rectify = "batchnorm" if name in _LOGIT_PROJECTIONS or name in JOINT_PARTS else "rescale"
-        shared = dict(layout=self.rule.layout, rescale_by=self.rule.rescale_by, statistics=self.rule.statistics)
-        return dict(rectify=rectify, **shared)
+        return dict(rectify=rectify, layout=self.rule.layout, rescale_by=self.rule.rescale_by)
 
     def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
         """Return the pyramid that replaces a linear layer."""
@@ -309,7 +299,7 @@ class _BoundRule:
             return nn.Sequential(
                 OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))
             )
-        combined: Any = combine(block, self.rule.statistics)
+        combined: Any = combine(block)
         for branch in combined.conv_kxk:
             branch.conv = self._build_conv(branch.conv, "").train(block.training)
         return combined
