@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.contents import read_contents, strip_wrappers
-from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.checkpoints.guess import guess_architecture
+from isomorph.checkpoints.files import read_contents, strip_wrappers
+from isomorph.checkpoints.foreign import ModelOptions, guess_architecture
 from isomorph.checkpoints.open import open_model
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
@@ -284,7 +283,7 @@ def test_the_reader_of_nothing_but_weights(tmp_path):
     path = Path(save(tmp_path / "w.pth", {"state_dict": {"model": {"a": torch.ones(1)}}, "args": {"model": "x"}}))
     contents = read_contents(path)
     assert (list(contents.tensors), contents.entry, contents.settings) == (["a"], "state_dict", {"model": "x"})
-    assert contents.note(path) == ""
+    assert not contents.notes
 
 
 class Own(nn.Module):

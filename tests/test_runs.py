@@ -296,15 +296,6 @@ class TestDamage:
             now = newest_snapshot(run)
             assert now.damaged or now.values == found
 
-    def test_snapshots_of_before_the_digest_resume(self, run, whole):
-        for path in list_snapshots(run):
-            state = json.loads((path / "state.json").read_text())
-            del state["digest"], state["model"]
-            (path / "state.json").write_text(json.dumps(state))
-        assert open_model(str(run))
-        iso.train(tiny(run), show=False)
-        same_weights(run, whole)
-
     @pytest.mark.parametrize("name", ["log", "steps", "monitor", "environment"])
     def test_damaged_lines_of_logs_are_dropped_and_said(self, name, run, whole, capsys):
         path = run / f"{name}.jsonl"

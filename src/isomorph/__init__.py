@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
-    from isomorph.checkpoints.load import load
     from isomorph.checkpoints.model import load_weights, save
+    from isomorph.checkpoints.open import load
     from isomorph.deployment import push, save_for_hub
     from isomorph.deployment.export import export
     from isomorph.deployment.quantize import quantize
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from isomorph.training import Recipe, train
 _HOMES = {
     "analysis": "attention_maps cka gates nonlocality",
-    "checkpoints.load": "load",
+    "checkpoints.open": "load",
     "checkpoints.model": "load_weights save",
     "deployment": "export push quantize save_for_hub",
     "errors": "UserError",

@@ -10,15 +10,12 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from isomorph.checkpoints.contents import read_tensors
-from isomorph.checkpoints.files import read_header
-from isomorph.checkpoints.header import parse_header
+from isomorph.checkpoints.files import Contents, read_contents
 from isomorph.checkpoints.model import cast_like, check_state_fits, write_model
-from isomorph.checkpoints.rebuild import build_checked, describe_model, rebuild, record_data
+from isomorph.checkpoints.rebuild import build_checked, describe_model, read_parts, rebuild, record_data
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed
-from isomorph.models.variants import unwrap_state_dict
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
 """Prefixes of the names of tensors outside the encoder."""
@@ -64,14 +61,17 @@ def load_autoencoder(
 
     Raises: UserError when the file is missing or damaged, has no decoder, or has tensors that do not fit the model.
     """
-    path = Path(path)
-    header = read_header(path) if path.suffix == ".safetensors" else {}
-    state = unwrap_state_dict(read_tensors(path))
-    _check_has_decoder(state, path)
-    if "autoencoder" in header:
+    path, contents = Path(path), read_contents(Path(path))
+    state = contents.tensors
+    if not any(name.startswith("decoder_blocks.") for name in state):
+        raise UserError(
+            f"{path} holds an encoder and no decoder; generic distillation (G2SD) aligns with features of the "
+            "teacher's decoder: give the full pre-training checkpoint, the one that still has decoder_* tensors"
+        )
+    if "autoencoder" in contents.header:
         if encoder_name:
             raise UserError(f"{path} names its encoder itself; omit encoder_name={encoder_name!r}")
-        model = _rebuild_autoencoder(header, state, path)
+        model = _rebuild_autoencoder(contents)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
         if "." not in encoder_name:  # a tag selects another pretrained_cfg, with its own mean and std
@@ -85,15 +85,6 @@ def load_autoencoder(
     return _load_tensors(model, state, path)
 
 
-def _check_has_decoder(state: dict[str, Any], path: Path) -> None:
-    """Raise UserError if a checkpoint has no decoder."""
-    if not any(name.startswith("decoder_blocks.") for name in state):
-        raise UserError(
-            f"{path} holds an encoder and no decoder; generic distillation (G2SD) aligns with features of the "
-            "teacher's decoder: give the full pre-training checkpoint, the one that still has decoder_* tensors"
-        )
-
-
 def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
     """Return the decoder's depth and width from its tensors. Raises: UserError when they are not those of an MAE."""
     matches = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
@@ -103,10 +94,10 @@ def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
     return 1 + max(int(match[1]) for match in matches if match), len(weight)
 
 
-def _rebuild_autoencoder(header: dict[str, str], state: dict[str, Any], path: Path) -> MaskedAutoencoder:
-    """Return the autoencoder that a header describes, without its weights."""
-    parts = parse_header(header, path)
-    model = build_checked(state, path, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
+def _rebuild_autoencoder(contents: Contents) -> MaskedAutoencoder:
+    """Return the autoencoder that a file's header describes, without its weights."""
+    parts = read_parts(contents)
+    model = build_checked(contents, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
     record_data(model.encoder, parts.data)
     return model
 

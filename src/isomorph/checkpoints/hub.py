@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
-from isomorph.checkpoints.hub_names import parse_hub_name
+from isomorph.checkpoints.paths import parse_hub_name
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 

@@ -7,10 +7,8 @@ from typing import Any
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
-from isomorph.checkpoints.contents import read_contents, strip_wrappers
-from isomorph.checkpoints.files import write_atomically
+from isomorph.checkpoints.files import read_contents, short_reason, strip_wrappers, write_atomically
 from isomorph.checkpoints.rebuild import describe_model
-from isomorph.checkpoints.unpickle import short_reason
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.notes import add_notes
@@ -75,7 +73,7 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
     """
     contents = read_contents(Path(path), ema)
     new = load_state(model, contents.tensors, path, fresh_head)
-    add_notes(model, *filter(None, [contents.note(Path(path))]))
+    add_notes(model, *contents.notes)
     return new
 
 

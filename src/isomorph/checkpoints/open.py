@@ -1,5 +1,6 @@
-"""Opening a model by its name in timm, its checkpoint, or the folder of its run."""
+"""Opening a model: from its file, by its name in timm, or from the folder of its run."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,24 +10,129 @@ import timm
 import torch
 from torch import nn
 
-from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.arguments import read_arguments
+from isomorph.checkpoints.files import Contents, read_contents, read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
 from isomorph.checkpoints.hub import local_file
-from isomorph.checkpoints.hub_names import parse_hub_name
-from isomorph.checkpoints.load import is_own_file, load, open_as
+from isomorph.checkpoints.model import cast_like, load_state
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.rebuild import describe_base, rebuild_from_header
-from isomorph.checkpoints.snapshot import (
-    DamagedSnapshot,
-    IntactSnapshot,
-    newest_snapshot,
-    read_snapshot,
+from isomorph.checkpoints.paths import parse_hub_name
+from isomorph.checkpoints.rebuild import (
+    describe_base,
+    describe_data,
+    read_parts,
+    rebuild,
+    rebuild_from_header,
+    record_base,
+    record_data,
 )
+from isomorph.checkpoints.snapshot import DamagedSnapshot, IntactSnapshot, newest_snapshot, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
+from isomorph.surgery import Edit, edits, replay
+from isomorph.surgery.notes import add_notes, notes
 
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
 """How names of checkpoints end; a file of another name is one too, if it exists."""
+
+
+def load(
+    path: str | Path,
+    base: nn.Module | str | None = None,
+    *,
+    ema: bool = True,
+    revision: str | None = None,
+    **arguments: Any,
+) -> nn.Module:
+    """Load a model saved by `save`: create its base, replay its edits, load every tensor; in eval mode.
+
+    The model gets the floating-point type of the saved tensors. A name such as hf-hub:me/name is a model on the hub.
+
+    Args:
+        base: For a model that timm cannot build: a module like the one that was recast and saved, for example
+            MyModel(). It stays unchanged. Or the name of a timm model with the same tensors (resnet18 for torchvision).
+            Checkpoints that isomorph did not write need one of both; those of timm's training script name theirs.
+        ema: Take the averaged weights of a training checkpoint, where it has any, else the last ones.
+        revision: Branch, tag or commit of a model on the hub.
+        arguments: More arguments of timm.create_model, where `base` is or could be a name. Number of classes and image
+            size are read from the tensors.
+
+    Raises: UserError when the file is missing or truncated, the base is missing, or the tensors do not fit.
+
+    >>> iso.save(timm.create_model("cifar_resnet20", num_classes=3), "small.safetensors")
+    >>> model = iso.load("small.safetensors")
+    >>> model(torch.randn(1, 3, 32, 32)).shape
+    torch.Size([1, 3])
+    >>> torch.save({"state_dict": model.state_dict()}, "other.pth")
+    >>> iso.load("other.pth", base="cifar_resnet20").num_classes
+    3
+    """
+    path = local_file(path, revision)
+    if isinstance(base, type):
+        raise UserError(f"base {base.__name__} is a class; give a module, base={base.__name__}()")
+    if isinstance(base, nn.Module) and arguments:
+        raise UserError(f"base is a module, which is taken as it is; leave {', '.join(arguments)} out")
+    contents = read_contents(path, ema)
+    if isinstance(base, nn.Module):
+        return _load_into_base(contents, base)
+    return _open_file(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
+
+
+def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
+    """Open a file, as its header or the options say how to build the model."""
+    if not contents.is_own:
+        return open_foreign(contents, options)
+    if options.arch and "module" in contents.header:  # such as torchvision's ResNets
+        require_registered(options.arch)
+        arguments = read_arguments(options.arch, contents.tensors, options.arguments())
+        base = record_base(create(options.arch, **arguments), {"name": options.arch, **arguments})
+        return _load_into_base(contents, base)
+    model = rebuild_from_header(contents)
+    load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
+    _check_agreement(model, options, contents.path)
+    return model.eval()
+
+
+def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
+    """Return a copy of the base with the file's edits and tensors. Raises: UserError when they do not fit."""
+    parts = read_parts(contents) if contents.is_own else None
+    model = _replay_all(copy.deepcopy(base), parts.edits if parts else (), contents.path)
+    saved_from = f" (it was saved from a {parts.module['class']})" if parts and parts.module else ""
+    try:
+        load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
+    except UserError as misfit:
+        raise UserError(f"{misfit}{saved_from}; give the base as it was before it was recast") from None
+    if parts and parts.data:
+        record_data(model, parts.data)
+    add_notes(model, *contents.notes)
+    return model.eval()
+
+
+def _replay_all(model: nn.Module, recorded: tuple[Edit, ...], path: Path) -> nn.Module:
+    """Return the model with the edits of a file that it does not have yet. Raises: UserError when one does not fit."""
+    if edits(model) != recorded[: len(edits(model))]:
+        raise UserError(f"base has other edits than {path}; give the module as it was before it was recast")
+    for edit in recorded[len(edits(model)) :]:
+        try:
+            model = replay(model, edit)
+        except UserError as error:
+            raise UserError(f"base {type(model).__name__} does not fit {path}: {error}") from None
+    return model
+
+
+def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
+    """Open a checkpoint with other arguments of timm.create_model, and a new classifier if they ask for other classes.
+
+    Returns the model and the names of its new tensors.
+
+    Raises: UserError when the file cannot be opened, or does not fit with these arguments.
+    """
+    opened = load(path)
+    base = {**describe_base(opened), **arguments}
+    model = rebuild(base, edits(opened))
+    record_data(model, describe_data(opened))
+    add_notes(model, *notes(opened))
+    return model, load_state(model, opened.state_dict(), path, fresh_head=True)
 
 
 def open_model(
@@ -52,7 +158,8 @@ def open_model(
     require_registered(name)
     arguments = {**arguments, **options.arguments()}
     if weights:
-        return open_foreign(weights, options._replace(arch=name, num_classes=None, model_kwargs=arguments))
+        named = options._replace(arch=name, num_classes=None, model_kwargs=arguments)
+        return open_foreign(read_contents(weights, options.ema), named)
     public = _pretrained_cfg(name)
     if pretrained and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
@@ -103,11 +210,9 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
     path = local_file(path)
-    if not path.is_dir() and not is_own_file(path):
-        return open_foreign(path, options)
-    if path.is_file() and options.arch and "module" in read_header(path):
-        return open_as(path, options)
-    model = _open_run(path, options.ema) if path.is_dir() else load(path)
+    if not path.is_dir():
+        return _open_file(read_contents(path, options.ema), options)
+    model = _open_run(path, options)
     _check_agreement(model, options, path)
     return model
 
@@ -117,11 +222,14 @@ def needs_options(name: str) -> bool:
     path = Path(name)
     if not is_checkpoint_or_run(name) or path.is_dir():
         return False
-    return not is_own_file(path) or "module" in read_header(path)
+    header = read_header(path) if path.suffix == ".safetensors" else {}
+    return not header.get("format", "").startswith("isomorph") or "module" in header
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:
     """Raise UserError for options that are not those with which a file of isomorph says to build its model."""
+    if options._replace(ema=True) == NO_OPTIONS:
+        return
     base = describe_base(model)
     name, classes = base["name"].partition(".")[0], getattr(model, "num_classes", None)
     recorded = {"num_classes": classes, **base}
@@ -136,24 +244,23 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
         raise UserError(f"{path} says how to build its model, {name} with {classes} classes; leave {leave} out")
 
 
-def _open_run(path: Path, ema: bool) -> nn.Module:
-    """Open the current model of a run by its folder, with its averaged weights if `ema` and it has any."""
+def _open_run(path: Path, options: ModelOptions) -> nn.Module:
+    """Open the current model of a run by its folder, with its averaged weights if asked for and it has any."""
     found = _newest_intact_snapshot(path)
     if found is None and (path / "model.safetensors").is_file():
-        return load(path / "model.safetensors")
+        return _open_file(read_contents(path / "model.safetensors"), NO_OPTIONS)
     if found is None:
         raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
-    header = found.values["model"] or _read_run_header(path)
     tensors = read_snapshot(found.path)
     has_average = any(name.startswith(AVERAGED_PREFIX) for name in tensors)
-    prefix = AVERAGED_PREFIX if ema and has_average else MODEL_PREFIX
+    prefix = AVERAGED_PREFIX if options.ema and has_average else MODEL_PREFIX
     prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    model = rebuild_from_header(header, state, found.path)
+    model = rebuild_from_header(Contents(found.path, state, found.values["model"]))
     try:
         model.load_state_dict(state)
     except RuntimeError:
-        raise UserError(f"{found.path} is not the state of the run that wrote best.safetensors") from None
+        raise UserError(f"{found.path} is damaged: its tensors are not those of its model") from None
     return model.eval()
 
 
@@ -168,13 +275,6 @@ def _newest_intact_snapshot(folder: Path) -> IntactSnapshot | None:
     if found and found.damaged:
         raise DamagedSnapshot(f"{found.damaged[0][1]}; {advice}")
     return found
-
-
-def _read_run_header(folder: Path) -> dict[str, str]:
-    """Return the header of a run whose snapshots have none. Raises: UserError when it has not been written yet."""
-    if not (folder / "best.safetensors").is_file():
-        raise UserError(f"the run in {folder} has no evaluated model yet; resume it until its first evaluation")
-    return read_header(folder / "best.safetensors")
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:

@@ -1,20 +1,21 @@
-"""Headers that describe how to rebuild a model: its timm base, the edits made on it, and the images it expects."""
+"""Headers that describe how to rebuild a model: its timm base, the edits made on it, and the images it expects.
+
+Before a model is saved, the header is tried: the network that it builds must be the same but for its values.
+"""
 
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from timm.models._input import get_model_args
 from torch import Tensor, nn
 
-from isomorph.checkpoints.header import DATA_KEYS, FORMAT, parse_header
-from isomorph.checkpoints.same_network import find_difference
-from isomorph.checkpoints.unpickle import short_reason
+from isomorph.checkpoints.files import Contents, short_reason
+from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, parse_header
 from isomorph.errors import UserError
 from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import built_size
@@ -24,6 +25,8 @@ from isomorph.surgery.joint_projections import joint_candidates
 
 _ALWAYS_ALLOWED_NUMEL = 2**20
 """Models of up to this many numbers are built however small their file is."""
+_WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
+"""Attributes that change neither what a model computes nor how it is trained; grids follow the last image."""
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -43,17 +46,12 @@ def _describe_arguments(model: nn.Module) -> dict[str, Any]:
 
     timm keeps those of changes such as reset_classifier too, but leaves out dropout rates.
     """
-    given = getattr(model, "_model_args", {})
-    return {name: value for name, value in {**given, **get_model_args(model)}.items() if _is_json_value(value)}
-
-
-def _is_json_value(value: Any) -> bool:
-    """True if JSON can hold a value."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
+    arguments = {}
+    for name, value in {**getattr(model, "_model_args", {}), **get_model_args(model)}.items():
+        with suppress(TypeError):
+            json.dumps(value)
+            arguments[name] = value
+    return arguments
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
@@ -130,9 +128,12 @@ def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, 
     base, made = describe_base(model), edits(model)
     remaining = _drop_fused_edits(made)
     plain = base if remaining == made else {**base, **getattr(model, "fused_arguments", {})}
-    pairs = ((plain, remaining), (plain, made), (base, made))
     now = _describe_arguments(model)
-    records = [(b, e) for b, e in pairs for b in (b, {**now, **b}, {**b, **now})]
+    records = [
+        (arguments, kept)
+        for start, kept in ((plain, remaining), (plain, made), (base, made))
+        for arguments in (start, {**now, **start}, {**start, **now})
+    ]
     for record in records[:-1]:
         with suppress(UserError):
             _check_rebuilds(model, *record)
@@ -154,11 +155,19 @@ def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
 
 def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
-    if isinstance(base, nn.Module) or (base is None and not _comes_from_timm(model)):
-        return _describe_module(model, base)
-    base, made = _find_rebuild_record(model) if base is None else (base, edits(model))
-    _check_rebuilds(model, base, made)
-    parts = {"base": base, "edits": describe_edits(made), "data": describe_data(model)}
+    made = edits(model)
+    if isinstance(base, dict):
+        _check_rebuilds(model, base, made)
+        parts: dict[str, Any] = {"base": base}
+    elif base is None and _comes_from_timm(model):
+        parts = {}
+        parts["base"], made = _find_rebuild_record(model)
+    else:
+        if base is not None:
+            _check_edits_on(base, model)
+        kind = type(base or model)
+        parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
+    parts |= {"edits": describe_edits(made), "data": describe_data(model)}
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
     return header
@@ -170,59 +179,118 @@ def _comes_from_timm(model: nn.Module) -> bool:
     return bool(getattr(model, "isomorph_base", None) or config.get("architecture"))
 
 
-def _describe_module(model: nn.Module, base: nn.Module | None) -> dict[str, str]:
-    """Return the header of a model that timm cannot build: its class, its edits, and the images it expects.
-
-    Raises: UserError when the edits on `base`, if it is given, do not make this model.
-    """
-    if base is not None:
-        with torch.device("meta"):
-            twin = copy.deepcopy(base).to("meta")
-            for edit in edits(model)[len(edits(base)) :]:
-                twin = replay(twin, edit)
-        if difference := find_difference(model, twin):
-            made = f"the edits of this model do not make it from base {type(base).__name__}"
-            raise UserError(f"{made}: {difference}; give another base")
-    kind = type(base or model)
-    parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
-    parts |= {"edits": describe_edits(edits(model)), "data": describe_data(model)}  # type: ignore[dict-item]
-    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
-    parse_header(header, type(model).__name__, "correct the model's pretrained_cfg")
-    return header
+def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
+    """Raise UserError when the edits that `base` lacks do not make the model of it."""
+    with torch.device("meta"):
+        twin = copy.deepcopy(base).to("meta")
+        for edit in edits(model)[len(edits(base)) :]:
+            twin = replay(twin, edit)
+    if difference := find_difference(model, twin):
+        made = f"the edits of this model do not make it from base {type(base).__name__}"
+        raise UserError(f"{made}: {difference}; give another base")
 
 
-def rebuild_from_header(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
-    """Return the model that a header describes, without its tensors. Raises: UserError as `load`."""
-    if header.get("format") != FORMAT:
-        raise UserError(f"{path} was written by another version of isomorph; create the model and use load_weights")
-    parts = parse_header(header, path)
+def rebuild_from_header(contents: Contents) -> nn.Module:
+    """Return the model that the header of a file describes, without its tensors. Raises: UserError as `load`."""
+    parts = read_parts(contents)
     if parts.module:
         kind = parts.module["class"]
         raise UserError(
-            f"{path} holds a {kind}, which timm cannot build; open it in Python: iso.load(path, base="
+            f"{contents.path} holds a {kind}, which timm cannot build; open it in Python: iso.load(path, base="
             f"{kind.rpartition('.')[2]}(...)), or give a timm model with the same tensors as --arch"
         )
-    model = build_checked(state, path, lambda: rebuild(parts.base, parts.edits))
+    model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     model.isomorph_edits = parts.edits  # type: ignore[assignment]
     record_data(model, parts.data)
     return model
 
 
-def build_checked(state: Mapping[str, Tensor], path: Path, build: Callable[[], T], plan: str = "its header") -> T:
+def read_parts(contents: Contents) -> Header:
+    """Return the checked parts of a file's header. Raises: UserError when isomorph of this version did not write it."""
+    if contents.header.get("format") != FORMAT:
+        raise UserError(
+            f"{contents.path} was written by another version of isomorph; create the model and use load_weights"
+        )
+    return parse_header(contents.header, contents.path)
+
+
+def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its header") -> T:
     """Return the model that `build` makes, after checking on the meta device that it is not larger than its file.
 
     `plan` names in messages what says how large the model is.
 
     Raises: UserError when it is, before memory is allocated, or when it cannot be built.
     """
-    held = sum(tensor.numel() for tensor in state.values() if isinstance(tensor, Tensor))
+    held = sum(tensor.numel() for tensor in contents.tensors.values() if isinstance(tensor, Tensor))
     try:
         with torch.device("meta"):
             wanted = sum(tensor.numel() for tensor in build().state_dict().values())
         if wanted > max(2 * held, _ALWAYS_ALLOWED_NUMEL):
-            raise UserError(f"cannot rebuild {path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
+            raise UserError(f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
         return build()
     except UserError:
         raise
     except Exception as error:  # modules raise many types for arguments of other modules
-        raise UserError(f"cannot rebuild {path}: {type(error).__name__} {short_reason(error)}") from error
+        raise UserError(f"cannot rebuild {contents.path}: {type(error).__name__} {short_reason(error)}") from error
+
+
+def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
+    """Return the first difference between a model and its twin in words, or None if they are the same network.
+
+    Compared are tensors by name and shape, what modules print, and their attributes that are plain values, such as
+    num_heads; dropout rates are among them. Values of tensors, buffers that are not saved, and hooks are not compared.
+    """
+    shapes = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
+    for name in {**shapes[0], **shapes[1]}:
+        own, other = (each.get(name, "missing") for each in shapes)
+        if own != other:
+            return f"{name} is {own}, and would be {other}"
+    others = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        if name not in others:
+            return f"{name} would be missing"
+        if difference := _module_difference(module, others[name]):
+            return f"{name}.{difference}".removeprefix(".")
+    return None if repr(model) == repr(twin) else "its modules differ in their order or number"
+
+
+def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
+    """Return the first difference between two modules, without the modules in them, or None."""
+    if type(module) is not type(other):
+        return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
+    settings, others = _plain_attributes(module), _plain_attributes(other)
+    for name, value in settings.items():
+        if name in others and value != others[name]:
+            return f"{name} is {value!r}, and would be {others[name]!r}"
+    if module.extra_repr() != other.extra_repr():
+        return f"({module.extra_repr()}) would be ({other.extra_repr()})"
+    return None
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the public attributes of a module, not of the modules in it, whose values can be compared.
+
+    Those are numbers, strings, functions by their names, and lists of them.
+    """
+    return {
+        name: _comparable(value)
+        for name, value in vars(module).items()
+        if not name.startswith(("_", "isomorph_")) and name not in _WITHOUT_EFFECT and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype) or _is_function(value)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, Callable) and hasattr(value, "__qualname__")  # type: ignore[arg-type]
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value so that two are equal if they mean the same: lists as tuples, and functions by their names."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return value.__qualname__ if _is_function(value) else value

@@ -49,7 +49,7 @@ class DataCounts(_ClosedSchema):
 
 
 class SnapshotValues(_ClosedSchema):
-    """The content of state.json. `model` is the header that rebuilds it; older snapshots lack it and `digest`."""
+    """The content of state.json. `model` is the header that rebuilds it, `digest` that of all other values."""
 
     step: _Count
     files: dict[str, str]
@@ -58,8 +58,8 @@ class SnapshotValues(_ClosedSchema):
     progress: RunProgress
     lanes: _Count
     data: DataCounts
-    model: dict[str, str] = {}
-    digest: str | None = None
+    model: dict[str, str]
+    digest: str
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
@@ -78,7 +78,7 @@ def parse_values(text: str) -> dict[str, Any]:
         raise UserError(f"not the state of a run: {_first_problem(error)}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"not readable JSON ({' '.join(str(error).split())})") from None
-    if values.digest not in (None, digest):
+    if values.digest != digest:
         raise UserError("not what was written: its SHA-256 differs from the one it holds")
     if values.progress.step != values.step:
         raise UserError(f"not the state of a run: step {values.step}, progress.step {values.progress.step}")

@@ -11,8 +11,8 @@ from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.hub import local_file
-from isomorph.checkpoints.hub_names import parse_hub_name
 from isomorph.checkpoints.open import check_pretrained_option, needs_options, open_model, open_trained
+from isomorph.checkpoints.paths import parse_hub_name
 from isomorph.cli.options import CheckpointOptions
 from isomorph.deployment.artefact import is_artefact, open_image_artefact
 from isomorph.errors import UserError

@@ -14,8 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter, Token
 
-from isomorph.checkpoints.files import require_writable
-from isomorph.checkpoints.hub_names import parse_hub_name
+from isomorph.checkpoints.paths import parse_hub_name, require_writable
 from isomorph.errors import UserError
 
 Command = TypeVar("Command", bound=Callable[..., None])

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from isomorph.checkpoints.hub_names import check_repository
+from isomorph.checkpoints.paths import check_repository
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import CheckpointOptions, Json, Overwrite, check_limits
 from isomorph.errors import UserError

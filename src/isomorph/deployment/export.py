@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isomorph.checkpoints.files import require_writable, write_atomically
+from isomorph.checkpoints.files import write_atomically
+from isomorph.checkpoints.paths import require_writable
 from isomorph.deployment.artefact import FORMATS, METADATA_FILE, load_artefact
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe

@@ -22,10 +22,9 @@ from torch import nn
 import isomorph.deployment.model_card as cards
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
-from isomorph.checkpoints.hub_names import check_repository
 from isomorph.checkpoints.model import save
-from isomorph.checkpoints.rebuild import rebuild
-from isomorph.checkpoints.same_network import is_same_network
+from isomorph.checkpoints.paths import check_repository
+from isomorph.checkpoints.rebuild import find_difference, rebuild
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_inputs
@@ -227,7 +226,7 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
     except Exception:  # timm raises many types for a network that it cannot build
         return False
     states = model.state_dict(), loaded.state_dict()
-    if not is_same_network(model, loaded) or any(
+    if find_difference(model, loaded) or any(
         not torch.equal(own.cpu().to(state.dtype), state)
         for own, state in zip(*(s.values() for s in states), strict=True)
     ):

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.checkpoints.contents import read_contents, strip_wrappers
+from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.hub import local_file
-from isomorph.checkpoints.load import open_with_classes
 from isomorph.checkpoints.model import load_state
+from isomorph.checkpoints.open import open_with_classes
 from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
@@ -73,7 +73,7 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
     path = local_file(part.weights)
     contents, form = read_contents(path), " (of the model before its recast)" if part.recast else ""
     state = strip_wrappers(contents.tensors)
-    add_notes(model, *filter(None, [contents.note(path)]))
+    add_notes(model, *contents.notes)
     try:
         new = load_state(model, dict(state), path, fresh_head=True)
     except UserError as misfit:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.autoencoder import write_autoencoder
-from isomorph.checkpoints.contents import read_tensors
-from isomorph.checkpoints.files import is_complete, read_header
-from isomorph.checkpoints.load import load
+from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import write_model
+from isomorph.checkpoints.open import load
 from isomorph.checkpoints.optimizer_state import (
     AVERAGED_PREFIX,
     MODEL_PREFIX,
@@ -34,6 +34,7 @@ from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.streams.loader import workers_of_part
 from isomorph.distributed import Runtime
+from isomorph.errors import UserError
 from isomorph.training.classification import recipe_task
 from isomorph.training.parallel import gathered_state_dict
 from isomorph.training.recipe.recipe import (
@@ -188,9 +189,11 @@ class Run:
         tensors = gathered_state_dict(self.eval_model)
         if not self.runtime.is_main:
             return bool(self.runtime.maximum(0)[0])
-        same = is_complete(path) and read_header(path) == self.header
-        found = read_tensors(path) if same else {}
-        same = found.keys() == tensors.keys() and all(torch.equal(t.cpu(), found[name]) for name, t in tensors.items())
+        same = False
+        with suppress(UserError):  # no such file, or a truncated one
+            written = read_contents(path)
+            same = written.header == self.header and written.tensors.keys() == tensors.keys()
+            same = same and all(torch.equal(t.cpu(), written.tensors[name]) for name, t in tensors.items())
         return bool(self.runtime.maximum(same)[0])
 
     def save_autoencoder(self) -> None:

@@ -1,7 +1,11 @@
-"""Names of models on the Hugging Face hub: OWNER/NAME, and as a model of a command hf-hub:OWNER/NAME@REVISION."""
+"""Names of checkpoints, checked without torch: files to write, and models on the Hugging Face hub.
+
+On the hub a model is OWNER/NAME, as a model of a command hf-hub:OWNER/NAME@REVISION.
+"""
 
 import re
-from pathlib import PurePath
+import tempfile
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from isomorph.errors import UserError
@@ -32,3 +36,15 @@ def check_repository(name: str) -> None:
     if not _REPOSITORY.fullmatch(name):
         example = re.sub(r"[^A-Za-z0-9]+", "-", name.rpartition("/")[2]).strip("-") or "model"
         raise UserError(f"{name!r} is not a name for the hub; give OWNER/NAME, for example me/{example}")
+
+
+def require_writable(path: Path) -> None:
+    """Check that a file can be written; its folder is created. Raises: UserError when it cannot be."""
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
