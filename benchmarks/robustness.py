@@ -39,7 +39,7 @@ from isomorph.data.corruptions.dataset import (
     image_transform,
 )
 from isomorph.data.formats.registry import open_source
-from isomorph.suites.robustness.scores import summary_lines
+from isomorph.evaluation.suites.robustness.scores import summary_lines
 
 ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 

@@ -24,7 +24,6 @@ NAMESPACES = (
     "analysis",
     "data",
     "evaluation",
-    "suites",
     "report",
     "training",
     "deployment",
@@ -208,7 +207,7 @@ def models_page() -> str:
 def suites_page() -> str:
     """Return the tables of the test suites: ImageNet's, and the corruptions."""
     from isomorph.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
-    from isomorph.suites import SUITES
+    from isomorph.evaluation import SUITES
 
     categories = {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}
     rows = [

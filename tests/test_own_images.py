@@ -14,9 +14,9 @@ from isomorph.cli.options import CheckpointOptions
 from isomorph.data.sources import image_name
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.suites.robustness.inputs import prepare_inputs
+from isomorph.evaluation.suites.test_data import evaluation_data, open_test_images, open_training_images, sample_images
 from isomorph.recipes import parse_overrides
-from isomorph.suites.robustness.inputs import prepare_inputs
-from isomorph.suites.test_data import evaluation_data, open_test_images, open_training_images, sample_images
 from isomorph.training.build import open_sources
 from isomorph.training.recipe.fields import DataPart
 from isomorph.training.recipe.recipe import validate

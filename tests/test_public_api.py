@@ -13,7 +13,7 @@ import torch
 
 import isomorph as iso
 
-NAMESPACES = ("analysis", "data", "deployment", "layers", "report", "suites", "surgery", "training")
+NAMESPACES = ("analysis", "data", "deployment", "evaluation", "layers", "report", "surgery", "training")
 """Namespaces whose names users call; `iso.models` is reached through timm's registry."""
 
 

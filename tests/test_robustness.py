@@ -22,9 +22,9 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
-from isomorph.suites.robustness import results as robustness_journal
-from isomorph.suites.robustness.published import ImageNetC
-from isomorph.suites.robustness.scores import (
+from isomorph.evaluation.suites.robustness import results as robustness_journal
+from isomorph.evaluation.suites.robustness.published import ImageNetC
+from isomorph.evaluation.suites.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
     compare_to_baseline,

@@ -16,8 +16,8 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.imagenet_labels import imagenet_labels
 from isomorph.data.sources import image_name
-from isomorph.suites import SUITES, Sweep, evaluate_suites, open_suites
-from isomorph.suites.sweep import run_sweep
+from isomorph.evaluation import SUITES, Sweep, evaluate_suites, open_suites
+from isomorph.evaluation.suites.sweep import run_sweep
 
 LABELS = imagenet_labels()
 KEPT = {name: LABELS.subsets[name] for name in ("imagenet-a", "imagenet-r")}
@@ -448,7 +448,7 @@ class TestCommand:
             assert "--no-pretrained asks for random weights" in capsys.readouterr().err
 
     def test_cost_at_every_size(self, monkeypatch):
-        from isomorph.suites.sweep import measure_costs
+        from isomorph.evaluation.suites.sweep import measure_costs
 
         monkeypatch.setattr("isomorph.evaluation.cost.throughput", lambda *_: 1.0)
         small, large = measure_costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])

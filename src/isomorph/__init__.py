@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
+    from isomorph import analysis, data, deployment, evaluation, layers, models, report, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
     from isomorph.checkpoints.model import load_weights, save
     from isomorph.checkpoints.open import load
@@ -61,7 +61,7 @@ _HOMES = {
     "training": "Recipe train",
 }
 """Public names by the module that defines them, which is imported when the first of them is used (PEP 562)."""
-_SUBPACKAGES = "analysis checkpoints data deployment evaluation layers models recipes report suites surgery training"
+_SUBPACKAGES = "analysis checkpoints data deployment evaluation layers models recipes report surgery training"
 
 __all__ = [
     "Anneal",
@@ -82,6 +82,7 @@ __all__ = [
     "deployment",
     "edits",
     "evaluate",
+    "evaluation",
     "export",
     "fuse",
     "gates",
@@ -102,7 +103,6 @@ __all__ = [
     "robustness",
     "save",
     "save_for_hub",
-    "suites",
     "surgery",
     "targets",
     "train",

@@ -119,7 +119,7 @@ def evaluate_(
 
 def _head(model: str, net: Any, data: str | None, suite: bool, pretrained: bool) -> dict[str, str]:
     """Return what was evaluated: the model, the data unless it is suites, and random weights."""
-    from isomorph.suites.test_data import default_data
+    from isomorph.evaluation.suites.test_data import default_data
 
     head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
     return head | ({} if pretrained else {"weights": "random"})

@@ -16,8 +16,8 @@ from isomorph.checkpoints.paths import parse_hub_name
 from isomorph.cli.options import CheckpointOptions
 from isomorph.deployment.artefact import is_artefact, open_image_artefact
 from isomorph.errors import UserError
+from isomorph.evaluation.suites.test_data import record_root
 from isomorph.report.page_models import find_recipe
-from isomorph.suites.test_data import record_root
 from isomorph.surgery import notes
 from isomorph.training.recipe.parse import parse_value
 from isomorph.training.task import task_of, task_record

@@ -11,7 +11,7 @@ from isomorph.cli.progress import spinner, track_steps
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
 from isomorph.deployment import QuantizeReport, open_artefact
-from isomorph.suites.test_data import evaluation_data, open_training_images, sample_images
+from isomorph.evaluation.suites.test_data import evaluation_data, open_training_images, sample_images
 
 
 def open_images(

@@ -6,7 +6,7 @@ from torch import nn
 
 from isomorph.data.loaders import eval_loader
 from isomorph.evaluation.input_sizes import training_config
-from isomorph.suites.test_data import images_on_device, open_training_images, sample_images
+from isomorph.evaluation.suites.test_data import images_on_device, open_training_images, sample_images
 from isomorph.surgery import recalibrate
 
 

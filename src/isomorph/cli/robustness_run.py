@@ -13,13 +13,13 @@ from isomorph.cli.progress import progress_bar
 from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
+from isomorph.evaluation.suites.robustness import measure_classifier
+from isomorph.evaluation.suites.robustness.cells import CellOptions, wanted_cells
+from isomorph.evaluation.suites.robustness.published import open_published
+from isomorph.evaluation.suites.robustness.results import read_result
+from isomorph.evaluation.suites.robustness.scores import Cells, metric_name, metric_of, severity_table, summary_lines
+from isomorph.evaluation.suites.test_data import open_test_images
 from isomorph.report.robustness_page import write_robustness
-from isomorph.suites.robustness import measure_classifier
-from isomorph.suites.robustness.cells import CellOptions, wanted_cells
-from isomorph.suites.robustness.published import open_published
-from isomorph.suites.robustness.results import read_result
-from isomorph.suites.robustness.scores import Cells, metric_name, metric_of, severity_table, summary_lines
-from isomorph.suites.test_data import open_test_images
 from isomorph.tasks.robustness import measure_task
 from isomorph.terminal_tables import print_table
 from isomorph.training.task import EvaluationOptions, task_of

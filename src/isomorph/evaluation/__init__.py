@@ -1,4 +1,4 @@
-"""Accuracy and cost of models: metrics, multiply-accumulates, memory and speed."""
+"""Accuracy and cost of models: metrics, ImageNet's test suites, multiply-accumulates, memory and speed."""
 
 from isomorph.evaluation.accuracy import evaluate
 from isomorph.evaluation.cost import count_macs, count_parameters
@@ -8,17 +8,23 @@ from isomorph.evaluation.peak_memory import peak_bytes
 from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.evaluation.saved_memory import saved_bytes
 from isomorph.evaluation.speed import Speed, measure_speeds, throughput
+from isomorph.evaluation.suites.imagenet.suites import SUITES, open_suites
+from isomorph.evaluation.suites.sweep import Sweep, evaluate_suites
 
 __all__ = [
+    "SUITES",
     "PredictionCounts",
     "Speed",
+    "Sweep",
     "cost_table",
     "count_macs",
     "count_parameters",
     "evaluate",
+    "evaluate_suites",
     "evaluation_config",
     "fit_to_size",
     "measure_speeds",
+    "open_suites",
     "peak_bytes",
     "saved_bytes",
     "throughput",

@@ -9,7 +9,7 @@ from torch import nn
 from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.suites.test_data import evaluate_classifier
+from isomorph.evaluation.suites.test_data import evaluate_classifier
 from isomorph.training.task import EvaluationOptions, task_of
 
 

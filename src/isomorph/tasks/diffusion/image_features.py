@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError, install_hint
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.suites.robustness.results import weights_hash
 from isomorph.models.download import is_connection_error, is_reachable
-from isomorph.suites.robustness.results import weights_hash
 
 INCEPTION = "inception"
 """Name of the features of FID."""

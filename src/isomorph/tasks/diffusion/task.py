@@ -16,7 +16,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.suites.test_data import open_split
+from isomorph.evaluation.suites.test_data import open_split
 from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error

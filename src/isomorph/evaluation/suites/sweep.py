@@ -16,9 +16,9 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import measure_cost
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
 from isomorph.evaluation.prediction_counts import PredictionCounts
-from isomorph.suites.imagenet.suites import NUM_CLASSES, open_suites
-from isomorph.suites.robustness.results import weights_hash
-from isomorph.suites.test_set import (
+from isomorph.evaluation.suites.imagenet.suites import NUM_CLASSES, open_suites
+from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.evaluation.suites.test_set import (
     BatchProgress,
     TestSet,
     check_num_classes,
@@ -36,7 +36,7 @@ class Sweep:
     Without sizes, the model's own input size is used; without ratios, its own crop. `fill` pads images that are smaller
     than the input: "zero" after normalisation (the mean colour), "black" before it.
 
-    >>> iso.suites.Sweep(sizes=[(160, 160), (224, 224)], ratios=[1.13]).points()
+    >>> iso.evaluation.Sweep(sizes=[(160, 160), (224, 224)], ratios=[1.13]).points()
     [((160, 160), 1.13), ((224, 224), 1.13)]
     """
 
@@ -77,8 +77,8 @@ def evaluate_suites(
     >>> folder.mkdir(parents=True)
     >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    >>> sweep = iso.suites.Sweep(sizes=[(32, 32)])
-    >>> rows = iso.suites.evaluate_suites(model, "imagenet", root="data", partial=True, sweep=sweep)
+    >>> sweep = iso.evaluation.Sweep(sizes=[(32, 32)])
+    >>> rows = iso.evaluation.evaluate_suites(model, "imagenet", root="data", partial=True, sweep=sweep)
     >>> [(row["suite"], row["images"]) for row in rows]
     [('imagenet', 1)]
     """

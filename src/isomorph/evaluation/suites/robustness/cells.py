@@ -13,8 +13,8 @@ from isomorph.data.corruptions.corrupt import (
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.suites.robustness.results import CellFile, check_same_inputs, open_cell_file, read_result
-from isomorph.suites.robustness.scores import (
+from isomorph.evaluation.suites.robustness.results import CellFile, check_same_inputs, open_cell_file, read_result
+from isomorph.evaluation.suites.robustness.scores import (
     Cell,
     Cells,
     common_cells,

@@ -16,11 +16,11 @@ from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.prediction_counts import PredictionCounts, sum_counts
+from isomorph.evaluation.suites.robustness.cells import CellOptions, CellProgress, open_cells
+from isomorph.evaluation.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
+from isomorph.evaluation.suites.robustness.published import open_published
+from isomorph.evaluation.suites.robustness.results import weights_hash
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.suites.robustness.cells import CellOptions, CellProgress, open_cells
-from isomorph.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
-from isomorph.suites.robustness.published import open_published
-from isomorph.suites.robustness.results import weights_hash
 
 _Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]
 """A corruption, the severities evaluated together, their images, and the writer that caches them."""

@@ -15,8 +15,8 @@ from torch import nn
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.suites.result_file import PARSE_ERRORS, ResultFile, read_result_file
-from isomorph.suites.robustness.scores import Cell, Cells, inputs_line, metric_of
+from isomorph.evaluation.suites.result_file import PARSE_ERRORS, ResultFile, read_result_file
+from isomorph.evaluation.suites.robustness.scores import Cell, Cells, inputs_line, metric_of
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")

@@ -13,7 +13,7 @@ from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, SEVERITIES
 from isomorph.data.formats.imagefolder import imagefolder
 from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line
-from isomorph.suites.imagenet.classes import with_imagenet_labels
+from isomorph.evaluation.suites.imagenet.classes import with_imagenet_labels
 
 
 class ImageNetC:

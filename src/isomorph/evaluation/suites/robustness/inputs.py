@@ -18,8 +18,8 @@ from isomorph.data.corruptions.dataset import (
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import built_size, evaluation_config, input_channels
-from isomorph.suites.imagenet.classes import with_imagenet_labels
-from isomorph.suites.robustness.published import CifarC, ImageNetC, Published
+from isomorph.evaluation.suites.imagenet.classes import with_imagenet_labels
+from isomorph.evaluation.suites.robustness.published import CifarC, ImageNetC, Published
 
 PUBLISHED_SIZE = (224, 224)
 

@@ -10,15 +10,15 @@ import numpy as np
 from isomorph.data.imagenet_labels import imagenet_labels
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.suites.imagenet.classes import imagenet_classes
-from isomorph.suites.imagenet.locate import (
+from isomorph.evaluation.suites.imagenet.classes import imagenet_classes
+from isomorph.evaluation.suites.imagenet.locate import (
     FLAT,
     SuiteLocation,
     find_suite,
     open_location,
 )
-from isomorph.suites.imagenet.real import real_labels
-from isomorph.suites.test_set import Scoring, TestSet
+from isomorph.evaluation.suites.imagenet.real import real_labels
+from isomorph.evaluation.suites.test_set import Scoring, TestSet
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -79,7 +79,7 @@ def open_suites(
     >>> folder = Path("data/imagenet-sketch/n01440764")
     >>> folder.mkdir(parents=True)
     >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
-    >>> test_set, = iso.suites.open_suites(["imagenet-sketch"], root="data", partial=True)
+    >>> test_set, = iso.evaluation.open_suites(["imagenet-sketch"], root="data", partial=True)
     >>> test_set.title, len(test_set.source)
     ('imagenet-sketch', 1)
     """

@@ -1,5 +1,5 @@
 """ImageNet-C and CIFAR-C: the cells, what a model is shown, results and scores."""
 
-from isomorph.suites.robustness.run import measure_classifier
+from isomorph.evaluation.suites.robustness.run import measure_classifier
 
 __all__ = ["measure_classifier"]

@@ -1,0 +1,1 @@
+"""Named test sets and their protocols: ImageNet's suites, and robustness under corruptions."""
