@@ -94,6 +94,10 @@ def vit(**options: Any) -> Callable[[], nn.Module]:
     return lambda: timm.create_model("vit_tiny_patch16_224", **VIT | options)
 
 
+def timm_vit(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: timm.create_model(name, **VIT | options)
+
+
 def mobileone(kernel: int, **options: Any) -> Callable[[], nn.Module]:
     return alone(lambda: MobileOneBlock(6, 6, kernel, num_conv_branches=2, layers=LayerFn(), **options))
 
@@ -154,6 +158,22 @@ RULES = {
     "attention, gated, in a ViT": gated(vit(), IMAGES, **IN_VIT),
     "attention, gated, registers": gated(vit(reg_tokens=3), IMAGES, **IN_VIT, whole=False),
     "attention, gated, no class token": gated(vit(class_token=False), IMAGES, **IN_VIT, whole=False),
+    "attention, gated, parallel blocks": gated(
+        timm_vit("vit_small_patch16_18x2_224"), IMAGES, **IN_VIT | dict(where="blocks.*.attns.*.attn"), whole=False
+    ),
+    "attention, gated, distilled": gated(
+        timm_vit("deit_tiny_distilled_patch16_224", init_values=0.1, global_pool="token"),
+        IMAGES,
+        **IN_VIT | dict(where="blocks.0.attn"),
+        whole=False,
+    ),
+    "attention, gated, on patches of a CNN": gated(
+        timm_vit("vit_tiny_r_s16_p8_224", img_size=128),
+        ((2, 3, 128, 128),),
+        where="blocks.*.attn",
+        heads=4,
+        whole=False,
+    ),
     "attention, refined": refined(ratio=2),
     "attention, refined, norms": refined(
         attention(qk_norm=True, scale_norm=True, norm_layer=nn.LayerNorm), whole=False

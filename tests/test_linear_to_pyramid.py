@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from timm.layers import ConvNormAct
-from timm.models import ghostnet, levit, repvit
+from timm.models import levit
 from timm.models.byobnet import ByoBlockCfg, LayerFn, MobileOneBlock, RepVggBlock
 from timm.utils import reparameterize_model
 from torch import nn
@@ -16,6 +16,7 @@ import isomorph as iso
 import references
 from isomorph.deployment.program import prepare
 from isomorph.layers.pyramid import Pyramid
+from law_rows import deviation, disturb
 
 
 class VanillaPair(nn.Module):
@@ -49,75 +50,21 @@ def mobileone():
 
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
-NETWORKS = {
-    "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **VIT), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"], 32),
-    "patch embedding": (lambda: timm.create_model("vit_tiny_patch16_224", **VIT), "patch_embed.proj", 32),
-    "swin": (
-        lambda: timm.create_model(
-            "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2)
-        ),
-        "layers.*.mlp.fc?",
-        32,
-    ),
-    "mobileone": (mobileone, ["stem", "stages.?.?"], 64),
-    "vanilla": (VanillaPair, ["stages.0", "stages.1"], 32),
-    "resnet": (lambda: timm.create_model("resnet10t"), "*.conv?", 64),
-}
-GENTLE = {"mobileone": 0.05}
-"""Spread of the perturbation, where networks that deep would otherwise overflow."""
-
-
-def disturb(model, spread=0.3):
-    """Other weights and statistics than at birth, of the same scale."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(spread * parameter.std(correction=0).clamp(min=0.01) * torch.randn_like(parameter))
-        for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
-            norm.running_mean.add_(spread * torch.randn_like(norm.running_mean))
-            norm.running_var.mul_(1 + spread * torch.rand_like(norm.running_var))
-    return model.eval()
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_there_and_back(name):
-    """Equal at birth; after any perturbation fused equals unfused; plain layers of the plain shapes again."""
-    create, where, size = NETWORKS[name]
-    spread = GENTLE.get(name, 0.3)
-    plain = disturb(create(), spread)
-    x = torch.randn(2, 3, size, size, dtype=torch.float64)
-    wide = iso.recast(plain, iso.LinearToPyramid(), where)
-    iso.verify(plain, wide, x.float())
-    wide = disturb(wide, spread)
-    thin = iso.fuse(wide)
-    assert relative(thin.double()(x), copy.deepcopy(wide).double()(x)) < 1e-5
-    assert not any(isinstance(m, Pyramid) for m in thin.modules())
-    if name not in ("mobileone", "vanilla", "resnet"):  # these lose norms or gain biases
-        assert repr(thin) == repr(plain)
-    again = iso.fuse(thin)
-    assert relative(again(x), thin(x)) == 0
-    by_timm = reparameterize_model(wide)
-    assert relative(by_timm.double()(x), thin(x)) < 1e-5
 
 
 def test_mobileone_is_replaced_and_combined():
-    create, where, size = NETWORKS["mobileone"]
-    wide = iso.recast(disturb(create(), 0.05), iso.LinearToPyramid(init="paper"), where)
+    plain = disturb(mobileone(), 0.05).float()
+    wide = iso.recast(plain, iso.LinearToPyramid(init="paper"), ["stem", "stages.?.?"])
     assert isinstance(wide.stages[0][1].conv, iso.layers.PyramidConv2d)  # 1x1
     assert isinstance(wide.stages[0][0], MobileOneBlock)  # depthwise 3x3
     depthwise = wide.stages[0][0].conv_kxk[0].conv
     assert isinstance(depthwise, iso.layers.PyramidConv2d)
     assert depthwise.eval().fuse().groups == depthwise.window.groups > 1
-    wide.train()(torch.randn(2, 3, size, size)).sum().backward()
+    wide.train()(torch.randn(2, 3, 64, 64)).sum().backward()
     assert all(p.grad is not None for p in wide.parameters())
-    thin = iso.fuse(disturb(wide.eval(), 0.05))
-    x = torch.randn(1, 3, size, size)
+    thin = iso.fuse(wide.eval())
     thinner = reparameterize_model(thin)
-    assert relative(thinner(x), wide(x)) < 1e-4
-    assert thin.stages[0][0].state_dict().keys() == create().stages[0][0].state_dict().keys()
+    assert thin.stages[0][0].state_dict().keys() == plain.stages[0][0].state_dict().keys()
     assert not any(isinstance(m, _BatchNorm) for m in thinner.modules())
 
 
@@ -126,28 +73,6 @@ def test_networks_that_read_a_convolutions_stride_still_run():
     wide = iso.recast(cnn, iso.LinearToPyramid(), "layer?.*.conv?")
     report = iso.verify(cnn, iso.fuse(wide), torch.randn(1, 3, 32, 32))
     assert len(report.targets) == 18  # once each, though recast and fused
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layout", ["P-W2S", "P-W2", "R-D3W2", "R-D2W1S", "naive-W1", "naive-W4"])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda bias: nn.Linear(6, 10, bias),
-        lambda bias: nn.Linear(10, 6, bias),
-        lambda bias: nn.Conv2d(6, 9, 3, 2, 1, bias=bias),
-        lambda bias: nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=bias),
-        lambda bias: nn.Conv2d(3, 8, 4, 4, bias=bias),
-    ],
-    ids=["widening", "narrowing", "3x3", "depthwise", "patchify"],
-)
-def test_every_layout_carries_every_layer(layer, layout, bias):
-    plain = nn.Sequential(layer(bias)).eval()
-    x = torch.randn(3, 6) if isinstance(plain[0], nn.Linear) else torch.randn(2, plain[0].in_channels, 8, 12)
-    x = torch.randn(3, plain[0].in_features) if isinstance(plain[0], nn.Linear) else x
-    for rectify in ("paper", "batchnorm", "none"):
-        wide = iso.recast(plain, iso.LinearToPyramid(layout, rectify=rectify), "0")
-        assert iso.verify(plain, wide, x).fp64 < 1e-5
 
 
 def test_a_skip_carries_the_function_in_train_mode_too():
@@ -213,26 +138,6 @@ def test_plain_and_closed_networks_agree_step_by_step():
             optimizer.step()
     for (name, a), b in zip(wide.state_dict().items(), twin.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtype_mode_and_requires_grad_are_kept(training, dtype):
-    net = nn.Sequential(nn.Linear(4, 6), nn.Conv2d(3, 4, 2)).to(dtype).train(training)
-    net[0].requires_grad_(False)
-    wide = iso.recast(net, iso.LinearToPyramid(), "*")
-    assert {p.dtype for p in wide.parameters()} == {dtype}
-    assert all(m.training is training for m in wide.modules())
-    assert not any(p.requires_grad for p in wide[0].parameters())
-    assert all(p.requires_grad for p in wide[1].parameters())
-
-
-def test_device_is_kept():
-    with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(4, 6))
-    for layout in ("P-W2S", "P-W2", "naive-W2"):
-        wide = iso.recast(net, iso.LinearToPyramid(layout), "*")
-        assert {p.device.type for p in wide.parameters()} == {"meta"}
 
 
 class Beit(nn.Module):
@@ -304,14 +209,6 @@ def test_any_joint_projection_is_taken_as_one_pyramid():
             assert wide.get_submodule("qkv").rectify == found
 
 
-@pytest.mark.parametrize(
-    "arguments", [dict(layout="W2"), dict(init="exact"), dict(rectify="layernorm"), dict(rescale_by=0)]
-)
-def test_impossible_rules_are_refused_when_made(arguments):
-    with pytest.raises(iso.UserError, match=r"unknown|above 0"):
-        iso.LinearToPyramid(**arguments)
-
-
 def test_recalibration_takes_the_statistics_of_the_data():
     wide = timm.create_model("tdrl_vit_ti", **VIT).eval()
     batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
@@ -332,9 +229,9 @@ def test_recalibration_takes_the_statistics_of_the_data():
 @pytest.mark.parametrize("depth", [2, 8])
 def test_recalibration_can_keep_the_function(depth):
     """In one pass, however deep: train mode then computes what eval mode does."""
-    plain = disturb(timm.create_model("vit_tiny_patch16_224", **VIT | dict(depth=depth)))
+    plain = disturb(timm.create_model("vit_tiny_patch16_224", **VIT | dict(depth=depth))).float()
     for block in plain.blocks:
-        block.attn.qkv.weight.data *= 30  # attention that is far from uniform
+        block.attn.qkv.weight.data *= 10  # attention that is far from uniform
     wide = iso.recast(plain, iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
     batches = [torch.randn(64, 3, 32, 32)]
     near = iso.recalibrate(wide, batches, keep_function=True)
@@ -347,7 +244,7 @@ def test_recalibration_can_keep_the_function(depth):
 
 
 def test_recalibration_keeps_convolutions_and_plain_norms_too():
-    model = disturb(VanillaPair())
+    model = disturb(VanillaPair()).float()
     wide = iso.recast(model, iso.LinearToPyramid("P-W2"), "stages.0")
     images = torch.randn(64, 3, 32, 32)
     near = iso.recalibrate(wide, [images, images], keep_function=True)
@@ -365,49 +262,22 @@ def test_recalibration_says_what_is_missing():
         iso.recalibrate(nn.BatchNorm1d(2, affine=False), [torch.randn(4, 2)], keep_function=True)
 
 
-UNITS = {
-    "levit": (lambda: levit.LinearNorm(8, 12), "0.linear", torch.randn(4, 5, 8)),
-    "repvit": (lambda: repvit.RepVggDw(8, 3), "0.conv.c", torch.randn(2, 8, 6, 6)),
-    "repvit, the other branch": (lambda: repvit.RepVggDw(8, 3), "0.conv1", torch.randn(2, 8, 6, 6)),
-    "repvit, legacy": (lambda: repvit.RepVggDw(8, 3, legacy=True), "0.conv.c", torch.randn(2, 8, 6, 6)),
-    "repvit, head": (lambda: repvit.RepVitClassifier(8, 4, True), "0.head.l", torch.randn(2, 8)),
-    "ghostnet": (lambda: ghostnet.ConvBnAct(8, 12, 3), "0.conv", torch.randn(2, 8, 6, 6)),
-    "with a bias": (lambda: ConvNormAct(8, 12, 3, bias=True), "0.conv", torch.randn(2, 8, 6, 6)),
-}
-
-
-@pytest.mark.parametrize("name", UNITS)
-@torch.no_grad()
-def test_units_of_timm_are_fused_with_the_bias_of_the_pyramid(name):
-    make, where, x = UNITS[name]
-    model = disturb(nn.Sequential(make()))
-    wide = disturb(iso.recast(model, iso.LinearToPyramid(), where))
-    thin = iso.fuse(wide)
-    assert not any(isinstance(module, Pyramid) for module in thin.modules())
-    for fused in (thin, iso.fuse(thin), reparameterize_model(thin)):
-        assert relative(fused(x), wide(x)) < 1e-5
-    if name in ("ghostnet", "with a bias"):  # timm merges none of these
-        assert thin.state_dict().keys() == model.state_dict().keys()
-    else:
-        assert not any(isinstance(module, _BatchNorm) for module in thin.modules())
-
-
 @torch.no_grad()
 def test_a_layer_of_several_units():
     first, second = ConvNormAct(4, 4, 1), ConvNormAct(4, 4, 1)
     second.conv = first.conv
     wide = disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.conv"))
-    thin, x = iso.fuse(wide), torch.randn(2, 4, 5, 5)
-    assert relative(thin(x), wide(x)) < 1e-5
+    thin, x = iso.fuse(wide), torch.randn(2, 4, 5, 5).double()
+    assert deviation(thin(x), wide(x)) < 1e-5
     assert thin[0].conv is thin[1].conv
     assert not isinstance(thin[0].conv, Pyramid)
     first, second = levit.LinearNorm(8, 8), levit.LinearNorm(8, 8)
     second.linear = first.linear
     wide, x = (
         disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear")),
-        torch.randn(2, 3, 8),
+        torch.randn(2, 3, 8).double(),
     )
-    assert relative(iso.fuse(wide)(x), wide(x)) < 1e-5
+    assert deviation(iso.fuse(wide)(x), wide(x)) < 1e-5
 
 
 def test_units_keep_train_mode():
@@ -419,13 +289,13 @@ def test_units_keep_train_mode():
 
 @torch.no_grad()
 def test_attention_inside_a_unit_stays():
-    net = disturb(nn.Sequential(levit.ConvNorm(4, 4, 3, 1, 1)))
+    net = disturb(nn.Sequential(levit.ConvNorm(4, 4, 3, 1, 1))).float()
     attentive = iso.recast(net, iso.ConvToGPSA(content="none"), "0.linear")
     x = torch.randn(1, 4, 6, 6)
-    assert relative(iso.fuse(attentive)(x), net(x)) < 1e-4
-    block = disturb(nn.Sequential(RepVggBlock(4, 4, 3, layers=LayerFn())))
+    assert deviation(iso.fuse(attentive)(x), net(x)) < 1e-4
+    block = disturb(nn.Sequential(RepVggBlock(4, 4, 3, layers=LayerFn()))).float()
     attentive = iso.recast(block, iso.ConvToGPSA(content="none"), "0.conv_kxk.conv")
-    assert relative(prepare(attentive)(x), block(x)) < 1e-4
+    assert deviation(prepare(attentive)(x), block(x)) < 1e-4
     assert block[0].reparam_conv is None
 
 
