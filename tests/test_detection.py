@@ -20,12 +20,11 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.checkpoints.open import open_model
 from isomorph.recipes import RECIPES, load_recipe
-from isomorph.tasks.detection.annotations import read_annotations
-from isomorph.tasks.detection.dataset import draw_masks, open_split
-from isomorph.tasks.detection.metrics import Results, as_results, average_precision, metric_rows
+from isomorph.tasks.detection.dataset import draw_masks, open_split, read_annotations
+from isomorph.tasks.detection.metrics import Results, as_results, metric_rows
 from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_losses
 from isomorph.tasks.detection.page import group_results, score_image
-from isomorph.tasks.detection.transforms import TestTransform, TrainTransform
+from isomorph.tasks.detection.transforms import FitTransform, TrainTransform
 from isomorph.training.recipe.recipe import validate
 from stopping import stopped_run
 
@@ -90,7 +89,7 @@ class TestData:
         def files(**fields):
             data = {**TINY["data"], "root": str(tmp_path), "fraction": 0.5, **fields.pop("data", {})}
             recipe = validate({**TINY, "data": data, **fields})
-            return [record.file for record in recipe.task.task.open_data(recipe)[0].images]
+            return [record.file for record in recipe.task.task.open_data(recipe)[0].samples]
 
         assert files(data={"draw": "first"}) == [f"{i}.png" for i in range(4)]
         assert files(seed=1) == files(seed=1) != files(seed=2)
@@ -164,22 +163,21 @@ class TestData:
         content["annotations"][0]["bbox"] = [10, 10, 0, 20]
         (tmp_path / "a.json").write_text(json.dumps(content))
         found = read_annotations(tmp_path / "a.json", masks=False, skip=1)
-        assert found.skipped == 1
         assert [len(image.objects) for image in found.images] == [1, 2]
 
     def test_real_numbers_of_categories(self, data_root):
         source = open_split(data_root / "coco_mini", "train", masks=False)
-        assert (len(source.classes), max(source.annotations.category_ids)) == (80, 90)
-        named = {c["id"]: c["name"] for c in json.loads(source.annotations.path.read_text())["categories"]}
+        assert (len(source.classes), max(source.category_ids)) == (80, 90)
+        named = {c["id"]: c["name"] for c in json.loads(source.annotations.read_text())["categories"]}
         for index in range(len(source)):
-            wanted = [named[each["category_id"]] for each in source.images[index].objects]
+            wanted = [named[each["category_id"]] for each in source.samples[index].objects]
             assert [source.classes[label] for label in source.objects(index)["labels"]] == wanted
 
     @pytest.mark.filterwarnings("ignore:__array__ implementation")  # pycocotools' own, with NumPy 2
     def test_real_polygons(self, data_root):
         source = open_split(data_root / "fruits_nuts", "train", masks=True)
-        truth = COCO_of(source.annotations.path)
-        objects, record = source.objects(3), source.images[3]
+        truth = COCO_of(source.annotations)
+        objects, record = source.objects(3), source.samples[3]
         for mask, each in zip(objects["masks"], record.objects, strict=True):
             assert torch.equal(mask, torch.from_numpy(truth.annToMask(each)))
 
@@ -188,8 +186,8 @@ class TestTransforms:
     def test_scale_1_without_a_flip_fits_the_image(self):
         image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 64, 3), np.uint8))
         objects = {"boxes": torch.tensor([[8.0, 4, 24, 20]]), "labels": torch.tensor([1])}
-        x, left = TrainTransform(CONFIG, (1.0, 1.0), 0.0)(image, objects)
-        expected, inside = TestTransform(CONFIG)(image)
+        x, left = TrainTransform(CONFIG, (1.0, 1.0), 0.0)((image, objects))
+        expected, inside = FitTransform(CONFIG).fit(image)
         torch.testing.assert_close(x, expected)
         assert inside == (24, 64)
         assert left["boxes"].tolist() == [[8, 4, 24, 20]]
@@ -199,7 +197,7 @@ class TestTransforms:
         image = Image.new("RGB", (64, 48))
         masks = draw_masks([[SQUARE]], 48, 64)
         objects = {"boxes": torch.tensor([[10.0, 10, 30, 30]]), "labels": torch.tensor([1]), "masks": masks}
-        _, left = TrainTransform(CONFIG, (1.0, 1.0), 1.0)(image, objects)
+        _, left = TrainTransform(CONFIG, (1.0, 1.0), 1.0)((image, objects))
         assert left["boxes"].tolist() == [[34, 10, 54, 30]]
         assert torch.equal(left["masks"], masks.flip(-1))
 
@@ -211,7 +209,7 @@ class TestTransforms:
             torch.manual_seed(seed)
             masks = draw_masks([[SQUARE], [[0, 0, 5, 0, 5, 5, 0, 5]]], 48, 64)
             objects = {"boxes": torch.zeros(2, 4), "labels": torch.tensor([1, 2]), "masks": masks}
-            x, left = TrainTransform(CONFIG, (0.5, 4.0), 0.5)(Image.fromarray(picture), objects)
+            x, left = TrainTransform(CONFIG, (0.5, 4.0), 0.5)((Image.fromarray(picture), objects))
             seen.add(len(left["labels"]))
             assert x.shape == (3, 48, 64)
             for box, label, mask in zip(left["boxes"].int(), left["labels"], left["masks"], strict=True):
@@ -226,7 +224,7 @@ class TestTransforms:
         objects = {"boxes": torch.tensor([[0.0, 0, 4, 4], [20, 10, 60, 40]]), "labels": torch.tensor([0, 1])}
         for seed in range(8):
             torch.manual_seed(seed)
-            _, left = TrainTransform(CONFIG, (3.0, 3.0), 0.0)(Image.new("RGB", (64, 48)), objects)
+            _, left = TrainTransform(CONFIG, (3.0, 3.0), 0.0)((Image.new("RGB", (64, 48)), objects))
             sides = left["boxes"][:, 2:] - left["boxes"][:, :2]
             assert (sides >= 1).all()
             assert (left["boxes"] <= torch.tensor([64, 48, 64, 48])).all()
@@ -241,7 +239,7 @@ def random_results(source, seed=0):
     """The truth, moved and mixed with noise."""
     generator = torch.Generator().manual_seed(seed)
     entries = []
-    for index, record in enumerate(source.images):
+    for index, record in enumerate(source.samples):
         objects = source.objects(index)
         n = len(objects["labels"])
         boxes = objects["boxes"] + 6 * torch.randn(n, 4, generator=generator)
@@ -251,8 +249,8 @@ def random_results(source, seed=0):
         found = {"boxes": boxes, "labels": labels, "scores": torch.rand(n, generator=generator)}
         if source.masks:
             found["masks"] = objects["masks"].roll(4, -1).bool()
-        entries += as_results(found, record, source.annotations.category_ids)
-    return Results(entries, [record.id for record in source.images])
+        entries += as_results(found, record, source.category_ids)
+    return Results(entries, [record.id for record in source.samples])
 
 
 @pytest.mark.parametrize(("name", "masks"), [("fruits_nuts", True), ("coco_mini", False)])
@@ -260,7 +258,7 @@ def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name
     source = open_split(data_root / name, "train", masks)
     results = random_results(source)
     metrics, *classes = metric_rows(source, results)
-    truth = COCO_of(source.annotations.path)
+    truth = COCO_of(source.annotations)
     for kind, prefix in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
         other = {"bbox": "segmentation", "segm": "bbox"}[kind]
         given = [{k: v for k, v in each.items() if k != other} for each in results.entries]
@@ -280,9 +278,9 @@ def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name
 
 def test_nothing_found_has_no_precision(tmp_path):
     source = open_split(write(tmp_path), "train", masks=True)
-    assert average_precision(source, Results([], [0]))["box_ap"] == 0
+    assert metric_rows(source, Results([], [0]))[0]["box_ap"] == 0
     with pytest.raises(iso.UserError, match="nothing to evaluate"):
-        average_precision(source, Results([], []))
+        metric_rows(source, Results([], []))
 
 
 def test_scores_of_an_image(tmp_path):

@@ -17,12 +17,16 @@ from isomorph.cli.sample import sample as sample_command
 from isomorph.distributed import ALONE, derive_seed
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS
 from isomorph.recipes.diffusion import PYRAMIDS
-from isomorph.tasks.diffusion import NoiseSchedule, image_features, sample
-from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
-from isomorph.tasks.diffusion.image_distance import image_distances
-from isomorph.tasks.diffusion.image_features import Extractor, open_extractor
-from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors
+from isomorph.tasks.diffusion import NoiseSchedule, image_distance, sample
+from isomorph.tasks.diffusion.image_distance import (
+    Extractor,
+    compare_folder,
+    image_distances,
+    open_extractor,
+    open_real_images,
+)
 from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times
+from isomorph.tasks.diffusion.task import DenoisingTask, denoising_errors
 from isomorph.training.task import task_of
 from stopping import stopped_run
 
@@ -369,7 +373,7 @@ class TestDistance:
 
         monkeypatch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", offline)
         for reachable in (True, False):
-            monkeypatch.setattr(image_features, "is_reachable", lambda url, found=reachable: found)
+            monkeypatch.setattr(image_distance, "is_reachable", lambda url, found=reachable: found)
             with pytest.raises(iso.UserError, match=r"cannot be downloaded; give torch-fidelity's file weights-incep"):
                 open_extractor("inception", None, torch.device("cpu"))
         (tmp_path / "bad.pth").write_bytes(b"nothing")

@@ -12,12 +12,9 @@ from pyarrow.parquet import write_table
 import isomorph as iso
 from isomorph.recipes import RECIPES
 from isomorph.recipes.language import TABLE_6
-from isomorph.tasks.language import glue_parquet
+from isomorph.tasks.language import glue
 from isomorph.tasks.language.classify import TextClassificationPart
-from isomorph.tasks.language.glue import GLUE
-from isomorph.tasks.language.glue_files import open_root, read_examples, training_sentences
-from isomorph.tasks.language.glue_parquet import read_parquet
-from isomorph.tasks.language.glue_tsv import read_tsv
+from isomorph.tasks.language.glue import GLUE, open_root, read_examples, read_parquet, read_tsv, training_sentences
 
 TSV = {
     "RTE/train": "index\tsentence1\tsentence2\tlabel\n0\ta b c\tb c\tentailment\n1\td e\tf g h i\tnot_entailment\n",
@@ -107,7 +104,7 @@ def test_columns_by_name_and_number(published):
             "line 2: label 'maybe' is unknown; use ent",
         ),
         ("cola", "x\t2\t\ta\n", "line 1: label '2' is unknown; use 0, 1"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: 'high' is not a score; give a number"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: label 'high' is not a score; give a number"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, name, content, message):
@@ -184,7 +181,7 @@ def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
         asked.append((name, options))
         return str(hub)
 
-    monkeypatch.setattr(glue_parquet, "impatient_hub", nullcontext)
+    monkeypatch.setattr(glue, "impatient_hub", nullcontext)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     root = open_root(Path("nyu-mll/glue"), ["rte"])
     assert read_examples(root, "rte", "test")
@@ -197,7 +194,7 @@ def test_the_hub_does_not_answer(monkeypatch, tmp_path):
         raise ConnectionError("no network")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(glue_parquet, "impatient_hub", nullcontext)
+    monkeypatch.setattr(glue, "impatient_hub", nullcontext)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(
         iso.UserError, match=r"the hub does not answer; run `hf download nyu-mll/glue .*'rte/\*.parquet'"

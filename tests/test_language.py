@@ -10,13 +10,10 @@ from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate_task import evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.tasks.language.attention_page import attention_of, choose_examples
-from isomorph.tasks.language.classify import TextClassificationPart
-from isomorph.tasks.language.corpus import IGNORED, PackedTexts, pack
-from isomorph.tasks.language.masked_lm import _masked_sums
-from isomorph.tasks.language.metrics import compute_metrics
-from isomorph.tasks.language.sentences import PadBatch, Sentences
+from isomorph.tasks.language.classify import TextClassificationPart, compute_metrics
+from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
+from isomorph.tasks.language.sentences import PadBatch, Sentences, open_tokenizer
 from isomorph.tasks.language.task import LanguageTask
-from isomorph.tasks.language.tokenizer import open_tokenizer
 from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import find_task

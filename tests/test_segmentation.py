@@ -19,13 +19,11 @@ from command_line import isomorph, refusal
 from isomorph.data.corruptions.corrupt import ImageCorruption
 from isomorph.distributed import ALONE
 from isomorph.tasks.segmentation.augment import CappedCrop, Photometric, RatioResize, TrainTransform, scaled_size
-from isomorph.tasks.segmentation.data import open_splits, open_test_pairs
 from isomorph.tasks.segmentation.fields import SegmentationPart
-from isomorph.tasks.segmentation.formats import open_masks
-from isomorph.tasks.segmentation.metrics import Confusion
+from isomorph.tasks.segmentation.formats import open_masks, open_splits, open_test_pairs
+from isomorph.tasks.segmentation.images import IGNORE, Pair
 from isomorph.tasks.segmentation.objective import SegmentationTask, channel_distillation, pixel_cross_entropy
-from isomorph.tasks.segmentation.pairs import IGNORE, Pair
-from isomorph.tasks.segmentation.windows import slide, window_starts
+from isomorph.tasks.segmentation.predict import Confusion, slide, window_starts
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
 SMALL = [
@@ -88,7 +86,7 @@ def test_camvid(data_root):
     image, mask = test[0]
     assert image.shape == (3, 360, 480)
     assert mask.shape == (360, 480)
-    raw = np.asarray(Image.open(test.masks[0]))
+    raw = np.asarray(Image.open(test.samples[0].mask))
     assert (mask.numpy()[raw == 11] == IGNORE).all()
     assert (mask.numpy()[raw < 11] == raw[raw < 11]).all()
 
@@ -100,7 +98,7 @@ def test_coco_masks_are_numbered_without_gaps(data_root):
     test.check()
     classes = test.mask(0)
     assert set(np.unique(classes)) <= {*range(129), IGNORE}
-    raw = np.asarray(Image.open(test.masks[0]))
+    raw = np.asarray(Image.open(test.samples[0].mask))
     assert ((classes == IGNORE) == (raw == 0)).all()
 
 
@@ -140,9 +138,7 @@ def test_a_folder_that_training_split_is_tested_on_its_other_part(tmp_path):
             Image.fromarray(pixels.astype(np.uint8)).save(path)
     (tmp_path / "classes.txt").write_text("ground\nsquare\n")
     held_out = open_splits("masks", tmp_path, 0.3)[1]
-    assert [p.name for p in open_test_pairs("masks", tmp_path, 0.3, None, 12).images] == [
-        path.name for path in held_out.images
-    ]
+    assert open_test_pairs("masks", tmp_path, 0.3, None, 12).samples == held_out.samples
     assert len(open_test_pairs("masks", tmp_path, 0.3, None, 13)) == 12  # another folder
 
 
@@ -187,9 +183,9 @@ def test_bad_files_are_found_before_training(tmp_path, broken, message):
 def test_damaged_files_may_be_left_out(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "data")
     pairs = open_masks("masks", "train", tmp_path / "data")
-    whole = pairs.masks[1].read_bytes()
-    pairs.masks[1].write_bytes(whole[: len(whole) // 2])  # its size can be read
-    pairs.images[2].write_bytes(b"")
+    whole = pairs.samples[1].mask.read_bytes()
+    pairs.samples[1].mask.write_bytes(whole[: len(whole) // 2])  # its size can be read
+    pairs.samples[2].image.write_bytes(b"")
     pairs.check(unreadable=2)
     with pytest.raises(iso.UserError, match=r"cannot read .*1\.png: .*allow unreadable images with data\.unreadable"):
         pairs.check(unreadable=1)
@@ -376,10 +372,10 @@ def test_corruptions_change_images_and_not_masks(folder):
     altered = copy.copy(pairs)
     altered.alter = fog
     for plain, foggy in ((pairs, altered), (pairs.subset([1]), altered.subset([1]))):
-        clean, changed = plain.pair(0), foggy.pair(0)
+        clean, changed = plain.example(0), foggy.example(0)
         assert torch.equal(clean.mask, changed.mask)
         assert (clean.image != changed.image).float().mean() > 0.9
-    assert torch.equal(changed.image, altered.pair(1).image)  # the draw goes by the name, not by the place
+    assert torch.equal(changed.image, altered.example(1).image)  # the draw goes by the name, not by the place
     with pytest.raises(iso.UserError, match=r"32 px at least; tiny\.png is 31 x 40"):
         fog(Image.new("RGB", (31, 40)), "tiny.png")
 

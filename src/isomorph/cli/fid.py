@@ -64,9 +64,12 @@ def fid(
     with loading():
         from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
-        from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
-        from isomorph.tasks.diffusion.image_distance import open_folder
-        from isomorph.tasks.diffusion.image_features import open_extractor
+        from isomorph.tasks.diffusion.image_distance import (
+            compare_folder,
+            open_extractor,
+            open_folder,
+            open_real_images,
+        )
     split: Literal["train", "test"] = "test" if test else "train"
     open_folder(images)  # before the network is opened, whose weights may have to be downloaded
     real = open_real_images(data, split, root, max_images)

@@ -60,9 +60,9 @@ def sample(
         from isomorph.cli.open_models import open_given
         from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
-        from isomorph.tasks.diffusion.denoiser import require_denoiser
+        from isomorph.tasks.diffusion.noise_schedule import require_denoiser
+        from isomorph.tasks.diffusion.sampling import check_replaceable, write_folder, write_grid
         from isomorph.tasks.diffusion.sampling import sample as generate
-        from isomorph.tasks.diffusion.write_images import check_replaceable, write_folder, write_grid
     target = open_runtime(device).device
     net = open_given(model, checkpoint)
     require_denoiser(net, model)

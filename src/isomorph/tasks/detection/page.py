@@ -1,28 +1,103 @@
-"""The page of a detector's test: AP, AP of every class, and images with truth and detections, the worst first."""
+"""Detections as pictures: of one image, with JSON, and the page of a test, with AP and the worst images."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 from torchvision.ops import box_iou
+from torchvision.transforms.v2 import functional as V
+from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
+from isomorph.data.sources import read_image
+from isomorph.evaluation.class_names import label_names
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.report.html import ImageCard, Section, write_page
 from isomorph.report.image_uris import image_uri, stack_images
-from isomorph.tasks.detection.dataset import DetectionSource
-from isomorph.tasks.detection.extra import decode_masks
-from isomorph.tasks.detection.metrics import Results
-from isomorph.tasks.detection.predict import SHOWN_SCORE, draw_objects
+from isomorph.tasks.detection.dataset import DetectionSource, ImageRecord, decode_masks
+from isomorph.tasks.detection.metrics import Results, encode_mask, to_image
+from isomorph.tasks.detection.transforms import FitTransform
 from isomorph.terminal_tables import row_table
+from isomorph.training.task import Prediction
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
+"""Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito)."""
+SHOWN_SCORE = 0.3
+"""Detections below this score are in the JSON and not in the picture."""
 SHOWN_IMAGES = 24
 """Images on the page."""
 _WIDTH = 420
 """Largest width of each of the two pictures of an image, in pixels."""
 _IOU = 0.5
 """Overlap from which a detection of the right class has found an object."""
+
+
+def detect_image(model: nn.Module, image: Image.Image) -> dict[str, Tensor]:
+    """Return the detections in an image, best first, in its own pixels; masks as (n, H, W) bool."""
+    inputs, inside = FitTransform(evaluation_config(model)).fit(image.convert("RGB"))
+    with eval_mode(model):
+        found = model.detect(inputs[None].to(next(model.parameters()).device), [inside])[0]  # type: ignore[operator]
+    record = ImageRecord(0, "", image.height, image.width)
+    return to_image({name: value.cpu() for name, value in found.items()}, record, inside)
+
+
+def predict_file(model: nn.Module, path: Path) -> Prediction:
+    """Return the objects in an image file: rows of those shown, the image with them, and all of them as JSON.
+
+    Raises: UserError when it cannot be read.
+    """
+    image = read_image(path)
+    found = detect_image(model, image)
+    names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
+    entries = as_json(found, names)
+    rows = [
+        {"class": each["name"], "probability": 100 * each["score"], "box": " ".join(f"{n:g}" for n in each["box"])}
+        for each in entries
+        if each["score"] >= SHOWN_SCORE
+    ]
+    return Prediction(rows, {".png": draw_objects(image, found, names), ".json": entries})
+
+
+def as_json(found: dict[str, Tensor], names: list[str]) -> list[dict[str, Any]]:
+    """Return detections as plain values, best first.
+
+    label, name, score, and box as left, top, right, bottom in pixels; with masks also the outline as COCO's RLE.
+    """
+    rows = zip(found["labels"].tolist(), found["scores"].tolist(), found["boxes"].tolist(), strict=True)
+    entries: list[dict[str, Any]] = [
+        {"label": i, "name": names[i], "score": round(score, 4), "box": [round(n, 1) for n in box]}
+        for i, score, box in rows
+    ]
+    for entry, mask in zip(entries, found.get("masks", ()), strict=False):
+        coded = encode_mask(mask)
+        entry["segmentation"] = {"size": list(coded["size"]), "counts": coded["counts"].decode("ascii")}
+    return entries
+
+
+def draw_objects(image: Image.Image, found: dict[str, Tensor], names: list[str]) -> Image.Image:
+    """Draw boxes with class and score, and outlines filled in half-transparent colours.
+
+    Detections with a score are drawn from a score of .3; objects without scores are all drawn.
+    """
+    if "scores" in found:
+        shown = found["scores"] >= SHOWN_SCORE
+        found = {name: value[shown] for name, value in found.items()}
+    labels = found["labels"].tolist()
+    colours: list[Any] = [COLOURS[label % len(COLOURS)] for label in labels]
+    canvas = V.pil_to_tensor(image.convert("RGB"))
+    if len(labels) and "masks" in found:
+        canvas = draw_segmentation_masks(canvas, found["masks"].bool(), alpha=0.45, colors=colours)
+    if len(labels):
+        scores = [f" {score:.2f}" for score in found["scores"].tolist()] if "scores" in found else [""] * len(labels)
+        texts = [names[label] + score for label, score in zip(labels, scores, strict=True)]
+        width = max(2, round(max(image.size) / 200))
+        corners = found["boxes"].clamp(min=0)
+        corners = torch.minimum(corners, torch.tensor([image.width - 1, image.height - 1] * 2))
+        canvas = draw_bounding_boxes(canvas, corners, texts, colors=colours, width=width)
+    return V.to_pil_image(canvas)
 
 
 class ImageScore(NamedTuple):
@@ -46,10 +121,10 @@ def write_detections(path: Path, source: DetectionSource, results: Results, rows
     Raises: UserError when it cannot be written, or an image cannot be read.
     """
     by_image = group_results(source, results)
-    index_of = {record.id: index for index, record in enumerate(source.images)}
+    index_of = {record.id: index for index, record in enumerate(source.samples)}
     scores = [score_image(source, index_of[number], by_image[number]) for number in results.image_ids]
     worst = sorted(scores, key=lambda score: (score.f1, -score.missed - score.wrong, score.image))[:SHOWN_IMAGES]
-    cards = [_card(source, score, by_image[source.images[score.image].id]) for score in worst]
+    cards = [_card(source, score, by_image[source.samples[score.image].id]) for score in worst]
     overall, classes = rows[0], rows[1:]
     found, objects = sum(s.found for s in scores), sum(s.found + s.missed for s in scores)
     wrong = sum(s.wrong for s in scores)
@@ -72,16 +147,16 @@ def write_detections(path: Path, source: DetectionSource, results: Results, rows
 
 def group_results(source: DetectionSource, results: Results) -> dict[int, dict[str, Tensor]]:
     """Return the detections of every image, by its number: boxes, labels, scores, and masks where there are any."""
-    entries: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    entries: dict[int, list[dict[str, Any]]] = {number: [] for number in results.image_ids}
     for entry in results.entries:
         entries[entry["image_id"]].append(entry)
-    return {number: _as_tensors(source, entries[number]) for number in results.image_ids}
+    return {number: _as_tensors(source, some) for number, some in entries.items()}
 
 
 def _as_tensors(source: DetectionSource, entries: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     boxes = torch.tensor([each["bbox"] for each in entries], dtype=torch.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
-    labels = torch.tensor([source.annotations.label_of[e["category_id"]] for e in entries], dtype=torch.int64)
+    labels = torch.tensor([source.label_of[e["category_id"]] for e in entries], dtype=torch.int64)
     found = {"boxes": boxes, "labels": labels, "scores": torch.tensor([float(e["score"]) for e in entries])}
     if entries and "segmentation" in entries[0]:
         found["masks"] = torch.from_numpy(decode_masks([each["segmentation"] for each in entries])).bool()
@@ -109,4 +184,4 @@ def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tens
     pictures = [draw_objects(image, each, names) for each in (source.objects(score.image), detections)]
     total = score.found + score.missed
     lines = [f"found {score.found} of {total}, wrong {score.wrong}"]
-    return ImageCard(image_uri(stack_images(pictures, _WIDTH)), source.images[score.image].file, lines)
+    return ImageCard(image_uri(stack_images(pictures, _WIDTH)), source.samples[score.image].file, lines)

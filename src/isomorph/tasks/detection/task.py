@@ -1,31 +1,34 @@
 """Detection and instance segmentation as a task of the training loop."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, train_loader
+from isomorph.data.loaders import train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.class_names import check_own_classes
 from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem
+from isomorph.tasks.detection.dataset import DetectionSource, check_same_categories, find_annotations, open_split
+from isomorph.tasks.detection.metrics import FittedImages, collect_detections, metric_rows
+from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask
+from isomorph.tasks.detection.page import predict_file, write_detections
+from isomorph.tasks.detection.transforms import TrainTransform
+from isomorph.tasks.image_sets import share_loader
+from isomorph.training.build import build_model
 from isomorph.training.recipe.part import Count, NotNegative, Part, Positive
-from isomorph.training.task import EvaluationOptions, Prediction, Task
-
-if TYPE_CHECKING:
-    from isomorph.tasks.detection.dataset import DetectionSource
-    from isomorph.training.recipe.recipe import Recipe
-    from isomorph.training.task import Objective
-
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
 
 _LARGEST_BATCH = 8
 """Test images at once: they are large."""
@@ -74,15 +77,13 @@ class Detection(Task):
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
     corruption_metric = "box_ap"
 
-    def check_recipe(self, recipe: "Recipe") -> None:
+    def check_recipe(self, recipe: Recipe) -> None:
         if recipe.scale.parallel == "fsdp":
             raise ValueError("scale.parallel fsdp does not work for detection; leave it at ddp")
         if self.options.scales[0] > self.options.scales[1]:
             raise ValueError("task.scales must be the smallest and the largest scale, like [0.1, 2.0]")
 
-    def open_data(self, recipe: "Recipe") -> tuple["DetectionSource", "DetectionSource"]:
-        from isomorph.tasks.detection.dataset import check_same_categories
-
+    def open_data(self, recipe: Recipe) -> tuple[DetectionSource, DetectionSource]:
         root, options = data_root(recipe.data.root), self.options
         train = self._open(root, "train", options.train, options.train_images)
         test = self._open(root, "test", options.test, options.test_images)
@@ -92,21 +93,17 @@ class Detection(Task):
         train = drawn_fraction(train, recipe.data.fraction, recipe.seed if recipe.data.draw == "seeded" else None)
         return train, drawn_once(test, recipe.data.test_images)
 
-    def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> "DetectionSource":
-        from isomorph.tasks.detection.dataset import open_split
-
+    def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> DetectionSource:
         return open_split(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
 
-    def build_model(self, recipe: "Recipe", train: Any, recast_now: bool) -> nn.Module:
-        from isomorph.training.build import build_model
-
+    def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         part = recipe.model
         if part.name == "mask_rcnn":
             size = {"img_size": list(recipe.data.size)} if recipe.data.size else {}
             part = part.model_copy(update={"kwargs": {**size, "masks": self.options.masks, **part.kwargs}})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
 
-    def check_model(self, recipe: "Recipe", model: nn.Module, config: dict[str, Any]) -> None:
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         if not hasattr(model, "detect"):
             raise UserError(f"{recipe.model.name or recipe.model.weights} is not a detector; set model.name mask_rcnn")
         if model.has_masks != self.options.masks:
@@ -117,44 +114,44 @@ class Detection(Task):
             raise UserError(f"the network cannot process images of {size}: {reason}; give another data.size")
 
     def train_loader(
-        self, recipe: "Recipe", config: dict[str, Any], train: Any, sampler: TrainSampler
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
-        from isomorph.tasks.detection.transforms import TrainTransform
-
         transform: Any = TrainTransform(config, self.options.scales, self.options.flip)
         return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
-    def test_loader(self, recipe: "Recipe", config: dict[str, Any], test: Any, runtime: Runtime) -> "TestBatches":
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)
-        return TestBatches(test, config, batch, recipe.data.workers, runtime)
+        return share_loader(FittedImages(test, config), batch, recipe.data.workers, runtime)
 
-    def objective(self, recipe: "Recipe", model: nn.Module, device: torch.device) -> "Objective":
-        from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask
-        from isomorph.training.task import Objective
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        def measure(module: nn.Module, loader: Any, runtime: Runtime) -> dict[str, float]:
+            return metric_rows(loader.dataset.source, collect_detections(module, loader, runtime))[0]
+
+        def score(metrics: dict[str, float]) -> float:
+            return metrics["box_ap"]
 
         options = self.options
         if options.teacher is None:
-            return Objective(DetectionTask(model, device), measure, lambda metrics: metrics["box_ap"])
-        from isomorph.checkpoints.open import open_model
-
+            return Objective(DetectionTask(model, device), measure, score)
         weights = (options.feature_weight, options.objectness_weight)
         task = ProposalDistillationTask(model, open_model(options.teacher), device, weights, options.ramp)
-        return Objective(task, measure, lambda metrics: metrics["box_ap"], lambda module: module.student)  # type: ignore[return-value, arg-type]
+        return Objective(task, measure, score, lambda module: module.student)  # type: ignore[return-value, arg-type]
 
-    def open_images(self, model: nn.Module, options: EvaluationOptions) -> "DetectionSource":
+    def open_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
         """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's.
 
         Raises: UserError for missing data, or data of other classes.
         """
-        from isomorph.tasks.detection.dataset import require_annotations
-
         given, own = options.data, self.options
         if given is not None and given.endswith(".json"):
             source = self._open(Path(given).parent, "test", Path(given).name, None)
         elif given is None or given in self.sources:
             source = self._open(data_root(options.root), "test", own.test, own.test_images)
         else:
-            require_annotations(Path(given), own.test)
+            if not Path(given).is_dir():
+                raise UserError(f"{given} is neither a folder nor an annotation file that ends in .json")
+            if own.test is None:
+                find_annotations(Path(given), "test", "give such a folder, or the annotation file itself")
             source = self._open(Path(given), "test", own.test, own.test_images)
         check_own_classes(model, source.classes)
         return drawn_once(source, options.max_images)
@@ -163,22 +160,18 @@ class Detection(Task):
         return self.evaluate_images(model, self.open_images(model, options), options, runtime)
 
     def evaluate_images(
-        self, model: nn.Module, images: "DetectionSource", options: EvaluationOptions, runtime: Runtime
+        self, model: nn.Module, images: DetectionSource, options: EvaluationOptions, runtime: Runtime
     ) -> list[dict[str, Any]]:
-        from isomorph.tasks.detection.metrics import metric_rows
-        from isomorph.tasks.detection.page import write_detections
-
         config = evaluation_config(model, options.size)
-        batches = TestBatches(images, config, min(options.batch_size, _LARGEST_BATCH), options.workers, runtime)
-        results = batches.detections(model.to(runtime.device), runtime)
+        batch = min(options.batch_size, _LARGEST_BATCH)
+        loader = share_loader(FittedImages(images, config), batch, options.workers, runtime)
+        results = collect_detections(model.to(runtime.device), loader, runtime)
         rows = metric_rows(images, results)
         if options.page and runtime.is_main:
             write_detections(options.page, images, results, rows)
         return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
-        from isomorph.tasks.detection.predict import predict_file
-
         return predict_file(model, path)
 
 
@@ -186,51 +179,3 @@ def collate(examples: Sequence[Any]) -> tuple[torch.Tensor, list[Any], list[str]
     """Stack images, and list their objects and the messages about unreadable images."""
     images, objects, problems = zip(*examples, strict=True)
     return torch.stack(images), list(objects), list(chain.from_iterable(problems))
-
-
-class _TestImages(Dataset[tuple[torch.Tensor, int]]):
-    """Test images with their indices."""
-
-    def __init__(self, source: Any, transform: Any) -> None:
-        self.source, self.transform = source, transform
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.transform(self.source.image(index))[0], index
-
-
-class TestBatches:
-    """Batches of this process's test images, with their indices in `source`."""
-
-    __test__ = False  # not a test, whatever pytest thinks
-
-    def __init__(self, source: Any, config: dict[str, Any], batch: int, workers: int, runtime: Runtime) -> None:
-        from isomorph.tasks.detection.transforms import TestTransform
-
-        self.source, self.size = source, tuple(config["input_size"][-2:])
-        own = range(len(source))[runtime.share]
-        self.loader: Iterable[Any] = IsolatedDataLoader(
-            _TestImages(source, TestTransform(config)),
-            batch_sampler=[list(own[i : i + batch]) for i in range(0, len(own), batch)],
-            num_workers=workers,
-            worker_init_fn=ignore_stop_signals,
-            persistent_workers=workers > 0,
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def detections(self, model: nn.Module, runtime: Runtime) -> Any:
-        """Return a model's detections in the images of all processes."""
-        from isomorph.tasks.detection.metrics import collect_detections
-
-        return collect_detections(model, self.loader, self.source, runtime, self.size)
-
-
-def measure(model: nn.Module, batches: Any, runtime: Runtime) -> dict[str, float]:
-    """Return AP over the images of all processes."""
-    from isomorph.tasks.detection.metrics import average_precision
-
-    return average_precision(batches.source, batches.detections(model, runtime))

@@ -17,19 +17,18 @@ _MIN_SIDE = 1.0
 """Shortest side in pixels of a box that the crop has cut, for objects without masks; smaller ones are left out."""
 
 
-class TestTransform:
+class FitTransform:
     """Resize an image to fit the input, keeping its ratio, and pad it on the right and below.
 
-    Shape: PIL image -> (3, H, W), normalised, and the height and width of the image inside
+    Shape: PIL image -> (3, H, W), normalised
     """
-
-    __test__ = False  # not a test, whatever pytest thinks
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.size = tuple(config["input_size"][-2:])
         self.mean, self.std = list(config["mean"]), list(config["std"])
 
-    def __call__(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
+    def fit(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
+        """Return an image as the network reads it, and its height and width inside."""
         resized = V.resize(V.pil_to_tensor(image), fitted_size(image.size[::-1], self.size), antialias=True)
         return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])
 
@@ -38,7 +37,7 @@ class TestTransform:
         return V.normalize(V.to_dtype(image, torch.float32, scale=True), self.mean, self.std)
 
 
-class TrainTransform(TestTransform):
+class TrainTransform(FitTransform):
     """Flip an image, resize it by a random scale, crop it to the input size, and pad it on the right and below.
 
     The scale is drawn from `scales`, where 1 fits the image to the input. Boxes are those of the masks after the crop
@@ -48,13 +47,12 @@ class TrainTransform(TestTransform):
     Source: large-scale jitter (Ghiasi et al., 2021), as in G2SD's ViTDet
     """
 
-    __test__ = False
-
     def __init__(self, config: Mapping[str, Any], scales: tuple[float, float], flip: float) -> None:
         super().__init__(config)
         self.scales, self.flip = scales, flip
 
-    def __call__(self, image: Image.Image, objects: Objects) -> tuple[Tensor, Objects]:  # type: ignore[override]
+    def __call__(self, example: tuple[Image.Image, Objects]) -> tuple[Tensor, Objects]:
+        image, objects = example
         canvas = image.size[::-1]
         sample: dict[str, Any] = {"image": tv_tensors.Image(V.pil_to_tensor(image))}
         sample["boxes"] = tv_tensors.BoundingBoxes(objects["boxes"], format="XYXY", canvas_size=canvas)

@@ -1,29 +1,140 @@
-"""How near generated images are to real ones: Frechet and kernel distance, precision and recall of their features."""
+"""How near generated images are to real ones: distances of their features, of Inception-v3 or of another network.
+
+Features, distances, precision and recall are torch-fidelity's.
+"""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.data.formats.naming import is_image_name
+from isomorph.checkpoints.open import open_model
+from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name
+from isomorph.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.data.loaders import eval_transform
-from isomorph.data.sources import Source, read_image
-from isomorph.errors import UserError
-from isomorph.tasks.diffusion.image_features import INCEPTION, Extractor, require_fidelity
+from isomorph.data.sources import Source, spaced_images
+from isomorph.errors import UserError, install_hint
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.models.download import is_connection_error, is_reachable
 
+INCEPTION = "inception"
+"""Name of the features of FID."""
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+"""Name of torch-fidelity's file with the weights of Inception-v3."""
+NO_INCEPTION = (
+    f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as --weights, or "
+    "the features of another network as --features"
+)
 MIN_IMAGES = 5
 """Fewest images of a set: precision and recall look at three neighbours of each."""
 _KERNEL_IMAGES = 1000
 """Images in each of the 100 draws of the kernel distance, or all if there are fewer."""
 Progress = Callable[[int, int], None]
+
+
+def require_fidelity() -> None:
+    """Raise UserError if torch-fidelity is missing."""
+    try:
+        import torch_fidelity  # noqa: F401
+    except ImportError:
+        raise UserError(f"comparing sets of images needs torch-fidelity; {install_hint('diffusion')}") from None
+
+
+class InceptionFeatures(nn.Module):
+    """The pooled features of Inception-v3 in TensorFlow's form, in torch-fidelity's implementation and weights.
+
+    Shape: (B, 3, H, W) uint8 -> (B, 2048)
+    """
+
+    def __init__(self, weights: Path | None) -> None:
+        super().__init__()
+        require_fidelity()
+        from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+
+        cached = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_FILE)
+        if weights is not None:
+            try:
+                torch.load(weights, map_location="meta", weights_only=True)  # torch-fidelity would run any code in it
+            except Exception:
+                what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
+                raise UserError(f"--weights {weights} {what}") from None
+        elif not cached.is_file() and not is_reachable(URL_INCEPTION_V3):
+            raise UserError(NO_INCEPTION)
+        build = partial(FeatureExtractorInceptionV3, "inception-v3-compat", ["2048"], verbose=False)
+        try:
+            self.inception = build(feature_extractor_weights_path=None if weights is None else str(weights))
+        except Exception as error:
+            if weights is None and is_connection_error(error):
+                raise UserError(NO_INCEPTION) from None
+            raise UserError(f"{weights} does not have the weights of torch-fidelity's Inception-v3") from None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inception(x)[0]
+
+
+class PooledFeatures(nn.Module):
+    """The features before the classifier of a network, of images resized and normalised as it expects.
+
+    Shape: (B, 3, H, W) uint8 -> (B, features)
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if not hasattr(model, "forward_head"):
+            raise UserError(f"{type(model).__name__} has no features before a classifier; give a timm classifier")
+        self.model, config = model, evaluation_config(model)
+        self.size = tuple(config["input_size"][-2:])
+        self.register_buffer("mean", torch.tensor(config["mean"])[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(config["std"])[:, None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / 255
+        if tuple(x.shape[-2:]) != self.size:
+            x = F.interpolate(x, self.size, mode="bicubic", antialias=True).clamp(0, 1)
+        model: Any = self.model
+        return model.forward_head(model.forward_features((x - self.mean) / self.std), pre_logits=True)
+
+
+class Extractor(NamedTuple):
+    """A network that turns images into features, with the name and a hash of its weights."""
+
+    name: str
+    network: nn.Module
+    """Called with (B, 3, H, W) uint8; returns (B, features)."""
+    fingerprint: str
+
+    @torch.no_grad()
+    def extract(self, batches: Iterable[Tensor]) -> Tensor:
+        """Return the features of batches of images. Shape: (B, 3, H, W) uint8 each -> (N, features), float32"""
+        device = next(self.network.parameters()).device
+        return torch.cat([self.network(batch.to(device)).float().cpu() for batch in batches])
+
+
+def open_extractor(features: str, weights: Path | None, device: torch.device) -> Extractor:
+    """Open Inception-v3 (`inception`), or any classifier by its timm name, checkpoint or run.
+
+    Raises: UserError without torch-fidelity, or when the weights are missing, damaged or cannot be downloaded.
+    """
+    if features == INCEPTION:
+        network: nn.Module = InceptionFeatures(weights)
+    else:
+        network = PooledFeatures(open_model(features, weights))
+    network = network.requires_grad_(False).eval().to(device)
+    return Extractor(features, network, weights_hash(network))
 
 
 def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) -> dict[str, Any]:
@@ -50,10 +161,10 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
     found |= kid_features_to_metric(generated, real, kid_subset_size=subset, verbose=False)
     found |= prc_features_to_metric(generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False)
     own = features == INCEPTION
-    kernel = "kid" if own else "kernel_distance"
+    frechet, kernel = ("fid", "kid") if own else ("frechet_distance", "kernel_distance")
     return {
         **({} if own else {"features": features}),
-        "fid" if own else "frechet_distance": found["frechet_inception_distance"],
+        frechet: found["frechet_inception_distance"],
         kernel: found["kernel_inception_distance_mean"],
         f"{kernel}_std": found["kernel_inception_distance_std"],
         "precision": found["precision"],
@@ -63,51 +174,42 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
     }
 
 
-def open_folder(folder: Path) -> list[Path]:
-    """Return the images of a folder and the folders in it, sorted. Raises: UserError when there are none."""
+def open_folder(folder: Path) -> Source:
+    """Open the images of a folder and the folders in it, in their order. Raises: UserError when there are none."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     paths = sorted(path for path in folder.rglob("*") if is_image_name(path.name) and not path.name.startswith("."))
     if not paths:
         raise UserError(f"no images in {folder}; give a folder of PNGs, as `isomorph sample --out FOLDER` writes it")
-    return paths
+    images = ImageFiles(folder, (path.relative_to(folder).as_posix() for path in paths))
+    return Source(images, np.zeros(len(paths), np.int64), ())
 
 
-def folder_batches(paths: list[Path], batch_size: int) -> Iterator[Tensor]:
-    """Yield the images of files. Shape: -> (B, 3, H, W) uint8. Raises: UserError for unreadable ones or other sizes."""
-    expected = image_size(paths[0])
-    for start in range(0, len(paths), batch_size):
-        chosen = paths[start : start + batch_size]
-        images = [_read(path) for path in chosen]
-        for path, image in zip(chosen, images, strict=True):
-            if tuple(image.shape[-2:]) != expected:
-                own, others = (" x ".join(map(str, sides)) for sides in (image.shape[-2:], expected))
-                raise UserError(f"{path} is {own}, and {paths[0]} is {others}; give images of one size")
-        yield torch.stack(images)
+def open_real_images(
+    data: str, split: Literal["train", "test"], root: Path | None = None, max_images: int | None = None
+) -> Source:
+    """Open the images of a data source, of a split of a folder, or of a folder without splits, all of them.
+
+    Raises: UserError when there are none.
+    """
+    has_splits = any((Path(data) / name).is_dir() for names in SPLITS.values() for name in names)
+    if data in SOURCES or has_splits or locate_folder(data)[0] != "imagefolder":
+        return spaced_images(open_source(data, split, root), max_images)
+    return spaced_images(open_folder(Path(data)), max_images)
 
 
-def image_size(path: Path) -> tuple[int, int]:
-    """Return height and width of the image in a file. Raises: UserError when it cannot be read."""
-    height, width = _read(path).shape[-2:]
-    return height, width
+def _batches(source: Source, size: tuple[int, int], batch_size: int, progress: Progress) -> Iterator[Tensor]:
+    """Yield the images of a source at a size, cut out as for training, and report the number of batches.
 
-
-def _read(path: Path) -> Tensor:
-    """Return the pixels of a file in RGB. Shape: -> (3, H, W) uint8. Raises: UserError when it cannot be read."""
-    return _pixels(read_image(path))
-
-
-def _pixels(image: Any) -> Tensor:
-    return torch.from_numpy(np.array(image)).movedim(-1, 0)
-
-
-def source_batches(source: Source, size: tuple[int, int], batch_size: int) -> Iterator[Tensor]:
-    """Yield the images of a data source at a size, cut out as for training. Shape: -> (B, 3, H, W) uint8"""
+    Shape: -> (B, 3, H, W) uint8
+    """
     config = dict(input_size=(3, *size), crop_pct=1.0, crop_mode="center", interpolation="bilinear")
     crop = eval_transform({**config, "mean": (0.0,) * 3, "std": (1.0,) * 3})
-    for start in range(0, len(source), batch_size):
+    starts = range(0, len(source), batch_size)
+    for done, start in enumerate(starts, 1):
         numbers = range(start, min(start + batch_size, len(source)))
         yield torch.stack([(crop(source.image(i)) * 255).round().to(torch.uint8) for i in numbers])
+        progress(done, len(starts))
 
 
 def cached_features(
@@ -126,18 +228,9 @@ def cached_features(
             return features
     except (OSError, SafetensorError, KeyError):
         pass
-    total = -(-len(source) // batch_size)
-    batches = source_batches(source, size, batch_size)
-    features = extractor.extract(counted(batches, total, progress))
+    features = extractor.extract(_batches(source, size, batch_size, progress))
     write_atomically(path, lambda file: save_file({"features": features}, file))
     return features
-
-
-def counted(batches: Iterator[Tensor], total: int, progress: Progress) -> Iterator[Tensor]:
-    """Yield batches and report their number."""
-    for number, batch in enumerate(batches, 1):
-        yield batch
-        progress(number, total)
 
 
 def _fingerprint(source: Source) -> str:
@@ -156,3 +249,32 @@ def _fingerprint(source: Source) -> str:
 def default_cache() -> Path:
     """Return the folder of cached features: isomorph/features below $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isomorph" / "features"
+
+
+def compare_folder(
+    folder: Path,
+    real: Source,
+    extractor: Extractor,
+    batch_size: int = 100,
+    cache: Path | None = None,
+    progress: Callable[[float, int, str], None] = lambda done, total, step: None,
+) -> dict[str, Any]:
+    """Return the distances of the images of a folder from real ones, as `image_distances` does.
+
+    The features of the real images are read from the folder `cache`, or stored there.
+
+    Raises: UserError for a folder without images, unreadable images, or images of several sizes.
+    """
+    own = open_folder(folder)
+    sizes = [own.image(i).size[::-1] for i in range(len(own))]
+    for number, size in enumerate(sizes):
+        if size != sizes[0]:
+            what = f"is {size[0]} x {size[1]}, and {own.images[0]} is {sizes[0][0]} x {sizes[0][1]}"
+            raise UserError(f"{own.images[number]} {what}; give images of one size")
+
+    def report(what: str) -> Progress:
+        return lambda done, total: progress(done, total, what)
+
+    generated = extractor.extract(_batches(own, sizes[0], batch_size, report("generated images")))
+    others = cached_features(extractor, real, sizes[0], batch_size, cache or default_cache(), report("real images"))
+    return image_distances(generated, others, extractor.name)

@@ -1,18 +1,25 @@
-"""Sampling of images from a trained diffusion model, step by step from noise."""
+"""Images from a trained diffusion model, step by step from noise; and files of them: a grid, or a folder of PNGs."""
 
+import math
+import os
+import re
+import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from torchvision.utils import make_grid
 
+from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import derive_seed
 from isomorph.errors import UserError, install_hint
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import fuse, fusible_modules
-from isomorph.tasks.diffusion.denoiser import noise_schedule, require_denoiser
-from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
+from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule, noise_schedule, require_denoiser
 
 Sampler = Literal["ancestral", "ddim"]
 DDIM_STEPS = 50
@@ -58,21 +65,14 @@ def sample(
     height, width = size or model.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
     with eval_mode(model):
         net = fuse(model) if fusible_modules(model) else model
-    shape, batches, done = (int(model.in_chans), height, width), [], 0  # type: ignore[arg-type]
-    total = -(-images // batch_size) * steps
+    shape, batches = (int(model.in_chans), height, width), []  # type: ignore[arg-type]
+    passes, total = count(1), -(-images // batch_size) * steps
     with eval_mode(net):
         for start in range(0, images, batch_size):
             numbers = range(start, min(start + batch_size, images))
-            report = partial(_report, progress, done, total)
-            x = denoise(net, numbers, shape, sampler, schedule, steps, seed, report)
-            done += steps
+            x = denoise(net, numbers, shape, sampler, schedule, steps, seed, lambda: progress(next(passes), total))
             batches.append(to_pixels(x))
     return torch.cat(batches)
-
-
-def _report(progress: Callable[[int, int], None], before: int, total: int, step: int) -> None:
-    """Report the number of network passes so far."""
-    progress(before + step, total)
 
 
 def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
@@ -139,7 +139,7 @@ def denoise(
     schedule: NoiseSchedule,
     steps: int,
     seed: int,
-    after_step: Callable[[int], None] = lambda step: None,
+    after_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Return the images of these numbers, with values from about -1 to 1. Shape: (C, H, W) -> (B, C, H, W)"""
     parameter, times = next(net.parameters()), spaced_times(schedule.time_steps, steps)
@@ -148,10 +148,51 @@ def denoise(
     step = ancestral_step(schedule, times, generators) if sampler == "ancestral" else ddim_step(schedule, times)
     for number, t in enumerate(times):
         x = step(net(x, torch.full((len(x),), t, device=x.device)), number, x)
-        after_step(number + 1)
+        after_step()
     return x
 
 
 def to_pixels(x: Tensor) -> Tensor:
     """Return images with values from -1 to 1 as pixels; values beyond are clipped. Shape: any -> the same, uint8"""
     return ((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
+
+
+def write_grid(images: Tensor, path: Path) -> None:
+    """Write images as one PNG, in rows of a square. Shape: (N, C, H, W) uint8. Raises: UserError when it cannot."""
+    grid = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), padding=2, pad_value=255)  # (3, H, W)
+    write_atomically(path, lambda file: to_image(grid).save(file, format="PNG"))
+
+
+def write_folder(images: Tensor, folder: Path) -> None:
+    """Write each image as 000000.png, ... in a new folder, which exists only once it is complete.
+
+    Shape: (N, C, H, W) uint8
+    Raises: UserError when it cannot be written, or a folder of this name, which is replaced, holds other files.
+    """
+    check_replaceable(folder)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        for number, image in enumerate(images):
+            to_image(image).save(partial / f"{number:06d}.png")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise UserError for a folder that holds anything but numbered PNGs, which are those of an earlier call."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = [name for name in names if not re.fullmatch(r"\d{6,}\.png", name)]
+    if others:
+        raise UserError(f"{folder} holds other files, such as {others[0]}, and is not replaced; give another folder")
+
+
+def to_image(image: Tensor) -> Image.Image:
+    """Return an image as Pillow's, in grey or RGB. Shape: (C, H, W) uint8"""
+    pixels = image.movedim(0, -1).numpy()
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

@@ -1,6 +1,6 @@
 """Fine-tuning on a GLUE task: classes of sentences or sentence pairs, or a score of two sentences."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +13,9 @@ from isomorph.data.formats.registry import data_root
 from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.tasks.language.corpus import read_lines
-from isomorph.tasks.language.glue import GLUE, GlueTask
-from isomorph.tasks.language.glue_files import Split, open_root, read_examples
-from isomorph.tasks.language.metrics import compute_metrics
+from isomorph.tasks.language.glue import GLUE, GlueTask, Split, open_root, read_examples
 from isomorph.tasks.language.sentences import Sentences
-from isomorph.tasks.language.task import LanguagePart, LanguageTask
+from isomorph.tasks.language.task import LanguagePart, LanguageTask, read_lines
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.step import to_device
@@ -40,6 +37,27 @@ class SentenceTask(PretrainingTask):
         if target.is_floating_point():
             return {"loss": F.mse_loss(output[:, 0], target), "output": output}
         return {"loss": F.cross_entropy(output, target), "output": output}
+
+
+def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return the named metrics of GLUE in percent, and the number of examples.
+
+    F1 is that of the second class. Correlations are 0 if all predictions, or all labels, are alike.
+    """
+    from scipy import stats
+    from sklearn import metrics
+
+    def correlation(found: Any) -> float:
+        return 0.0 if np.ptp(predicted) == 0 or np.ptp(labels) == 0 else found(predicted, labels).statistic
+
+    known = {
+        "accuracy": lambda: metrics.accuracy_score(labels, predicted),
+        "f1": lambda: metrics.f1_score(labels, predicted, zero_division=0),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, predicted),
+        "spearman": lambda: correlation(stats.spearmanr),
+        "pearson": lambda: correlation(stats.pearsonr),
+    }
+    return {name: 100 * float(known[name]()) for name in names} | {"examples": len(labels)}
 
 
 class TextClassification(LanguageTask):

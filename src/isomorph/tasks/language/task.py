@@ -7,17 +7,18 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import IsolatedDataLoader, batch_ranges, ignore_stop_signals, seeded_loader
+from isomorph.data.loaders import seeded_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_once
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
-from isomorph.tasks.language.sentences import PadBatch
-from isomorph.tasks.language.tokenizer import check_tokenizer, open_tokenizer
+from isomorph.tasks.image_sets import share_loader
+from isomorph.tasks.language.attention_page import write_attention
+from isomorph.tasks.language.sentences import PadBatch, check_tokenizer, open_tokenizer
 from isomorph.training.recipe.part import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Task
@@ -35,6 +36,20 @@ class LanguagePart(Part):
     """Convert texts to lower case, with a vocabulary file; a folder or hub name says itself what it does."""
     length: Annotated[int, Field(ge=8, le=2**14)] = 128
     """Most tokens of a sequence, special tokens included."""
+
+
+def read_lines(files: Iterable[Path]) -> list[str]:
+    """Return the lines of text files, without empty ones. Raises: UserError for an empty file or one without text."""
+    texts: list[str] = []
+    for path in files:
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+        if not any(lines):
+            raise UserError(f"{path} is empty; give a file with text, a sentence or paragraph a line")
+        texts += filter(None, lines)
+    return texts
 
 
 def divide(examples: Any, part: float) -> tuple[Any, Any]:
@@ -102,16 +117,7 @@ class LanguageTask(Task):
 
     def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
         """Return the loader of one process's share of the test examples. Raises: UserError if there are too few."""
-        if len(test) < runtime.world:
-            raise UserError(f"{len(test)} test examples are too few for {runtime.world} processes; start fewer")
-        share = Subset(test, range(len(test))[runtime.share])
-        return IsolatedDataLoader(
-            share,
-            batch_sampler=batch_ranges(len(share), batch_size),  # type: ignore[arg-type]
-            num_workers=workers,
-            collate_fn=PadBatch(self.tokenizer.pad_token_id),
-            worker_init_fn=ignore_stop_signals,
-        )
+        return share_loader(test, batch_size, workers, runtime, PadBatch(self.tokenizer.pad_token_id))
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> Any:
         """Return the examples to evaluate a trained model on."""
@@ -132,7 +138,5 @@ class LanguageTask(Task):
         test = drawn_once(test, options.max_images)
         metrics = self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)
         if options.page and runtime.is_main:
-            from isomorph.tasks.language.attention_page import write_attention
-
             write_attention(options.page, model, test, self.tokenizer, metrics)
         return [metrics]

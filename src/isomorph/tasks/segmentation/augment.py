@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as F
 from torchvision.transforms.v2 import query_size
 
 from isomorph.tasks.segmentation.fields import SegmentationPart
-from isomorph.tasks.segmentation.pairs import IGNORE, Pair
+from isomorph.tasks.segmentation.images import IGNORE, Pair
 
 CROP_ATTEMPTS = 10
 """Crops that are tried until no class has too large a share."""
@@ -110,14 +110,10 @@ class Photometric(v2.Transform):
         x = F.to_dtype(inpt, torch.float32, scale=True)
         if params["brightness"] is not None:
             x = (x + params["brightness"]).clamp(0, 1)
-        if params["contrast"] is not None and params["contrast_first"]:
-            x = F.adjust_brightness(x, params["contrast"])
-        if params["saturation"] is not None:
-            x = F.adjust_saturation(x, params["saturation"])
-        if params["hue"] is not None:
-            x = F.adjust_hue(x, params["hue"])
-        if params["contrast"] is not None and not params["contrast_first"]:
-            x = F.adjust_brightness(x, params["contrast"])
+        steps = {"saturation": F.adjust_saturation, "hue": F.adjust_hue}
+        contrast = {"contrast": F.adjust_brightness}
+        for name, adjust in ({**contrast, **steps} if params["contrast_first"] else {**steps, **contrast}).items():
+            x = x if params[name] is None else adjust(x, params[name])
         return tv_tensors.Image(x)
 
 
@@ -141,18 +137,10 @@ class TrainTransform:
     """Augment a pair. Shape: (3, H, W) uint8, (H, W) -> (3, *crop) float32, normalised, (*crop) int64"""
 
     def __init__(self, part: SegmentationPart, mean: Sequence[float], std: Sequence[float]) -> None:
+        geometry = [RatioResize(part.resize, part.ratio), CappedCrop(part.crop, part.category_share)]
         colours = [Photometric()] if part.photometric else []
-        self.steps = v2.Compose(
-            [
-                RatioResize(part.resize, part.ratio),
-                CappedCrop(part.crop, part.category_share),
-                v2.RandomHorizontalFlip(part.hflip),
-                *colours,
-                v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True),
-                v2.Normalize(mean, std),
-                PadTo(part.crop),
-            ]
-        )
+        numbers = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True), v2.Normalize(mean, std)]
+        self.steps = v2.Compose([*geometry, v2.RandomHorizontalFlip(part.hflip), *colours, *numbers, PadTo(part.crop)])
 
     def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
         image, mask = self.steps(pair.image, pair.mask)

@@ -2,16 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
+import numpy as np
 import yaml
 
 from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS
+from isomorph.data.sources import hash_to_unit
 from isomorph.errors import UserError, first_line
-from isomorph.tasks.segmentation.pairs import IGNORE, MAX_CLASSES, MaskedImages, lookup_table, read_mask
+from isomorph.tasks.segmentation.images import (
+    IGNORE,
+    MAX_CLASSES,
+    Files,
+    MaskedImages,
+    lookup_table,
+    read_mask,
+    spaced_numbers,
+)
 
-T = TypeVar("T")
 IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
 """Names of the two folders of a data set of one's own; the first that exists is used."""
 CAMVID_CLASSES = (
@@ -29,38 +38,31 @@ VOC_CLASSES = (
 ADE_CLASSES = 150
 
 
-def open_masks(source: str, split: str, root: Path) -> MaskedImages | None:
-    """Return the images and masks of a split, "train" or "test"; None if the data has no such split.
-
-    Raises: UserError for missing folders or files.
-    """
-    if not root.is_dir():
-        raise UserError(f"data.root {root} is not a folder")
-    return FORMATS[source](split, root)
-
-
-def _files(folder: Path, suffixes: Iterable[str] = tuple(IMAGE_SUFFIXES)) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     """Return the image files below a folder, sorted."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def _pair_by_name(images: Path, masks: Path) -> tuple[list[Path], list[Path]]:
-    """Return the images of a folder and the masks of the same names, ending in .png or as the images.
+def _first_file(stem: Path, suffixes: Iterable[str]) -> Path | None:
+    """Return the first existing file of this name with one of the suffixes."""
+    return next((path for end in suffixes if (path := stem.with_name(stem.name + end)).is_file()), None)
+
+
+def _pair_by_name(images: Path, masks: Path) -> list[Files]:
+    """Return the images of a folder, and the masks of the same names, ending in .png or as the images.
 
     Raises: UserError for an image without a mask, or a folder without images.
     """
-    files = _files(images)
-    if not files:
-        raise UserError(f"{images} has no images")
     found = []
-    for file in files:
+    for file in _files(images):
         stem = masks / file.relative_to(images).with_suffix("")
-        candidates = [stem.with_name(stem.name + end) for end in (".png", file.suffix, *sorted(IMAGE_SUFFIXES))]
-        mask = next((path for path in candidates if path.is_file()), None)
+        mask = _first_file(stem, (".png", file.suffix, *sorted(IMAGE_SUFFIXES)))
         if mask is None:
-            raise UserError(f"{file} has no mask: {candidates[0]} does not exist")
-        found.append(mask)
-    return files, found
+            raise UserError(f"{file} has no mask: {stem}.png does not exist")
+        found.append(Files(file, mask))
+    if not found:
+        raise UserError(f"{images} has no images")
+    return found
 
 
 def _existing(root: Path, names: Iterable[str]) -> Path | None:
@@ -76,9 +78,8 @@ def camvid(split: str, root: Path) -> MaskedImages | None:
         return None
     table = lookup_table(range(len(CAMVID_CLASSES)))
     table[len(CAMVID_CLASSES)] = IGNORE
-    return MaskedImages(
-        *_pair_by_name(images, images.with_name(f"{images.name}annot")), CAMVID_CLASSES, table, CAMVID_COLOURS
-    )
+    pairs = _pair_by_name(images, images.with_name(f"{images.name}annot"))
+    return MaskedImages(pairs, CAMVID_CLASSES, table, CAMVID_COLOURS)
 
 
 def ade20k(split: str, root: Path) -> MaskedImages | None:
@@ -90,7 +91,7 @@ def ade20k(split: str, root: Path) -> MaskedImages | None:
     table = lookup_table(range(1, ADE_CLASSES + 1))
     table[0] = IGNORE
     files = _pair_by_name(root / "images" / folder, root / "annotations" / folder)
-    return MaskedImages(*files, _ade_classes(root / "objectInfo150.txt"), table)
+    return MaskedImages(files, _ade_classes(root / "objectInfo150.txt"), table)
 
 
 def _ade_classes(path: Path) -> list[str]:
@@ -113,12 +114,9 @@ def voc(split: str, root: Path) -> MaskedImages | None:
     listed = next((path for path in lists if path.is_file()), None)
     if listed is None:
         return None
-    names = _read_text(listed).split()
-    images, masks = (
-        [root / folder / f"{name}{end}" for name in names]
-        for folder, end in (("JPEGImages", ".jpg"), ("SegmentationClass", ".png"))
-    )
-    return MaskedImages(images, masks, VOC_CLASSES, lookup_table(range(len(VOC_CLASSES))))
+    images, masks = root / "JPEGImages", root / "SegmentationClass"
+    files = [Files(images / f"{name}.jpg", masks / f"{name}.png") for name in _read_text(listed).split()]
+    return MaskedImages(files, VOC_CLASSES, lookup_table(range(len(VOC_CLASSES))))
 
 
 def coco_semantic(split: str, root: Path) -> MaskedImages | None:
@@ -133,48 +131,28 @@ def coco_semantic(split: str, root: Path) -> MaskedImages | None:
     images = _existing(root, (found.name, f"images/{found.name}"))
     if images is None:
         raise UserError(f"{root / found.name} does not exist; it should hold the images of {found}")
-    masks = _files(found)
-    pictures = [_of_suffix(images / mask.relative_to(found).with_suffix(""), (".jpg", ".png")) for mask in masks]
+    stems = {mask: images / mask.relative_to(found).with_suffix("") for mask in _files(found)}
+    files = [Files(_first_file(stem, (".jpg", ".png")) or Path(f"{stem}.jpg"), mask) for mask, stem in stems.items()]
     table = lookup_table(list(classes))
     table[0] = IGNORE
-    return MaskedImages(pictures, masks, list(classes.values()), table)
-
-
-def _of_suffix(stem: Path, suffixes: Sequence[str]) -> Path:
-    """Return the first existing file of this name with one of the suffixes, else the first of them."""
-    paths = [stem.with_name(stem.name + suffix) for suffix in suffixes]
-    return next((path for path in paths if path.is_file()), paths[0])
+    return MaskedImages(files, list(classes.values()), table)
 
 
 def _coco_categories(root: Path) -> dict[int, str]:
     """Return the names of COCO's panoptic categories by id, without that of pixels that have none."""
-    config = root / "semantic" / "config.yaml"
-    if config.is_file():
-        return _parsed(config, _classes_of_config)
-    annotations = sorted((root / "annotations").glob("panoptic_*.json"))
-    if not annotations:
+    config, published = root / "semantic" / "config.yaml", sorted((root / "annotations").glob("panoptic_*.json"))
+    path = config if config.is_file() or not published else published[0]
+    if not path.is_file():
         raise UserError(f"{config} does not exist, nor {root}/annotations/panoptic_*.json; one must name the classes")
-    return _parsed(annotations[0], _classes_of_annotations)
-
-
-def _classes_of_config(text: str) -> dict[int, str]:
-    """Return the classes by number in the text of a config.yaml."""
-    names = {int(number): str(name) for number, name in yaml.safe_load(text)["classes"].items()}
-    return {number: names[number] for number in sorted(names) if number != 0}
-
-
-def _classes_of_annotations(text: str) -> dict[int, str]:
-    """Return the categories by number in the text of a COCO file."""
-    names = {each["id"]: each["name"] for each in json.loads(text)["categories"]}
-    return {number: names[number] for number in sorted(names)}
-
-
-def _parsed(path: Path, parse: Callable[[str], T]) -> T:
-    """Return what `parse` makes of a file's text. Raises: UserError naming the file when it cannot."""
+    text = _read_text(path)
     try:
-        return parse(_read_text(path))
+        if path == config:
+            names = {int(number): str(name) for number, name in yaml.safe_load(text)["classes"].items()}
+        else:
+            names = {each["id"]: each["name"] for each in json.loads(text)["categories"]}
     except (KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"{path} does not name the classes as published: {first_line(error)}; replace it") from None
+    return {number: names[number] for number in sorted(names) if number != 0}
 
 
 def _read_text(path: Path) -> str:
@@ -189,7 +167,7 @@ def masks(split: str, root: Path) -> MaskedImages | None:
     """Open a folder of one's own: images/ and masks/, each with the splits or inside them; classes.txt names classes.
 
     A mask is an image with the number of the class of every pixel, from 0; 255 has none. Without classes.txt there are
-    as many classes as the training masks have values.
+    as many classes as the training masks have values. A folder without splits is all for training.
     """
     pair = _own_folders(root, SPLITS[split])
     if pair is None and split == "train" and not _own_folders(root, SPLITS["test"]):
@@ -199,30 +177,17 @@ def masks(split: str, root: Path) -> MaskedImages | None:
             raise UserError(f"{root} has no folders images and masks; each image needs a mask of the same name")
         return None
     files = _pair_by_name(*pair)
-    classes = _own_classes(root, files[1] if split == "train" else None)
-    return MaskedImages(*files, classes, lookup_table(range(len(classes))))
-
-
-def whole_folder(root: Path) -> MaskedImages | None:
-    """Open all images of a folder of one's own that has no splits; None if it has any."""
-    pair = _own_folders(root, ("",))
-    if pair is None or any(_own_folders(root, names) for names in SPLITS.values()):
-        return None
-    files = _pair_by_name(*pair)
-    classes = _own_classes(root, files[1])
-    return MaskedImages(*files, classes, lookup_table(range(len(classes))))
+    classes = _own_classes(root, [each.mask for each in files] if split == "train" else None)
+    return MaskedImages(files, classes, lookup_table(range(len(classes))))
 
 
 def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     """Return the folders of images and of masks of a split, or None."""
-    for name in names:
-        inside = [_existing(root / name, folders) for folders in (IMAGE_FOLDERS, MASK_FOLDERS)]
-        around = [
-            _existing(root, [f"{folder}/{name}" for folder in folders]) for folders in (IMAGE_FOLDERS, MASK_FOLDERS)
-        ]
-        for images, found in (inside, around):
-            if images and found:
-                return images, found
+    for pattern in [pattern for name in names for pattern in (f"{name}/{{}}", f"{{}}/{name}")]:
+        folders = (IMAGE_FOLDERS, MASK_FOLDERS)
+        images, found = (_existing(root, [pattern.format(each).strip("/") for each in kind]) for kind in folders)
+        if images and found:
+            return images, found
     return None
 
 
@@ -237,16 +202,11 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
     if training is None:
         pair = _own_folders(root, SPLITS["train"])
         training = _files(pair[1]) if pair else []
-    largest = max((_largest_value(path) for path in training), default=-1)
+    values = (read_mask(path) for path in training)
+    largest = max((int(each[each != IGNORE].max(initial=-1)) for each in values), default=-1)
     if largest < 1:
         raise UserError(f"the masks of {root} have one class only; give 2 to {MAX_CLASSES}, numbered from 0")
     return [str(number) for number in range(largest + 1)]
-
-
-def _largest_value(path: Path) -> int:
-    """Return the largest class in a mask, -1 if no pixel has one."""
-    values = read_mask(path)
-    return int(values[values != IGNORE].max(initial=-1))
 
 
 FORMATS: dict[str, Callable[[str, Path], MaskedImages | None]] = {
@@ -257,3 +217,65 @@ FORMATS: dict[str, Callable[[str, Path], MaskedImages | None]] = {
     "coco-semantic": coco_semantic,
 }
 """Formats of images with masks, by the name of the data source."""
+
+
+def open_masks(source: str, split: str, root: Path) -> MaskedImages | None:
+    """Return the images and masks of a split, "train" or "test"; None if the data has no such split.
+
+    Raises: UserError for missing folders or files.
+    """
+    if not root.is_dir():
+        raise UserError(f"data.root {root} is not a folder")
+    return FORMATS[source](split, root)
+
+
+def open_splits(source: str, root: Path, fraction: float | None) -> tuple[MaskedImages, MaskedImages]:
+    """Return training and test images; without test images of its own, a `fraction` of the training images.
+
+    Raises: UserError without training images, or without test images and a fraction.
+    """
+    train, test = (open_masks(source, split, root) for split in ("train", "test"))
+    if train is None:
+        raise _missing(source, root, "training")
+    if test is not None:
+        if fraction is not None:
+            raise UserError(f"{root} has test images of its own; leave data.split out")
+        return train, test
+    if fraction is None:
+        raise UserError(
+            f"{root} has no test images; give --data.split, the fraction of the images to test on, like 0.2"
+        )
+    held_out = np.array([hash_to_unit(files.image.name) for files in train.samples]) < fraction
+    if held_out.all() or not held_out.any():
+        raise UserError(f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction")
+    train.split = (fraction, len(train))
+    return train.subset(np.flatnonzero(~held_out)), train.subset(np.flatnonzero(held_out))
+
+
+def open_test_pairs(
+    source: str, root: Path, fraction: float | None, max_images: int | None, images: int | None = None
+) -> MaskedImages:
+    """Return the test images of a data source, or evenly spaced ones of them.
+
+    They are the part that training left out if `fraction` is given (of a folder with this number of `images`), else the
+    test images, else a whole folder of masks.
+
+    Raises: UserError for an unknown source, or without test images.
+    """
+    if source not in FORMATS:
+        raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
+    pairs = None
+    with suppress(UserError):  # of a folder that cannot be split
+        part = open_splits(source, root, fraction)[1] if fraction else None
+        pairs = part if part and images in (None, (part.split or (0, 0))[1]) else None
+    pairs = pairs or open_masks(source, "test", root)
+    if pairs is None and source == "masks" and not any(_own_folders(root, names) for names in SPLITS.values()):
+        pairs = masks("train", root)
+    if pairs is None:
+        raise _missing(source, root, "test")
+    return pairs if max_images is None else pairs.subset(spaced_numbers(len(pairs), max_images))
+
+
+def _missing(source: str, root: Path, kind: str) -> UserError:
+    where = f"in the folders of the data source {source}; give the folder that has them"
+    return UserError(f"{root} has no {kind} images {where}")

@@ -1,7 +1,5 @@
 """The loss of segmentation: cross-entropy of both heads, and distillation from a teacher channel by channel."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm.task import ClassificationTask
@@ -11,7 +9,7 @@ from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
 from isomorph.tasks.segmentation.fields import SegmentationPart
-from isomorph.tasks.segmentation.pairs import IGNORE
+from isomorph.tasks.segmentation.images import IGNORE
 from isomorph.training.objectives.renormalisation import renormalisation
 
 
@@ -95,12 +93,3 @@ def open_teacher(part: SegmentationPart, model: nn.Module) -> nn.Module | None:
             "give one of the same classes"
         )
     return teacher
-
-
-def check_network(model: Any) -> None:
-    """Raise UserError for a model that does not give logits of every pixel."""
-    if not isinstance(model, UPerNet):
-        raise UserError(
-            f"{type(model).__name__} does not classify pixels; give --model.name upernet, and the network inside it as "
-            "--model.kwargs.backbone NAME"
-        )

@@ -1,5 +1,6 @@
 """The page of a segmentation test: IoU of every class, confusion between classes, and images, the worst first."""
 
+import colorsys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,8 @@ from PIL import Image, ImageDraw
 from isomorph.report.charts import Matrix
 from isomorph.report.html import ImageCard, Section, write_page
 from isomorph.report.image_uris import image_uri, stack_images
-from isomorph.tasks.segmentation.figures import class_colours, overlay
-from isomorph.tasks.segmentation.metrics import Confusion
-from isomorph.tasks.segmentation.pairs import IGNORE, MaskedImages
+from isomorph.tasks.segmentation.images import IGNORE, MaskedImages
+from isomorph.tasks.segmentation.predict import Confusion
 from isomorph.terminal_tables import row_table
 
 SHOWN_IMAGES = 16
@@ -25,6 +25,36 @@ _WIDTH = 420
 _ROW = 28
 """Height of a row of the legend, in pixels."""
 _WORST_CLASSES = 3
+_OPACITY = 0.55
+"""Opacity of a mask over its image."""
+_GOLDEN = 0.6180339887
+
+
+def class_colours(classes: int, given: Sequence[tuple[int, int, int]] | None = None) -> np.ndarray:
+    """Return a colour for each class, those given or else colours that differ in hue. Shape: -> (K, 3) uint8"""
+    if given is not None and len(given) == classes:
+        return np.array(given, np.uint8)
+    shades = [(0.55 + 0.4 * (i % 2), 0.95 - 0.3 * (i // 2 % 2)) for i in range(classes)]
+    colours = [colorsys.hsv_to_rgb(i * _GOLDEN % 1, *shade) for i, shade in enumerate(shades)]
+    return (255 * np.array(colours)).round().astype(np.uint8)
+
+
+def index_image(mask: np.ndarray, colours: np.ndarray) -> Image.Image:
+    """Return a mask as an image with a palette, whose pixels are the class numbers. Shape: (H, W)"""
+    image = Image.fromarray(mask.astype(np.uint8), mode="P")
+    palette = np.zeros((256, 3), np.uint8)
+    palette[: len(colours)] = colours
+    image.putpalette(palette.flatten().tolist())
+    return image
+
+
+def overlay(image: Image.Image, mask: np.ndarray, colours: np.ndarray, opacity: float = _OPACITY) -> Image.Image:
+    """Return an image with the colours of a mask over it; pixels without a class stay as they are. Shape: (H, W)"""
+    pixels = np.asarray(image.convert("RGB"), np.float32)
+    shown = (mask != IGNORE)[..., None] & (mask < len(colours))[..., None]
+    painted = colours[np.minimum(mask, len(colours) - 1)].astype(np.float32)
+    mixed = np.where(shown, (1 - opacity) * pixels + opacity * painted, pixels)
+    return Image.fromarray(mixed.round().astype(np.uint8))
 
 
 class ImageScore(NamedTuple):
@@ -105,7 +135,7 @@ def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageC
     lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
     text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
     return ImageCard(
-        image_uri(picture), pairs.images[score.number].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
+        image_uri(picture), pairs.file_name(score.number), [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
     )
 
 

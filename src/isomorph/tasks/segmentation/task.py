@@ -13,28 +13,22 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from isomorph.data.formats.registry import data_root
+from isomorph.data.loaders import train_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import read_image
+from isomorph.data.sources import drawn_fraction, drawn_once, read_image
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.class_names import check_own_classes, label_names
 from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem, training_config
-from isomorph.tasks.segmentation.augment import TestTransform
-from isomorph.tasks.segmentation.data import (
-    build_test_loader,
-    build_train_loader,
-    check_class_count,
-    open_pairs,
-    open_test_pairs,
-)
+from isomorph.models.task_networks.upernet import UPerNet
+from isomorph.tasks.image_sets import share_loader
+from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
 from isomorph.tasks.segmentation.fields import SegmentationPart
-from isomorph.tasks.segmentation.figures import class_colours, index_image, overlay
-from isomorph.tasks.segmentation.formats import FORMATS
-from isomorph.tasks.segmentation.metrics import Confusion
-from isomorph.tasks.segmentation.objective import SegmentationTask, check_network, open_teacher
-from isomorph.tasks.segmentation.page import SHOWN_IMAGES, WorstImages, write_masks
-from isomorph.tasks.segmentation.pairs import MaskedImages
-from isomorph.tasks.segmentation.predict import measure, predict_mask
+from isomorph.tasks.segmentation.formats import FORMATS, open_splits, open_test_pairs
+from isomorph.tasks.segmentation.images import MAX_CLASSES, MaskedImages
+from isomorph.tasks.segmentation.objective import SegmentationTask, open_teacher
+from isomorph.tasks.segmentation.page import SHOWN_IMAGES, WorstImages, class_colours, index_image, overlay, write_masks
+from isomorph.tasks.segmentation.predict import Confusion, measure, predict_mask
 from isomorph.training.build import build_model
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
@@ -58,8 +52,14 @@ class Segmentation(Task):
             raise ValueError("data.classes, size, test_crop and crop_pct do not apply to segmentation; see task.crop")
 
     def open_data(self, recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
-        train, test = open_pairs(recipe)
-        check_class_count(train)
+        data = recipe.data
+        train, test = open_splits(data.source, data_root(data.root), data.split)
+        test = drawn_once(test, data.test_images)
+        train = drawn_fraction(train, data.fraction, recipe.seed if data.draw == "seeded" else None)
+        train.check(data.unreadable)
+        test.check()
+        if len(train.classes) > MAX_CLASSES:
+            raise UserError(f"{len(train.classes)} classes are too many; masks can have {MAX_CLASSES}")
         return train, test
 
     def build_model(self, recipe: Recipe, train: MaskedImages, recast_now: bool) -> nn.Module:
@@ -72,7 +72,11 @@ class Segmentation(Task):
         return training_config(model, self.options.crop, {})
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
-        check_network(model)
+        if not isinstance(model, UPerNet):
+            raise UserError(
+                f"{type(model).__name__} does not classify pixels; give --model.name upernet, and the network inside "
+                "it as --model.kwargs.backbone NAME"
+            )
         if reason := input_size_problem(model, config["input_size"]):
             raise UserError(
                 f"the network cannot process crops of {self.options.crop}: {reason}; give another task.crop"
@@ -81,18 +85,25 @@ class Segmentation(Task):
     def train_loader(
         self, recipe: Recipe, config: dict[str, Any], train: MaskedImages, sampler: TrainSampler
     ) -> DataLoader[Any]:
-        return build_train_loader(recipe, self.options, config, train, sampler)
+        transform: Any = TrainTransform(self.options, config["mean"], config["std"])
+        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)  # type: ignore[arg-type]
 
     def test_loader(
         self, recipe: Recipe, config: dict[str, Any], test: MaskedImages, runtime: Runtime
     ) -> Iterable[Any]:
-        if len(test) < runtime.world:
-            raise UserError(f"{len(test)} test images are too few for {runtime.world} processes; start fewer")
-        return build_test_loader(self.options, config, test, runtime, recipe.data.workers)
+        return self._image_loader(config, test, recipe.data.workers, runtime)
+
+    def _image_loader(
+        self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime
+    ) -> Iterable[Any]:
+        """Return this process's share of whole images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
+        test = test.subset(range(len(test)))
+        test.transform = TestTransform(self.options.resize, config["mean"], config["std"])
+        return share_loader(test, 1, workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-            counts, images = measure(module, loader, self.options, module.num_classes, runtime)  # type: ignore[arg-type]
+            counts, images = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
         task = SegmentationTask(model, self.options, device, open_teacher(self.options, model))
@@ -123,14 +134,14 @@ class Segmentation(Task):
     def evaluate_images(
         self, model: nn.Module, images: MaskedImages, options: EvaluationOptions, runtime: Runtime
     ) -> list[dict[str, Any]]:
-        loader = build_test_loader(self.options, evaluation_config(model), images, runtime, options.workers)
+        loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)
         worst, own = WorstImages(), count(runtime.rank, runtime.world)
 
         def handle(truth: Tensor, predicted: Tensor, counts: Confusion) -> None:
             worst.add(next(own), predicted.numpy().astype(np.uint8), counts)
 
         chosen = {"handle": handle} if options.page else {}
-        counts, number = measure(model.to(runtime.device), loader, self.options, model.num_classes, runtime, **chosen)  # type: ignore[arg-type]
+        counts, number = measure(model.to(runtime.device), loader, self.options, runtime, **chosen)
         rows = [{**counts.metrics(), "images": number}, *counts.rows(images.classes)]
         if options.page:
             scores = [score for part in runtime.gather(worst.scores) for score in part]

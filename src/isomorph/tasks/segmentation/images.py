@@ -1,20 +1,19 @@
 """Images and their masks: the classes of every pixel, as numbers in a second image of the same size."""
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.sources import UnreadableImage, explain_decode_errors, read_image
+from isomorph.data.sources import UnreadableImage, explain_decode_errors
 from isomorph.errors import UserError
+from isomorph.tasks.image_sets import ImageSet
 
 IGNORE = 255
 """Class of the pixels that count neither in the loss nor in the metrics."""
@@ -28,6 +27,13 @@ class Pair(NamedTuple):
 
     image: tv_tensors.Image
     mask: tv_tensors.Mask
+
+
+class Files(NamedTuple):
+    """The files of an image and its mask."""
+
+    image: Path
+    mask: Path
 
 
 def lookup_table(values: Sequence[int] | range) -> np.ndarray:
@@ -58,56 +64,37 @@ def read_mask(path: Path) -> np.ndarray:
     return values.astype(np.int64)
 
 
-class MaskedImages(Dataset[Any]):
-    """Images and their masks, read when they are indexed.
+class MaskedImages(ImageSet[Files]):
+    """Images and their masks; an example is a `Pair`.
 
     `table` gives the class of each value in the mask files: IGNORE where the value has none, -1 where it must not
-    occur. `colours` are those of the classes in figures, or None. `alter` changes each image, given the name of its
-    file, and leaves its mask; by default None. `split`, where images without test images were
+    occur. `colours` are those of the classes in figures, or None. `split`, where images without test images were
     split, is the fraction for testing and the number of images before.
 
     Raises: UserError, from reading, for a damaged file, a mask of another size than its image, or an unknown value.
     """
 
+    split: tuple[float, int] | None = None
+
     def __init__(
         self,
-        images: Sequence[Path],
-        masks: Sequence[Path],
+        samples: Sequence[Files],
         classes: Sequence[str],
         table: np.ndarray,
         colours: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
-        self.images, self.masks, self.classes = list(images), list(masks), tuple(classes)
+        super().__init__(samples, classes)
         self.table, self.colours = table, colours
-        self.transform: Callable[[Pair], Any] | None = None
-        self.alter: Callable[[Image.Image, str], Image.Image] | None = None
-        self.split: tuple[float, int] | None = None
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def subset(self, indices: Sequence[int] | np.ndarray) -> "MaskedImages":
-        """Return the pairs at these indices."""
-        part = copy.copy(self)
-        part.images, part.masks = ([files[int(i)] for i in indices] for files in (self.images, self.masks))
-        return part
-
-    def image(self, index: int) -> Image.Image:
-        """Return an image in RGB, altered by `alter` if there is one."""
-        image = read_image(self.images[index])
-        return self.alter(image, self.file_name(index)) if self.alter else image
-
-    def file_name(self, index: int) -> str:
-        """Return the name of an image's file."""
-        return self.images[index].name
+    def path(self, index: int) -> Path:
+        return self.samples[index].image
 
     def truth(self, index: int) -> list[np.ndarray]:
-        """Return the mask of an image."""
         return [self.mask(index)]
 
     def mask(self, index: int) -> np.ndarray:
         """Return the class of every pixel of an image. Shape: -> (H, W)"""
-        path = self.masks[index]
+        path = self.samples[index].mask
         values = read_mask(path)
         classes = self.table[np.minimum(values, len(self.table) - 1)]
         wrong = (classes < 0) | (values >= len(self.table))
@@ -118,16 +105,10 @@ class MaskedImages(Dataset[Any]):
             )
         return classes
 
-    def pair(self, index: int) -> Pair:
-        """Return an image and its mask as tensors."""
+    def example(self, index: int) -> Pair:
         image, mask = self.image(index), self.mask(index)
-        if image.size != mask.shape[::-1]:
-            raise _size_error(self.masks[index], mask.shape[::-1], self.images[index], image.size)
+        _check_size(self.samples[index], image.size, mask.shape[::-1])
         return Pair(tv_tensors.Image(pil_to_tensor(image)), tv_tensors.Mask(torch.from_numpy(mask)))
-
-    def __getitem__(self, index: int) -> Any:
-        pair = self.pair(index)
-        return pair if self.transform is None else self.transform(pair)
 
     def check(self, unreadable: int | None = None) -> None:
         """Check all files before training: present, of the same size, with known values (in up to CHECKED_MASKS).
@@ -138,23 +119,19 @@ class MaskedImages(Dataset[Any]):
         """
         if not len(self):
             raise UserError("there are no images; check data.root")
-        damaged = set[str]()
-        for image, mask in zip(self.images, self.masks, strict=True):
-            for path in (image, mask):
+        damaged, labelled = set[str](), False
+        for files in self.samples:
+            for path in files:
                 if not path.is_file():
                     raise UserError(f"{path} does not exist; every image needs a mask of the same name")
             with _counting(damaged, unreadable):
-                sizes = [_size_of(path) for path in (image, mask)]
-                if sizes[0] != sizes[1]:
-                    raise _size_error(mask, sizes[1], image, sizes[0])
-        labelled = False
+                _check_size(files, *map(_size_of, files))
         for index in spaced_numbers(len(self), CHECKED_MASKS):
             with _counting(damaged, unreadable):
                 labelled |= bool((self.mask(index) != IGNORE).any())
         if not labelled:
-            raise UserError(
-                f"no pixel of the masks in {self.masks[0].parent} has a class; give masks with class numbers"
-            )
+            folder = self.samples[0].mask.parent
+            raise UserError(f"no pixel of the masks in {folder} has a class; give masks with class numbers")
 
 
 @contextmanager
@@ -176,7 +153,10 @@ def _size_of(path: Path) -> tuple[int, int]:
         return opened.size
 
 
-def _size_error(mask: Path, own: tuple[int, ...], image: Path, given: tuple[int, ...]) -> UserError:
-    """Return the error for a mask of another size than its image."""
-    sizes = ["{} x {}".format(*size) for size in (own, given)]
-    return UserError(f"{mask} is {sizes[0]} pixels wide and high, and {image.name} is {sizes[1]}; make them equal")
+def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> None:
+    """Raise UserError for a mask of another size (width, height) than its image."""
+    if image != mask:
+        own, given = ("{} x {}".format(*size) for size in (mask, image))
+        raise UserError(
+            f"{files.mask} is {own} pixels wide and high, and {files.image.name} is {given}; make them equal"
+        )
