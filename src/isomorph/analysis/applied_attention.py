@@ -19,7 +19,7 @@ from isomorph.layers import (
     RelativeAttention,
     ViTRelativeAttention,
 )
-from isomorph.layers.prune_heads import MAP_LAYERS
+from isomorph.layers.tap_heads import PositionHeads
 
 MAX_MAP_ENTRIES = 2**22
 """Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
@@ -155,13 +155,13 @@ class MethodMap(NamedTuple):
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        if isinstance(self.layer, MAP_LAYERS):
+        if isinstance(self.layer, PositionHeads):
             _check_size(self.name, self.layer, self.args[0])
         return self.layer.attention(*self.args, **self.kwargs)
 
     def row(self, query: int) -> Tensor:
         """Return the attention of one query. Shape: -> (B, nh, Nk)"""
-        if isinstance(self.layer, MAP_LAYERS):
+        if isinstance(self.layer, PositionHeads):
             return self.layer.attention(self.args[0], query)[:, :, 0]
         return torch.cat([maps[:, :, query] for maps in self.chunks()])
 
