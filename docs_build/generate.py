@@ -102,16 +102,10 @@ def default_text(field: Any) -> str:
     return "none" if value in (None, "", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def part_of(hint: Any) -> Any:
-    """Return the group of fields that a type stands for, or None."""
-    from isomorph.training.recipe.part import Part
-
-    candidates = [hint, *get_args(hint)]
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Part)), None)
-
-
 def field_rows(part: Any, prefix: str) -> list[list[str]]:
     """Return the rows of the fields of a group that are not groups themselves."""
+    from isomorph.training.recipe.part import part_of
+
     fields = part.documented_fields().items()
     return [
         [
@@ -127,6 +121,8 @@ def field_rows(part: Any, prefix: str) -> list[list[str]]:
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
     """Return a section for a group of fields, and for each group in it."""
+    from isomorph.training.recipe.part import part_of
+
     title = f"## {prefix.rstrip('.')}" if prefix else "## The run"
     lead = [] if not prefix else [first_line(part.__doc__)]
     table = markdown_table(["field", "value", "default", "meaning"], field_rows(part, prefix))
