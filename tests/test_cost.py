@@ -17,7 +17,7 @@ from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
 from isomorph.evaluation.saved_memory import saved_bytes
 from isomorph.evaluation.speed import measure_speeds
-from isomorph.report.cost_tables import batch_cost_table, cost_problems, pass_cost_table
+from isomorph.report.analyze_page import batch_cost_table, cost_problems, pass_cost_table
 
 
 def small_vit(**kwargs):
