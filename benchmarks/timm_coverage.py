@@ -20,7 +20,7 @@ import torch
 
 import isomorph as iso
 from interleave import RESULTS
-from isomorph.surgery.attention_classes import NO_MAP_REASONS
+from isomorph.surgery.attention_layers import FACTS
 from isomorph.surgery.coverage import cover_models, family_of, summarise_coverage, timm_models
 from isomorph.surgery.rules.registry import RULES
 
@@ -226,7 +226,8 @@ def cnns_taken(rows):
 
 def has_no_map(reason):
     """True for the reason of a layer that is called attention but has no map from queries to keys."""
-    return any(text in reason for text in (*NO_MAP_REASONS.values(), "with no queries and keys"))
+    texts = {facts.no_map for facts in FACTS.values() if facts.no_map}
+    return any(text in reason for text in (*texts, "with no queries and keys"))
 
 
 def cell(total):

@@ -60,7 +60,7 @@ class Layer(NamedTuple):
 
     `kind`: its key in the tables of surgery. `other`: the shape and arguments of a call of another size. `mask`: an
     argument of a call that hides the last tokens. `heads`: heads of its map. `whole`: all laws are tried on it, not
-    only the first ones: one a layout of maps. `unknown`: why surgery does not take it yet.
+    only the first ones: one a layout of maps.
     """
 
     kind: str
@@ -70,7 +70,6 @@ class Layer(NamedTuple):
     other: tuple[tuple[int, ...], tuple[Any, ...]] | None = None
     mask: dict[str, torch.Tensor] | None = None
     whole: bool = False
-    unknown: str | None = None
 
 
 def hide(tokens: int, hidden: int = 3, floating: bool = False) -> torch.Tensor:
@@ -108,8 +107,6 @@ def einsum_form() -> nn.Module:
     layer.einsum = True
     return layer
 
-
-NOT_YET = "its class is not known"
 
 LAYERS = {
     "beit": Layer("", lambda: beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
@@ -272,12 +269,21 @@ LAYERS = {
         mask=dict(attn_mask=hide(16, floating=True)),
     ),
     "gated by timm": Layer("", lambda: Attention(C, 4, gated=True), TOKENS),
-    "torchvision swin": Layer("", lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4), (2, 4, 4, C), unknown=NOT_YET),
+    "torchvision swin": Layer(
+        "torchvision.models.swin_transformer.ShiftedWindowAttention",
+        lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4),
+        (2, 4, 4, C),
+        other=((1, 5, 7, C), ()),
+    ),
     "torchvision swin v2": Layer(
-        "", lambda: ShiftedWindowAttentionV2(C, [2, 2], [1, 1], 4), (2, 4, 4, C), unknown=NOT_YET
+        "torchvision.models.swin_transformer.ShiftedWindowAttentionV2",
+        lambda: ShiftedWindowAttentionV2(C, [2, 2], [1, 1], 4),
+        (2, 4, 4, C),
     ),
     "torchvision maxvit": Layer(
-        "", lambda: maxvit.RelativePositionalMultiHeadAttention(C, 4, 16), (2, 2, 16, C), unknown=NOT_YET
+        "torchvision.models.maxvit.RelativePositionalMultiHeadAttention",
+        lambda: maxvit.RelativePositionalMultiHeadAttention(C, 4, 16),
+        (2, 2, 16, C),
     ),
 }
 

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     `leak`: what the initialisation leaves out, relative to the output; with the rule `limit`, nothing is left out.
     `heads`: in how many heads the new parameters come, if any. `mask`: an argument that hides the last three tokens.
-    `whole`: all laws are tried; without it only those of the function. `missing`: why the rule does not take it yet.
+    `whole`: all laws are tried; without it only those of the function.
     """
 
     rule: Any
@@ -53,7 +53,6 @@ class Row(NamedTuple):
     heads: int = 0
     mask: dict[str, Any] | None = None
     whole: bool = True
-    missing: str = ""
 
 
 def alone(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -225,7 +224,6 @@ def of_layer(name: str, rule: str) -> Row:
         other=None if layer.other is None else (layer.other[0], *layer.other[1]),
         mask=layer.mask,
         whole=layer.whole,
-        missing=layer.unknown or "",
     )
     call, make = (layer.shape, *layer.more), alone(layer.make)
     if rule == "gated":

@@ -14,9 +14,9 @@ from torch import nn
 import isomorph as iso
 from command_line import SERVER
 from isomorph.analysis import pool_features, track
-from isomorph.analysis.applied_attention import Scores
 from isomorph.analysis.cka import cka_of_pairs, hsic
 from isomorph.analysis.map_statistics import effective_matrix_rank, entropy
+from isomorph.operations import Scores
 
 
 def vit(**kwargs):
@@ -85,7 +85,7 @@ class TestSummaries:
             iso.analysis.attention_entropy(model, [])
 
     def test_pieces_are_the_map(self, monkeypatch):
-        monkeypatch.setattr("isomorph.analysis.applied_attention.MAX_MAP_ENTRIES", 2 * 3 * 5 * 5)
+        monkeypatch.setattr("isomorph.operations.applied.MAX_MAP_ENTRIES", 2 * 3 * 5 * 5)
         found = Scores(torch.randn(5, 3, 5, 4), torch.randn(5, 3, 5, 4), torch.randn(5, 1, 5, 5))
         pieces = list(found.chunks())
         assert [len(piece) for piece in pieces] == [2, 2, 1]

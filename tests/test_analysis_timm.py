@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.surgery.attention_classes import NO_MAP_REASONS
+from isomorph.surgery.attention_layers import FACTS
 
 SMALL = {
     "vit_tiny_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
@@ -162,7 +162,7 @@ def test_class_attention_of_xcit_has_a_map_its_channel_attention_none():
         iso.attention_maps(model, x, "blocks.*")
 
 
-def test_refused_layers_exist():
-    for name in NO_MAP_REASONS:
+def test_the_classes_of_the_table_exist():
+    for name in FACTS:
         module, _, kind = name.rpartition(".")
         assert hasattr(__import__(module, fromlist=[kind]), kind) or kind == "LiteMLA", name

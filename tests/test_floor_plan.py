@@ -9,6 +9,7 @@ FLOORS = [
     {"errors", "process", "terminal_tables"},
     {"distributed"},
     {"layers"},
+    {"operations"},
     {"surgery"},
     {"models"},
     {"data", "analysis"},

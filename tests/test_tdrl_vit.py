@@ -18,7 +18,7 @@ from isomorph.training.optim import learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.monitor import Rotation
+from isomorph.training.run.rotation import Rotation
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 PYRAMIDS = ("attn.qkv", "mlp.fc1", "mlp.fc2")
@@ -273,8 +273,8 @@ def test_logit_stats_in_closed_form():
         torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
     layer = model.blocks[0].attn
     q, k = torch.eye(2)[None, None] * 3, torch.eye(2)[None, None] * 5
-    from isomorph.analysis.applied_attention import Scores
     from isomorph.analysis.logits import summarise_scores
+    from isomorph.operations import Scores
 
     torch.testing.assert_close(summarise_scores(Scores(q, k))[:, 0], torch.tensor([15.0, 1.0, 0.0]), atol=1e-4, rtol=0)
     assert layer.num_heads == len(found["blocks.0.attn"].max_logit)

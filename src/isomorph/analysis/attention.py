@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.applied_attention import AppliedAttention
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
+from isomorph.operations import AppliedAttention
 from isomorph.surgery.model_inputs import check_inputs
 from isomorph.surgery.where import Where
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import batches
-from isomorph.analysis.capture import capture_inputs
 from isomorph.analysis.cka import hsic, matching_batches
+from isomorph.analysis.layer_attention import capture_inputs
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain

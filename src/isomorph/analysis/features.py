@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.capture import run_with_hooks
+from isomorph.analysis.layer_attention import run_with_hooks
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where, matches_where, nearest_names
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.applied_attention import AppliedAttention, Scores
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.errors import UserError
+from isomorph.operations import AppliedAttention, Scores
 from isomorph.surgery.where import Where
 
 _QUERIES_PER_CHUNK = 64

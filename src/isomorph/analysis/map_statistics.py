@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.analysis.applied_attention import AppliedAttention
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.layer_attention import LayerCall, capture_attention
+from isomorph.operations import AppliedAttention
 from isomorph.surgery.where import Where
 
 

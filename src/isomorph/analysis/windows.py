@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
-from isomorph.analysis.capture import capture_inputs
-from isomorph.surgery.attention_classes import names_of
+from isomorph.analysis.layer_attention import capture_inputs
+from isomorph.surgery.attention_layers import names_of
 
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
 """Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them."""

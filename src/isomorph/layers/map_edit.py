@@ -1,12 +1,8 @@
-"""Edits of an attention map between the softmax and the values, for any layer that forms its map.
-
-A `MapEdit` takes the place of the dropout of the map. A dropout receives the map only, so the layer around it sets the
-mask and the grid of the running call in `RUNNING`.
+"""Edits of an attention map between the softmax and the values, for attention of any class.
 
 Letters: B images or windows, H or nh heads, Nq queries, Nk keys, k kernel size.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isomorph.layers.chunked import is_eager, is_functorch_tensor
 from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.grid import squarest_window, window_centres
 from isomorph.layers.map_grid import GridSize, fit_grid, key_offsets
-from isomorph.layers.map_layouts import MapLayout, from_standard_map, to_standard_map
 from isomorph.layers.position_gates import PositionGates
 from isomorph.layers.positional_attention import geometry_dtype, kronecker, quadratic_axis_scores
 from isomorph.layers.refiner import Expansion, MapConvolution, SpatialRefiner
@@ -44,10 +40,6 @@ class MapCall(NamedTuple):
     places: Callable[[int, int], tuple[Tensor, Tensor]] | None = None
 
 
-RUNNING = threading.local()
-"""Of the layer that this thread is running: its call (`call`), and whether its map has been edited (`edited`)."""
-
-
 def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     """Return where a mask allows attention, for any kind of mask that timm's layers take.
 
@@ -63,6 +55,28 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     elif allowed.ndim == 2:  # the real tokens of padded sequences, or one mask for all
         allowed = allowed[:, None, None] if mask.dtype == torch.bool and len(mask) == B else allowed[None, None]
     return allowed.expand(-1, -1, Nq, Nk)
+
+
+def merge_queries(mask: Tensor) -> Tensor:
+    """Return a mask that is the same for every query, as that of padding, expanded along the queries; others unchanged.
+
+    `RefinedMap` refines under such a mask several times as fast. The values are compared once for each mask, which all
+    layers of a model share; not under a compiler or torch.func, where values are not known.
+
+    Shape: (B, h, Nq, Nk) -> the same
+    """
+    if mask.ndim != 4 or mask.stride(-2) == 0:
+        return mask
+    if not is_eager() or mask.is_meta or is_functorch_tensor(mask):
+        return mask
+    merged = mask[:, :, :1].expand_as(mask)
+    if mask.is_inference():  # it counts no versions
+        return merged if torch.equal(mask, merged) else mask
+    version, same = getattr(mask, "isomorph_padding", (-1, False))
+    if version != mask._version:
+        same = torch.equal(mask, merged)
+        mask.isomorph_padding = (mask._version, same)  # type: ignore[attr-defined]
+    return merged if same else mask
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -226,33 +240,3 @@ class GatedMap(PositionGates):
         position = F.pad(position, (p, 0)).to(maps.dtype)
         mixed = gated_mix(maps[..., prefix:, :], position, self.gate)
         return torch.cat([maps[..., :prefix, :], mixed], dim=-2) if prefix else mixed
-
-
-class MapEdit(nn.Module):
-    """Module in the place of the dropout of an attention map: applies the dropout, then an edit, in any layout.
-
-    Shape: maps in the layout of the layer -> the same
-
-    Example:
-        >>> class Square(torch.nn.Module):
-        ...     def forward(self, maps, call):  # call: the grid and the prefix tokens of this forward pass
-        ...         return maps.square() / maps.square().sum(-1, keepdim=True)
-        >>> edit = iso.layers.MapEdit(Square(), torch.nn.Dropout(0.0), heads=2)
-        >>> edit(torch.tensor([0.25, 0.75]).expand(1, 2, 2, 2))[0, 0, 0]
-        tensor([0.1000, 0.9000])
-    """
-
-    def __init__(self, edit: nn.Module, drop: nn.Module, heads: int, layout: MapLayout = "heads") -> None:
-        super().__init__()
-        self.edit, self.drop = edit, drop
-        self.heads, self.layout = heads, layout
-
-    def forward(self, maps: Tensor) -> Tensor:
-        maps = self.drop(maps)
-        RUNNING.edited = True
-        call = getattr(RUNNING, "call", None) or MapCall()
-        standard = to_standard_map(maps, self.layout, self.heads)
-        return from_standard_map(self.edit(standard, call).to(maps.dtype), self.layout, maps)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}"

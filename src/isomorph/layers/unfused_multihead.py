@@ -1,4 +1,4 @@
-"""torch's multi-head attention with its map as a tensor, for edits of the map."""
+"""torch's multi-head attention as operations that form its map, which is one operation otherwise."""
 
 from typing import Any
 
@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` that forms its map and passes it through its submodule `attn_drop`.
+    """`nn.MultiheadAttention` that forms its map.
 
-    y = out_proj(attn_drop(softmax(q k^T / sqrt(hd) + mask)) v), with the attributes of `nn.MultiheadAttention`.
+    y = out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v), with the attributes of `nn.MultiheadAttention`.
 
     Shape: query (B, Nq, C), key and value (B, Nk, C) -> (B, Nq, C) and the maps or None; (N, B, C) unless batch_first,
     (N, C) without a batch
     """
-
-    attn_drop: nn.Module
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return queries, keys and values. Shape: three of (B, N, C) -> three of (B, nh, N, hd)"""
@@ -61,7 +59,8 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(*tokens)
         scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, Nk)
         mask = self._mask(key_padding_mask, attn_mask, q)
-        maps = self.attn_drop((scores if mask is None else scores + mask).softmax(-1))
+        maps = (scores if mask is None else scores + mask).softmax(-1)
+        maps = F.dropout(maps, self.dropout, self.training)
         out = self.out_proj((maps @ v).transpose(1, 2).flatten(2))  # (B, Nq, C)
         if not batched:
             out, maps = out[0], maps[0]
@@ -72,7 +71,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         return out, maps.mean(-3) if average_attn_weights else maps
 
 
-def allowed_by_masks(given: dict[str, Any]) -> Tensor | None:
+def allowed_by_masks(_: nn.Module, given: dict[str, Any]) -> Tensor | None:
     """Return where the masks of a call of `nn.MultiheadAttention`, by the names of its arguments, allow attention.
 
     Shape: -> broadcast to (B, nh, Nq, Nk), or None

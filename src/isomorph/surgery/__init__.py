@@ -4,7 +4,6 @@ from collections import ChainMap
 
 from isomorph.surgery.acceptance import Acceptance, acceptance
 from isomorph.surgery.anneal import Anneal
-from isomorph.surgery.attention_classes import register_attention
 from isomorph.surgery.coverage import (
     RuleCoverage,
     family_of,
@@ -13,7 +12,7 @@ from isomorph.surgery.coverage import (
 )
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
-from isomorph.surgery.prune import Prune, prunable_layers, prune
+from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import Revert, revert
@@ -27,7 +26,7 @@ from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
-EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "Prune": Prune, "Revert": Revert, "Unstride": Unstride})
+EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "PruneHeads": PruneHeads, "Revert": Revert, "Unstride": Unstride})
 """Rules by name, as checkpoints store them: the registered ones, and those of `fuse`, `prune` and `unstride`."""
 
 __all__ = [
@@ -41,9 +40,10 @@ __all__ = [
     "ConvToGPSA",
     "Edit",
     "Fuse",
+    "Head",
     "LinearToPyramid",
     "NotEqual",
-    "Prune",
+    "PruneHeads",
     "Revert",
     "Rule",
     "RuleCoverage",
@@ -59,11 +59,10 @@ __all__ = [
     "fusible_modules",
     "model_coverage",
     "notes",
-    "prunable_layers",
+    "prunable_heads",
     "prune",
     "recalibrate",
     "recast",
-    "register_attention",
     "register_rule",
     "replay",
     "revert",

@@ -1,48 +1,45 @@
 """Attention layers of any class with an edited map: the layer's own forward, with an edit between softmax and values.
 
-The class of the layer becomes a subclass that gives the edit the mask and the grid of every call, and the dropout of
-the map becomes a `MapEdit`. All weights keep their names.
+The class of the layer becomes a subclass, and the edit its child `map_edit`. All other parts and names stay.
 """
 
-import ast
 import copy
 import inspect
-import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isomorph.errors import UserError
-from isomorph.layers.attention_interface import register_interface, use_interface
-from isomorph.layers.map_edit import RUNNING, GatedMap, MapCall, MapEdit
+from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
 from isomorph.layers.map_grid import GridSize
-from isomorph.surgery.attention_classes import (
-    PLACE,
-    AttentionForm,
-    attention_form,
+from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
+from isomorph.surgery.attention_layers import (
+    AttentionFacts,
+    attention_facts,
     cached_by_class,
-    forward_source,
-    is_softmax_over_keys,
+    heads_of,
     no_map_reason,
 )
-from isomorph.surgery.interface_layers import interface_dropout
 
 _WINDOW_NAMES = ("window_size", "ws")
 SIZE_NAMES = ("feat_size", "size", "resolution")
 """Arguments in which layers of timm receive the size of the feature map of their tokens."""
+_SEEN = ("sdpa", "eager")
+"""Implementations of attention of transformers whose operations can be seen."""
+INTERFACE_NAME = "isomorph"
+"""The name of `unfused_interface` among transformers' implementations of attention."""
 
 
 class _Original(NamedTuple):
-    """The layer before the edit: its class, whether it was fused, whether it had the place, and its configuration."""
+    """The layer before the edit: its class, whether it was fused, and its configuration."""
 
     kind: type[nn.Module]
     fused: bool | None
-    had_place: bool
     config: Any = None
 
 
@@ -66,7 +63,7 @@ def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
 
 
 class EditedAttention:
-    """Mixin of the classes of attention layers whose map is edited.
+    """Mixin of the classes of attention layers whose map is edited by the child `map_edit`.
 
     `grid_size` is the size of the image or of its grid of patches. In a recast model it follows every image. Layers
     with a window, or with the size of the feature map among their arguments, use those first.
@@ -74,10 +71,12 @@ class EditedAttention:
 
     original: _Original
     argument_names: tuple[str, ...]
-    form: AttentionForm
+    facts: AttentionFacts
+    edited_heads: int
     grid_size: GridSize | None
     prefix_tokens: int
     recompute: bool
+    map_edit: nn.Module
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
         """Return mask, grid and prefix tokens of a call, from its arguments by name.
@@ -87,19 +86,32 @@ class EditedAttention:
         if given.get("is_causal"):
             raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
         grid = grid_size or self.grid_size
-        shapes = [] if self.form.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
-        places = partial(self.form.places, self, shapes) if self.form.places else None
-        return MapCall(self.form.mask(given), tuple(shapes), self.prefix_tokens, places)
+        shapes = [] if self.facts.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
+        places = partial(self.facts.places, self, shapes) if self.facts.places else None
+        mask = self.facts.mask(self, given)
+        return MapCall(mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, places)
+
+    def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the edited map, in the layout of the layer; `mask`: that of its fused attention."""
+        layout = self.facts.layout(self) or usual_layout(maps, self.edited_heads)
+        if call.mask is None and mask is not None:
+            usual = layout == "heads" and maps.ndim == 4
+            mask = mask if usual else to_standard_map(mask.expand_as(maps), layout, self.edited_heads)
+            call = call._replace(mask=mask)
+        if self.facts.interface and call.mask is not None:
+            call = call._replace(mask=merge_queries(call.mask))
+        standard = to_standard_map(maps, layout, self.edited_heads)  # (B, nh, Nq, Nk)
+        if standard.shape[1] != self.edited_heads:
+            name, found = self.original.kind.__name__, standard.shape[1]
+            raise ValueError(f"the map of {name} has {found} heads in this call, and its edit {self.edited_heads}")
+        return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer's own forward, with `call` set for its edit."""
-        before = getattr(RUNNING, "call", None)
-        RUNNING.call, RUNNING.edited = call, False
-        try:
+        """Call the layer's own forward with its map edited."""
+        mode = EditMaps(partial(self._edit, call))
+        with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            RUNNING.call = before
-        if not RUNNING.edited:
+        if not mode.edited:
             raise ValueError(f"{self.original.kind.__name__} did not form its map in this call, so it was not edited")
         return out
 
@@ -109,11 +121,6 @@ class EditedAttention:
             return checkpoint(self._run, call, *args, use_reentrant=False, **kwargs)
         return self._run(call, *args, **kwargs)
 
-    @property
-    def map_edit(self) -> MapEdit:
-        """The module in the place of the dropout of the map."""
-        return getattr(self, self.form.place or PLACE)
-
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> nn.Module:
         """Return the layer of the original class, without the edit.
@@ -121,28 +128,24 @@ class EditedAttention:
         Raises: ValueError with the measured deviation (largest |difference| of random maps, relative to their largest
         value) if it is above `atol`: the edit has been trained.
         """
-        edit, weight = self.map_edit, next(self.map_edit.parameters())
+        weight = next(self.map_edit.parameters())
         atol = max(atol, torch.finfo(weight.dtype).eps)
-        scores = torch.randn(1, edit.heads, 64, 64, generator=torch.Generator().manual_seed(0))
+        scores = torch.randn(1, self.edited_heads, 64, 64, generator=torch.Generator().manual_seed(0))
         maps = scores.softmax(-1).to(weight)
-        deviation = ((edit.edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
+        deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:
             raise ValueError(
                 f"this layer is not plain attention: the relative deviation of its map is {deviation:.2g}, above "
                 f"{atol:g}; keep it"
             )
         original = self.original
-        plain: Any = copy.deepcopy(self, {id(original): original})
+        plain: Any = copy.deepcopy(self, {id(original.config): original.config})
         plain.__class__ = original.kind
-        if original.had_place:
-            setattr(plain, self.form.place or PLACE, plain._modules[self.form.place or PLACE].drop)
-        else:
-            delattr(plain, PLACE)
         if original.fused is not None:
             plain.fused_attn = original.fused
-        if self.form.interface:
+        if original.config is not None:
             plain.config = original.config  # that of the model itself, not a copy
-        for name in ("original", "grid_size", "prefix_tokens", "recompute"):
+        for name in ("original", "edited_heads", "grid_size", "prefix_tokens", "recompute", "map_edit"):
             delattr(plain, name)
         return plain
 
@@ -157,54 +160,62 @@ def _new_edited(kind: type[nn.Module]) -> nn.Module:
     return edited.__new__(edited)
 
 
-class _AddPlace(ast.NodeTransformer):
-    """Pass the result of every softmax over keys through `self.attn_drop`."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if not is_softmax_over_keys(node):
-            return node
-        place = ast.Attribute(ast.Name("self", ast.Load()), PLACE, ast.Load())
-        return ast.copy_location(ast.Call(place, [node], []), node)
-
-
-@cached_by_class
-def _with_place(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose forward is that of the class, with every softmax over keys passed through `attn_drop`.
-
-    Raises: UserError if the source of the class is not available, or refers to variables of an enclosing function.
-    """
-    source, forward = forward_source(kind), inspect.unwrap(kind.forward)
-    if source is None or forward.__code__.co_freevars:
-        raise UserError(f"the source of {kind.__name__}.forward cannot be read; register the class with form=")
-    tree = ast.fix_missing_locations(_AddPlace().visit(copy.deepcopy(source)))
-    definition = tree.body[0]
-    definition.decorator_list, definition.returns = [], None
-    for argument in (*definition.args.args, *definition.args.kwonlyargs):
-        argument.annotation = None
-    namespace: dict[str, Any] = {}
-    exec(compile(tree, f"<forward of {kind.__name__} with {PLACE}>", "exec"), forward.__globals__, namespace)
-    return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(namespace))
-
-
 @cached_by_class
 def edited_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the layers of a class whose map is edited."""
-    form = attention_form(kind)
-    assert form is not None
-    if form.interface:
-        register_interface()
-    base = form.form or (kind if form.place else _with_place(kind))
-    body = {"form": form, "argument_names": tuple(inspect.signature(kind.forward).parameters)[1:]}
-    return type(f"Edited{kind.__name__}", (EditedAttention, base), body)
+    facts = attention_facts(kind)
+    assert facts is not None
+    body = {"facts": facts, "argument_names": tuple(inspect.signature(kind.forward).parameters)[1:]}
+    return type(f"Edited{kind.__name__}", (EditedAttention, facts.form or kind), body)
+
+
+def unfused_interface(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of transformers by an operation that can be seen, for layers that use flash or flex attention.
+
+    Shape: query (B, nh, Nq, hd), key and value (B, nh, Nk, hd), attention_mask (B, Nk) or (B, 1, Nq, Nk)
+    -> (B, Nq, nh, hd) and None
+    Raises: ValueError for a mask that is not a tensor, such as that of flex_attention, or scores that are capped or
+        have sinks.
+    """
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        given = f"the attention mask is a {type(attention_mask).__name__}"
+        raise ValueError(f'{given}, and an edited map needs a tensor; call model.set_attn_implementation("sdpa")')
+    if changed := [name for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__} passes {changed[0]}, which an edited map does not support")
+    mask = attention_mask
+    if mask is not None and mask.ndim == 2:  # that of flash attention
+        mask = mask.bool()[:, None, None].expand(-1, -1, mask.shape[1], -1)
+    gqa = key.shape[1] != query.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, bool(is_causal), scale=scaling, enable_gqa=gqa
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _use_interface(layer: Any) -> None:
+    """Give a layer a copy of its configuration that names `unfused_interface`; the model's own stays."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(INTERFACE_NAME, unfused_interface)
+    layer.config = copy.copy(layer.config)  # a shallow copy: the configurations inside belong to the model
+    layer.config._attn_implementation_internal = INTERFACE_NAME
 
 
 class _AnyAttention(type):
     """Metaclass by which `isinstance` recognises attention of any class."""
 
     def __instancecheck__(cls, module: Any) -> bool:
-        known = isinstance(module, Attention | EditedAttention) or attention_form(type(module)) is not None
-        return known or bool(no_map_reason(module))
+        return isinstance(module, Attention | EditedAttention) or attention_facts(type(module)) is not None
 
 
 class AnyAttention(nn.Module, metaclass=_AnyAttention):
@@ -221,23 +232,14 @@ def edit_reason(layer: nn.Module) -> str | None:
         return "its map is edited already; revert it first"
     if reason := no_map_reason(layer):
         return f"{name} {reason}"
-    form = attention_form(type(layer))
-    if form is None and type(layer).__module__.startswith("isomorph.layers."):
+    facts = attention_facts(type(layer))
+    if facts is None and type(layer).__module__.startswith("isomorph."):
         return f"{name} is a layer of isomorph already; revert it first"
-    if form is None:
-        return f"{name} is not a known class of attention; register it with iso.surgery.register_attention"
-    if not form.adds_place and form.place not in layer._modules:
-        return f"{name} has no submodule {form.place} to pass its map through"
+    if facts is None:
+        return f"{name} is not attention: its forward has no softmax before a product, and no fused attention"
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"
-    return form.reason(layer)
-
-
-def _map_dropout(layer: nn.Module, form: AttentionForm) -> float:
-    """Return the dropout of the map of a layer that has no submodule for it in its forward."""
-    if form.interface:
-        return interface_dropout(layer)
-    return getattr(layer, "dropout", 0.0) if form.form else 0.0
+    return facts.reason(layer)
 
 
 def edit_map(
@@ -248,27 +250,24 @@ def edit_map(
     recompute: bool = False,
 ) -> nn.Module:
     """Return a copy of an attention layer with an edited map. `make_edit(heads, device=, dtype=)` makes the edit."""
-    form = attention_form(type(layer))
-    assert form is not None
-    config = getattr(layer, "config", None) if form.interface else None
+    facts = attention_facts(type(layer))
+    assert facts is not None
+    config = getattr(layer, "config", None) if facts.interface else None
     edited: Any = copy.deepcopy(layer, {id(config): config})
     edited.__class__ = edited_class(type(layer))
-    place = form.place or PLACE
-    drop, fused = layer._modules.get(place), getattr(layer, "fused_attn", None)
-    edited.original = _Original(type(layer), fused, drop is not None, config)
-    if form.interface:
-        use_interface(edited, config)
+    edited.original = _Original(type(layer), getattr(layer, "fused_attn", None) if facts.plain else None, config)
+    if facts.plain:
+        edited.fused_attn = False
+    if config is not None and config._attn_implementation not in _SEEN:
+        _use_interface(edited)
     edited.grid_size, edited.recompute = grid_size, recompute
     edited.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
-    if fused is not None:
-        edited.fused_attn = False
+    edited.edited_heads = heads_of(layer, facts)
     like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
-    heads = form.heads(layer)
-    edit = make_edit(heads, device=like.device, dtype=like.dtype)
-    edited.add_module(place, MapEdit(edit, drop or nn.Dropout(_map_dropout(layer, form)), heads, form.layout_of(layer)))
+    edited.map_edit = make_edit(edited.edited_heads, device=like.device, dtype=like.dtype)
     return edited
 
 
 def attention_name(name: str, module: nn.Module) -> str:
     """Return the name of the attention layer that a gated layer is or belongs to, from the layer's own name."""
-    return name.rpartition(".")[0].rpartition(".")[0] if isinstance(module, GatedMap) else name
+    return name.rpartition(".")[0] if isinstance(module, GatedMap) else name

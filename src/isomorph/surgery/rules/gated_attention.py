@@ -13,7 +13,7 @@ from torch import nn
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.refined_attention import ATTENTION_PARTS
 from isomorph.surgery.attachments import describe_attachments
-from isomorph.surgery.attention_classes import gating_reason
+from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods

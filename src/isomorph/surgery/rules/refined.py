@@ -14,7 +14,7 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.attachments import describe_attachments
-from isomorph.surgery.attention_classes import position_reason
+from isomorph.surgery.attention_layers import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid

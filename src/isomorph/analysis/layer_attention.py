@@ -1,0 +1,304 @@
+"""The attention of every layer, and inputs of layers, captured while the unchanged forward of the model runs.
+
+A layer with a method `attention` computes its map on demand; what others apply is found by operation (`ReadMaps`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, singledispatch
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import Attention
+from timm.layers.attention import resolve_self_attn_mask
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from isomorph.errors import UserError
+from isomorph.layers import (
+    GPSA,
+    PSA,
+    GPSA2d,
+    PostRelativeAttention,
+    RelativeAttention,
+    ViTRelativeAttention,
+)
+from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.prune_heads import MAP_LAYERS
+from isomorph.operations import AppliedAttention, ReadMaps, Scores, images_per_chunk
+from isomorph.surgery.attention_layers import facts_of, heads_of, no_map_reason
+from isomorph.surgery.model_inputs import check_inputs
+from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
+
+_TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
+"""Submodules whose operations count as those of the layer around them."""
+MAX_MAP_BYTES = 2**32
+"""Most bytes that the maps of a recast convolution may take when they are formed."""
+
+
+class MethodMap(NamedTuple):
+    """Attention of a layer with a method `attention`, which is called on demand with the inputs of the layer."""
+
+    layer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str = ""
+    shape: tuple[int, int] | None = None
+
+    @property
+    def logits(self) -> Scores | None:
+        known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
+        return scores(self.layer, *self.args, **self.kwargs) if known else None
+
+    def map(self) -> Tensor:
+        """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
+        if isinstance(self.layer, MAP_LAYERS):
+            _check_size(self.name, self.layer, self.args[0])
+        return self.layer.attention(*self.args, **self.kwargs)
+
+    def row(self, query: int) -> Tensor:
+        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
+        if isinstance(self.layer, MAP_LAYERS):
+            return self.layer.attention(self.args[0], query)[:, :, 0]
+        return torch.cat([maps[:, :, query] for maps in self.chunks()])
+
+    def images(self, start: int, stop: int) -> "MethodMap":
+        """Return the attention of images start to stop, with these rows of every input that has one row an image."""
+        count = len(self.args[0])
+
+        def part(value: Any) -> Any:
+            each = isinstance(value, Tensor) and value.ndim > 1 and len(value) == count
+            return value[start:stop] if each else value
+
+        kwargs = {name: part(value) for name, value in self.kwargs.items()}
+        return MethodMap(self.layer, tuple(map(part, self.args)), kwargs, self.name)
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the maps of a few images at a time. Shape: (b, nh, Nq, Nk) each"""
+        first = self.images(0, 1).map()
+        yield first
+        count = images_per_chunk(*first.shape[1:])
+        for start in range(1, len(self.args[0]), count):
+            yield self.images(start, start + count).map()
+
+
+def _map_bytes(layer: Any, x: Tensor) -> tuple[int, int, int]:
+    """Return the bytes of a recast convolution's attention maps, and their queries and keys. Shape: x (B, C, H, W)"""
+    queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
+    keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
+    return x.element_size() * len(x) * layer.num_heads * queries * keys, queries, keys
+
+
+def _check_size(name: str, layer: Any, x: Tensor) -> None:
+    """Raise UserError if the maps of a recast convolution take more than `MAX_MAP_BYTES`. Shape: x (B, C, H, W)"""
+    size, queries, keys = _map_bytes(layer, x)
+    if size > MAX_MAP_BYTES:
+        raise UserError(
+            f"the attention maps of {name or type(layer).__name__} ({len(x)} x {layer.num_heads} heads, {queries:,} "
+            f"queries, {keys:,} keys) take {size / 2**30:.1f} GiB of the {MAX_MAP_BYTES / 2**30:.0f} GiB allowed; use "
+            "smaller or fewer images, select other layers, or look at one query with iso.analysis.attention_from"
+        )
+
+
+@singledispatch
+def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
+    """Return the scores of a layer for its inputs; registered for layers whose softmax gets only scores.
+
+    Raises: TypeError for another layer.
+    """
+    raise TypeError(f"the queries and keys of {type(layer).__name__} are not known")
+
+
+@scores.register
+def _timm_scores(
+    layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+) -> Scores:
+    """Return the scores of timm's Attention and its subclasses, with masks. Shape: x (B, N, C)"""
+    q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
+    return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
+
+
+@scores.register
+def _relative_scores(layer: RelativeAttention, x: Tensor) -> Scores:
+    """Return the scores of attention with relative positions. Shape: x (B, H, W, C)"""
+    q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
+    after = isinstance(layer, PostRelativeAttention)
+    return Scores(q * layer.scale, k, None if after else layer.position_bias((x.shape[1], x.shape[2]), q.dtype))
+
+
+@scores.register
+def _vit_relative_scores(
+    layer: ViTRelativeAttention, x: Tensor, *_: Any, grid_size: tuple[int, int] | None = None, **__: Any
+) -> Scores:
+    """Return the scores of relative attention on tokens. Shape: x (B, N, C)"""
+    q, k, _v = layer.queries_keys_values(x)
+    return Scores(q * layer.scale, k, layer.position_bias(grid_size or layer.grid_size, q.dtype))
+
+
+@scores.register
+def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
+    """Return the scores of the content attention of GPSA. Shape: x (B, N, C)"""
+    q, k = layer.queries_keys(x)
+    return Scores(q * q.shape[-1] ** -0.5, k)
+
+
+@scores.register
+def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
+    """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
+    return Scores(*layer.content_scores(x))
+
+
+@scores.register
+def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
+    """Return the scores of PSA, with position as bias. Shape: x (B, N, C)"""
+    q, k = layer.queries_keys(x)
+    return Scores(q * q.shape[-1] ** -0.5, k, layer.position_bias(x, grid_size).to(q.dtype))
+
+
+def has_attention_method(layer: nn.Module) -> bool:
+    """True if the layer has a method `attention`."""
+    return callable(getattr(type(layer), "attention", None))
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer: its name, and the tokens first among its arguments."""
+
+    name: str
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
+        """Return the call of a layer, whose tokens may be a named argument."""
+        first = next((key for key in ("x", *kwargs) if key in kwargs), "x")
+        named = {key: value for key, value in kwargs.items() if args or key != first}
+        return cls(name, layer, args or (kwargs.get(first),), named)
+
+
+@contextmanager
+def _plain_attention(model: nn.Module) -> Iterator[None]:
+    """Context in which layers whose fused form has no map run in their plain form."""
+    facts = [(layer, facts_of(layer)) for layer in model.modules()]
+    layers: list[Any] = [layer for layer, fact in facts if fact and fact.plain]
+    forms = [layer.fused_attn for layer in layers]
+    try:
+        for layer in layers:
+            layer.fused_attn = False
+        yield
+    finally:
+        for layer, form in zip(layers, forms, strict=True):
+            layer.fused_attn = form
+
+
+@torch.no_grad()
+def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
+    """Run the model in eval mode, not compiled, and remove the hooks afterwards.
+
+    Raises: UserError unless the batch is a tensor.
+    """
+    check_inputs(batch, Tensor)
+    try:
+        with eval_mode(model), torch.compiler.set_stance("force_eager"):
+            model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def capture_inputs(
+    model: nn.Module, batch: Tensor, measure: Callable[..., Any], layers: Mapping[str, nn.Module]
+) -> dict[str, Any]:
+    """Return `measure(layer, *inputs)` for every layer, on the inputs that it receives in the model, in eval mode."""
+    results: dict[str, Any] = {}
+
+    def measure_as(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            results[name] = measure(layer, *args, **kwargs)
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(measure_as(name), with_kwargs=True) for name, layer in layers.items()]
+    run_with_hooks(model, batch, handles)
+    return results
+
+
+_Measure = Callable[[LayerCall, AppliedAttention], Any]
+
+
+class _Capture:
+    """The hooks by which `ReadMaps` knows which layer runs; `results` of the measured layers by name."""
+
+    def __init__(self, measure: _Measure, where: Where) -> None:
+        self.measure, self.where, self.mode = measure, where, ReadMaps()
+        self.calls: list[LayerCall | None] = []  # None: what runs inside is not a layer's own attention
+        self.results: dict[str, Any] = {}
+        self.measured: list[str] = []
+        self.others: list[str] = []
+        self.reasons: list[str] = []
+
+    def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a layer."""
+        inside = self.calls and (self.calls[-1] is None or has_attention_method(self.calls[-1].layer))
+        reason = no_map_reason(layer)
+        if reason and matches_where(self.where, name, layer):
+            self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
+        self.calls.append(None if reason or inside else LayerCall.of(name, layer, args, kwargs))
+        facts = facts_of(layer)
+        layout = facts.layout(layer) if facts else None
+        self.mode.enter(heads_of(layer, facts), layout, ignore=self.calls[-1] is None or has_attention_method(layer))
+
+    def leave(self, name: str, layer: nn.Module) -> None:
+        """Measure the attention of a layer that ends."""
+        call = self.calls.pop()
+        attention: AppliedAttention | None = self.mode.leave()
+        if call and has_attention_method(layer):
+            attention = MethodMap(layer, call.args, call.kwargs, name)
+        if call is None or attention is None:
+            return
+        if not matches_where(self.where, name, layer):
+            self.others.append(name)
+            return
+        self.measured.append(name)
+        self.calls.append(None)  # operations of `measure` are not the model's
+        self.mode.enter(ignore=True)
+        result = self.measure(call, attention)
+        self.calls.pop()
+        self.mode.leave()
+        if result is not None:
+            self.results[name] = result
+
+    def hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Register the hooks on every layer."""
+        for name, layer in model.named_modules():
+            if not isinstance(layer, _TRANSPARENT):
+                enter, leave = partial(self.enter, name), partial(self.leave, name)
+                yield layer.register_forward_pre_hook(enter, with_kwargs=True)
+                yield layer.register_forward_hook(lambda layer, _, __, leave=leave: leave(layer))
+
+    def missing(self) -> str:
+        """Return the error message where no layer was measured."""
+        if self.reasons:
+            return self.reasons[0]
+        if self.others:
+            return f"{describe_where(self.where)} matches no attention layer{nearest_names(self.where, self.others)}"
+        return "the model has no attention layer with a known map; recast it first"
+
+
+@torch.no_grad()
+def capture_attention(model: nn.Module, batch: Tensor, measure: _Measure, where: Where = "*") -> dict[str, Any]:
+    """Return `measure(call, attention)` for every selected attention layer, in the order of the forward, in eval mode.
+
+    It is called as soon as the layer has run, and nothing else of the layer is stored. Of a layer that runs several
+    times the last call counts. Layers for which `measure` returns None are left out.
+
+    Raises: UserError if no selected layer has an attention map, with the names of layers that have, or the reason.
+    """
+    capture = _Capture(measure, where)
+    with _plain_attention(model), capture.mode:
+        run_with_hooks(model, batch, list(capture.hooks(model)))
+    if not capture.measured:
+        raise UserError(capture.missing())
+    return capture.results

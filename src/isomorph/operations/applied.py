@@ -1,0 +1,203 @@
+"""Attention that a layer applied to its values, recorded while the unchanged forward of the model runs.
+
+Of a layer that calls `scaled_dot_product_attention` the queries and keys are recorded, without forming a map. Of one
+that forms its map itself the matrix is recorded that it multiplies its values by.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isomorph.operations.maps import FollowMaps, FusedCall, MapLayout, to_standard_map, usual_layout
+
+MAX_MAP_ENTRIES = 2**22
+"""Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
+
+
+class AppliedAttention(Protocol):
+    """Attention as a layer applies it; `logits` is the input of its softmax, or None if it is not known."""
+
+    @property
+    def logits(self) -> "Scores | None": ...
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Numbers of queries and keys, or None if they are not known without forming a map."""
+        ...
+
+    def map(self) -> Tensor:
+        """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
+        ...
+
+    def row(self, query: int) -> Tensor:
+        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
+        ...
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the maps of a few images at a time. Shape: (b, nh, Nq, Nk) each"""
+        ...
+
+
+def images_per_chunk(heads: int, queries: int, keys: int) -> int:
+    """Return the number of images whose maps may be in memory together, at least one."""
+    return max(MAX_MAP_ENTRIES // max(heads * queries * keys, 1), 1)
+
+
+class Scores(NamedTuple):
+    """Attention as scores q k^T + bias, with scaled queries; if `k` is None, `q` is the formed logits.
+
+    Shape: q and k (B, nh, N, hd), bias broadcast to (B, nh, Nq, Nk) or None
+    """
+
+    q: Tensor
+    k: Tensor | None
+    bias: Tensor | None = None
+
+    @property
+    def logits(self) -> "Scores":
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q.shape[2], self.q.shape[3] if self.k is None else self.k.shape[2]
+
+    def map(self) -> Tensor:
+        return torch.softmax(self.rows(0, self.q.shape[2]), dim=-1)
+
+    def float(self) -> "Scores":
+        """Return the scores in float32."""
+        return Scores(*(None if tensor is None else tensor.float() for tensor in self))  # type: ignore[arg-type]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return the logits of queries start to stop. Shape: -> (B, nh, stop - start, Nk)"""
+        q, bias = self.q[:, :, start:stop], self.bias
+        if bias is not None and bias.shape[-2] > 1:
+            bias = bias[..., start:stop, :]
+        logits = q if self.k is None else q @ self.k.mT
+        return logits if bias is None else logits + bias
+
+    def row(self, query: int) -> Tensor:
+        return torch.softmax(self.rows(query, query + 1), dim=-1)[:, :, 0]
+
+    def images(self, start: int, stop: int) -> "Scores":
+        """Return the scores of images start to stop."""
+        k, bias = None if self.k is None else self.k[start:stop], self.bias
+        if bias is not None and bias.ndim == 4 and len(bias) > 1:
+            bias = bias[start:stop]
+        return Scores(self.q[start:stop], k, bias)
+
+    def chunks(self) -> Iterator[Tensor]:
+        count = images_per_chunk(self.q.shape[1], *self.shape)
+        for start in range(0, len(self.q), count):
+            yield self.images(start, start + count).map()
+
+
+class FormedMap(NamedTuple):
+    """Attention as a map that the forward formed, with the logits of its softmax, or None if they are not known."""
+
+    maps: Tensor
+    logits: Scores | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.maps.shape[2], self.maps.shape[3]
+
+    def map(self) -> Tensor:
+        return self.maps
+
+    def row(self, query: int) -> Tensor:
+        return self.maps[:, :, query]
+
+    def chunks(self) -> Iterator[Tensor]:
+        yield from self.maps.split(images_per_chunk(*self.maps.shape[1:]))
+
+
+class _Frame:
+    """A layer whose forward is running: how it lays out its maps, and what it applied so far."""
+
+    def __init__(self, heads: int, layout: MapLayout | None) -> None:
+        self.heads, self.layout = heads, layout
+        self.applied: list[Scores | FormedMap] = []
+        self.logits: Tensor | None = None
+
+    def standard(self, x: Tensor) -> Tensor:
+        return to_standard_map(x, self.layout or usual_layout(x, self.heads), self.heads)
+
+    def scores(self, call: FusedCall) -> Scores:
+        q, k, mask = call.scaled_query, call.repeated[0], call.mask
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        if mask is not None and q.ndim != 4:
+            mask = self.standard(mask.expand(*q.shape[:-1], k.shape[-2]))
+        return Scores(self.standard(q), self.standard(k), mask)
+
+    def result(self) -> Scores | FormedMap | None:
+        """Return the attention that the layer applied last; of a layer that loops over its heads, all heads."""
+        formed = [maps for maps in self.applied if isinstance(maps, FormedMap)]
+        if len(formed) == len(self.applied) > 1:
+            logits = [head.logits.q for head in formed if head.logits]
+            joint = Scores(torch.cat(logits, 1), None) if logits else None
+            return FormedMap(torch.cat([head.maps for head in formed], 1), joint)
+        return self.applied[-1] if self.applied else None
+
+
+class ReadMaps(FollowMaps):
+    """Context in which the attention of the innermost layer is recorded between `enter` and `leave`.
+
+    Example:
+        >>> q = torch.randn(2, 4, 9, 8)
+        >>> with ReadMaps() as mode:
+        ...     mode.enter(heads=4)
+        ...     out = F.scaled_dot_product_attention(q, q, q)
+        ...     applied = mode.leave()
+        >>> tuple(applied.map().shape)
+        (2, 4, 9, 9)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[_Frame | None] = []  # None: what runs is not recorded
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.frame is None:
+            return func(*args, **(kwargs or {}))
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func is F.multi_head_attention_forward:  # of nn.MultiheadAttention: one operation
+            given = {**(kwargs or {}), "need_weights": True, "average_attn_weights": False}
+            maps: Any = func(*args, **given)[1]
+            self.frame.applied.append(FormedMap(maps, None))
+        return out
+
+    @property
+    def frame(self) -> _Frame | None:
+        """The innermost running layer."""
+        return self.frames[-1] if self.frames else None
+
+    def enter(self, heads: int = 1, layout: MapLayout | None = None, ignore: bool = False) -> None:
+        """Begin the forward of a layer; `ignore`: it is not recorded."""
+        self.frames.append(None if ignore else _Frame(heads, layout))
+
+    def leave(self) -> Scores | FormedMap | None:
+        """End the forward of a layer, and return the attention that it applied, or None."""
+        frame = self.frames.pop()
+        if not any(each and each.logits is not None for each in self.frames):
+            self.maps = []  # a softmax that did not weigh values in its layer: what follows from it is not a map
+        return frame.result() if frame else None
+
+    def at_fused(self, call: FusedCall) -> Tensor:
+        if self.frame:
+            self.frame.applied.append(self.frame.scores(call))
+        return super().at_fused(call)
+
+    def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
+        if self.frame and self.frame.logits is None:
+            self.frame.logits = logits
+
+    def at_product(self, maps: Tensor) -> Tensor:
+        if self.frame and self.frame.logits is not None:
+            logits, self.frame.logits = Scores(self.frame.standard(self.frame.logits), None), None
+            self.frame.applied.append(FormedMap(self.frame.standard(maps), logits))
+        return maps

@@ -1,0 +1,244 @@
+"""Attention maps as a model computes them, found by operation: to read them, or to change them on the way.
+
+A map comes from a softmax over keys and multiplies values. What happens to it in between (talking heads, gates, a
+difference of two maps) belongs to it, its dropout does not. `scaled_dot_product_attention` never forms it, so an edit
+does. The class of a layer does not matter. Not seen: `torch.special.softmax`, and softmax in other words.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+MapLayout = Literal["heads", "windows", "joint", "queries"]
+"""What comes after the batch axis of a map.
+
+- heads: (B, nh, Nq, Nk), or (B, Nq, Nk) for one head, or (B, nh, windows, Nq, Nk).
+- windows: (B, windows, nh, Nq, Nk).
+- joint: batch and heads in one axis: (B nh, Nq, Nk) or (B nh, windows, Nq, Nk).
+- queries: (B, Nq, nh, Nk).
+"""
+
+_SOFTMAX: set[Any] = {torch.softmax, Tensor.softmax, F.softmax}
+_BEGINS = _SOFTMAX | {F.scaled_dot_product_attention}
+_PRODUCT: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, operator.matmul}
+
+
+def usual_layout(maps: Tensor, heads: int) -> MapLayout:
+    """Return the layout that most layers give maps with this number of axes."""
+    return "windows" if maps.ndim == 5 else "joint" if maps.ndim == 3 and heads > 1 else "heads"
+
+
+def to_standard_map(maps: Tensor, layout: MapLayout, heads: int) -> Tensor:
+    """Return maps, queries or keys with windows counted as images. Shape: (...) -> (B windows, nh, ., .)"""
+    if layout == "queries":
+        return maps.transpose(1, 2)
+    if layout == "windows":
+        return maps.flatten(0, 1)
+    if layout == "joint":
+        maps = maps.unflatten(0, (-1, heads))
+    elif maps.ndim == 3:
+        return maps[:, None]
+    return maps.transpose(1, 2).flatten(0, 1) if maps.ndim == 5 else maps
+
+
+def from_standard_map(maps: Tensor, layout: MapLayout, like: Tensor) -> Tensor:
+    """Return maps in the layout and with the axes of `like`, from which `to_standard_map` made them.
+
+    Shape: maps (B windows, nh, Nq, Nk) -> as like
+    """
+    if layout == "queries":
+        return maps.transpose(1, 2)
+    if layout == "heads" and like.ndim == 5:
+        return maps.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2)
+    if layout == "joint" and like.ndim == 4:
+        return maps.unflatten(0, (-1, like.shape[1])).transpose(1, 2).flatten(0, 1)
+    return maps.reshape(like.shape)
+
+
+class FusedCall(NamedTuple):
+    """The arguments of `scaled_dot_product_attention`, by its names for them.
+
+    >>> FusedCall(*torch.ones(3, 1, 1, 2, 4), is_causal=True).scores()[0, 0]
+    tensor([[2., -inf],
+            [2., 2.]])
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def scaled_query(self) -> Tensor:
+        """The queries times the scale of the scores."""
+        return self.query * (self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+    @property
+    def repeated(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, repeated for the heads that share them."""
+        if not self.enable_gqa:
+            return self.key, self.value
+        heads = self.query.shape[-3]
+        return tuple(x.repeat_interleave(heads // x.shape[-3], -3) for x in (self.key, self.value))  # type: ignore[return-value]
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask, or that of causal attention: True for allowed, or added to the scores."""
+        if self.is_causal:
+            ones = torch.ones(self.query.shape[-2], self.key.shape[-2], dtype=torch.bool, device=self.query.device)
+            return ones.tril()
+        return self.attn_mask
+
+    def scores(self) -> Tensor:
+        """Return the input of the softmax. Shape: -> (..., Nq, Nk)"""
+        scores, mask = self.scaled_query @ self.repeated[0].mT, self.mask
+        if mask is None:
+            return scores
+        return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+    def attend(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """Return the values weighed by the edited map; 0 for a query that may attend to nothing."""
+        mask, lowest = self.mask, torch.finfo(self.query.dtype).min
+        scores = self.scaled_query @ self.repeated[0].mT  # (..., Nq, Nk)
+        if mask is None:
+            maps = edit(scores.softmax(-1), None)
+        elif mask.dtype == torch.bool:  # a finite score: the gradient of a row of -inf is NaN
+            maps = edit(scores.masked_fill(~mask, lowest).softmax(-1), mask)
+        else:
+            maps = edit((scores + mask.clamp(min=lowest)).softmax(-1), None)
+        out = F.dropout(maps, self.dropout_p) @ self.repeated[1]
+        if mask is None:
+            return out
+        attends = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1, keepdim=True)
+        return out.masked_fill(~attends, 0)
+
+
+class FollowMaps(TorchFunctionMode):
+    """Torch function mode that follows maps from their softmax to the product with values.
+
+    A mode sees every call of a torch function in its thread, so layers need not be patched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []  # made of a softmax over keys, and not multiplied by values yet
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.maps and func not in _BEGINS:  # most calls
+            return func(*args, **kwargs) if kwargs else func(*args)
+        given = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.at_fused(FusedCall(*args, **given))
+        if func in _SOFTMAX:
+            out = func(*args, **given)
+            if _is_over_keys(out, *args[1:], **given):
+                self.at_softmax(args[0] if args else given["input"], out)
+                self.maps.append(out)
+            return out
+        if func is F.dropout and args and self.follows(args[0]):
+            args = (self.before_dropout(args[0]), *args[1:])
+        elif func in _PRODUCT:
+            factors: list[Any] = [*args, *given.values()]
+            a, b = factors
+            if self._are_map_and_values(a, b):
+                first = self.follows(a)
+                self.maps = []
+                return func(self.at_product(a), b) if first else func(a, self.at_product(b.mT).mT)
+        elif func is torch.einsum and self._are_map_and_values(*_tensors(*args[1:])):
+            edited = [self.at_product(x) if self.follows(x) else x for x in _tensors(*args[1:])]
+            self.maps = []
+            return func(args[0], *edited)
+        out = func(*args, **given)
+        if any(map(self.follows, _tensors(*args))):
+            self.maps += _tensors(out)
+        return out
+
+    def follows(self, x: Any) -> bool:
+        """True for a map, from its softmax to the product with values."""
+        return isinstance(x, Tensor) and any(x is other for other in self.maps)
+
+    def _are_map_and_values(self, *factors: Tensor) -> bool:
+        """True if one factor of a product is a map; not for one with a matrix of weights, as of talking heads."""
+        return all(x.ndim > 2 for x in factors) and sum(map(self.follows, factors)) == 1
+
+    def at_fused(self, call: FusedCall) -> Tensor:
+        """Return the output of `scaled_dot_product_attention`."""
+        q, k, v, mask, dropout, causal, scale, gqa = call
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+
+    def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
+        """Take notice of a softmax over keys."""
+
+    def before_dropout(self, maps: Tensor) -> Tensor:
+        """Return what the dropout of a map receives instead of it. Shape: (..., Nq, Nk) in the layout of the layer"""
+        return maps
+
+    def at_product(self, maps: Tensor) -> Tensor:
+        """Return what multiplies the values instead of a map. Shape: (..., Nq, Nk) in the layout of the layer"""
+        return maps
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    """Return the tensors among values and among the items of those that are sequences."""
+    items: list[Any] = []
+    for value in values:
+        items += value if isinstance(value, tuple | list) else [value]
+    return [item for item in items if isinstance(item, Tensor)]
+
+
+def _is_over_keys(out: Tensor, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
+    """True if a softmax runs over the last axis of a tensor of three axes or more."""
+    return out.ndim > 2 and kwargs.get("dim", dim) in (-1, out.ndim - 1)
+
+
+class EditMaps(FollowMaps):
+    """Context in which every map becomes `edit(map, mask)` before its dropout and the product with values.
+
+    `mask` is True where attention is allowed, or None: the boolean mask of `scaled_dot_product_attention`. Masks that
+    code adds to its scores are not known here.
+
+    Raises: ValueError for causal attention, and for a layer that runs its attention in a reentrant checkpoint, whose
+        backward pass would run it again without the edit.
+
+    Example:
+        >>> q = torch.randn(2, 4, 9, 8)
+        >>> with EditMaps(lambda maps, mask: maps.flip(1)) as mode:
+        ...     out = F.scaled_dot_product_attention(q, q, q)
+        >>> mode.edited, torch.allclose(out, (q @ q.mT * 8**-0.5).softmax(-1).flip(1) @ q, atol=1e-5)
+        (True, True)
+    """
+
+    def __init__(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> None:
+        super().__init__()
+        self.edit, self.edited = edit, False
+        self.records = torch.is_grad_enabled()
+
+    def _edit(self, maps: Tensor, mask: Tensor | None) -> Tensor:
+        if self.records and not torch.is_grad_enabled():
+            raise ValueError(
+                "the layer turns gradients off around its attention, as a reentrant checkpoint does, so that its "
+                "backward pass would not contain the edit; checkpoint with use_reentrant=False"
+            )
+        self.edited = True
+        return self.edit(maps, mask)
+
+    def at_fused(self, call: FusedCall) -> Tensor:
+        if call.is_causal:
+            raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
+        return call.attend(self._edit)
+
+    def before_dropout(self, maps: Tensor) -> Tensor:
+        self.maps = []  # its edit is the end of it
+        return self._edit(maps, None)
+
+    def at_product(self, maps: Tensor) -> Tensor:
+        return self._edit(maps, None)

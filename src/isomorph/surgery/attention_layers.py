@@ -1,0 +1,295 @@
+"""Attention layers of any library: which modules they are, and the few facts that no operation tells.
+
+A class is attention if its forward computes a softmax and a matrix product, or `scaled_dot_product_attention`, or
+leaves both to transformers' attention interface. Where a map is among its operations is found when it runs.
+"""
+
+import dis
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.layers.map_grid import GridSize, fit_grid, grid_places
+from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
+from isomorph.operations import MapLayout
+
+T = TypeVar("T")
+_HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
+"""Attributes of layers, and of the configurations of transformers, for the number of heads."""
+_MASKS = ("attn_mask", "mask", "attention_mask")
+"""Arguments in which layers receive their mask."""
+_IMAGE_FIELDS = ("image_size", "patch_size", "num_channels")
+"""Fields of the configurations of vision models."""
+_PRODUCTS = {"@", "matmul", "bmm", "einsum"}
+
+
+def cached_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Decorate a function of a class so that it is computed once for each."""
+    return cache(function)
+
+
+def _mask_argument(_: nn.Module, given: dict[str, Any]) -> Any:
+    return next((given[name] for name in _MASKS if given.get(name) is not None), None)
+
+
+def _shift_mask(layer: Any, given: dict[str, Any]) -> Tensor | None:
+    """Return the pairs of tokens in one region of torchvision's shifted windows. Shape: -> (windows, N, N) or None"""
+    x, (h, w) = next(iter(given.values())), layer.window_size
+    H, W = (n + -n % side for n, side in zip(x.shape[1:3], (h, w), strict=True))
+    down, right = (s if side < n else 0 for s, side, n in zip(layer.shift_size, (h, w), (H, W), strict=True))
+    if not (down or right):
+        return None
+
+    def region(n: int, side: int, shift: int) -> Tensor:
+        i = torch.arange(n, device=x.device)
+        return (i >= n - side).long() + (i >= n - shift)  # (n,)
+
+    regions = 3 * region(H, h, down)[:, None] + region(W, w, right)  # (H, W)
+    regions = regions.view(H // h, h, W // w, w).transpose(1, 2).reshape(-1, h * w)  # (windows, N)
+    return regions[:, :, None] == regions[:, None]
+
+
+def _mask_unit_places(count: int, units: GridSize) -> Tensor:
+    """Return the places of `count` tokens in each mask unit of Hiera, in the order of its tokens.
+
+    The places in a unit are numbered with four digits of two bits each, the finest first; the unit comes last.
+
+    Shape: -> (count units, 2)
+    Raises: ValueError if the units are not halved on both sides by every pooling.
+    """
+    levels = round(math.log(count, 4))
+    if 4**levels != count:
+        raise ValueError(f"mask units of {count} tokens are not squares whose side is a power of 2")
+    places = grid_places(units) * 2**levels
+    for level in reversed(range(levels)):
+        places = (grid_places((2, 2))[:, None] * 2**level + places).flatten(0, 1)
+    return places
+
+
+def mask_unit_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the tokens of Hiera's attention, in one mask unit or in all of the image."""
+    in_unit, pooled = layer.window_size, math.isqrt(layer.q_stride)
+    units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
+    places = _mask_unit_places(in_unit, units) * pooled + (pooled - 1) / 2  # a query is the maximum of pooled^2 tokens
+    return places, _mask_unit_places(keys // math.prod(units), units)
+
+
+def row_mean_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the tokens of Next-ViT's attention, whose keys are means of tokens in a row."""
+    places = grid_places(fit_grid(queries, shapes)[0]) / layer.sr_ratio
+    return places, places[: keys * layer.N_ratio].unflatten(0, (keys, -1)).mean(1)
+
+
+def halo_places(layer: Any, _: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Return the places of the tokens of HaloNet's attention, whose windows of keys reach beyond those of queries."""
+    block, window = (math.isqrt(count) for count in (queries, keys))
+    return grid_places((block, block)) * layer.block_stride, grid_places((window, window)) - layer.halo_size
+
+
+class AttentionFacts(NamedTuple):
+    """What no operation tells about a class of attention.
+
+    `no_map`: why it has no map over positions. `layout` and `heads` of its maps, where they are not the usual ones.
+    `square`: the tokens are a square window. `plain`: only its plain form has one map. `form`: a subclass that computes
+    the same from the same attributes by operations that can be seen. `mask`: from the layer and the arguments of a
+    call, by name. `reason`: why its map cannot be edited. `grid_reason` and `query_reason`: why its keys, or its
+    queries, have no positions on a grid. `places`: the (row, column) of queries and of keys that are not in the order
+    of a grid, in steps of the keys, from the layer, the sizes that its tokens may cover, and their numbers.
+    """
+
+    no_map: str | None = None
+    layout: Callable[[Any], MapLayout | None] = lambda _: None
+    heads: Callable[[Any], int] | None = None
+    square: bool = False
+    plain: bool = False
+    form: type[nn.Module] | None = None
+    mask: Callable[[Any, dict[str, Any]], Any] = _mask_argument
+    reason: Callable[[Any], str | None] = lambda _: None
+    grid_reason: Callable[[Any], str | None] = lambda _: None
+    query_reason: str | None = None
+    places: Callable[[Any, Sequence[GridSize], int, int], tuple[Tensor, Tensor]] | None = None
+    interface: bool = False
+
+
+def _interface_reason(layer: Any) -> str | None:
+    """Return why the map of an attention layer of transformers cannot be edited, or None if it can."""
+    name, config = type(layer).__name__, getattr(layer, "config", None)
+    if not hasattr(config, "_attn_implementation"):
+        return f"{name} has no config that says how its attention is computed"
+    if any(getattr(owner, field, False) for owner in (layer, config) for field in ("is_causal", "is_decoder")):
+        return f"{name} is causal: an edited map mixes neighbouring queries, so that a token would see later ones"
+    if "Cross" in name:
+        return f"{name} attends to other tokens than those of its queries"
+    if not any(hasattr(owner, field) for owner in (layer, config) for field in _HEADS):
+        return f"{name} does not say how many heads it has"
+    return None
+
+
+def _words_reason(layer: Any) -> str | None:
+    has_image = any(hasattr(layer.config, name) for name in _IMAGE_FIELDS)
+    return None if has_image else "its tokens are words in a row, which is not a grid"
+
+
+_CHANNELS = AttentionFacts("attends between channels, so it has no map over tokens")
+_KEYS_ALONE = AttentionFacts("takes the softmax of its keys alone, so it has no map from queries to keys")
+_POOLS = AttentionFacts("pools tokens with weights that do not depend on a query")
+_ONE_QUERY = AttentionFacts(query_reason="only its class token is a query, and has no position")
+_SHIFTED = AttentionFacts(mask=_shift_mask)
+_VIDEO = AttentionFacts(reason=lambda layer: f"{type(layer).__name__} attends in three dimensions")
+_DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
+_INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
+
+FACTS: dict[str, AttentionFacts] = {
+    "timm.layers.attention2d.MultiQueryAttention2d": AttentionFacts(
+        layout=lambda layer: "queries" if layer.einsum else "heads"
+    ),
+    "timm.layers.attention2d.MultiQueryAttentionV2": AttentionFacts(layout=lambda _: "queries"),
+    "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
+    "timm.layers.global_context.GlobalContext": _POOLS,
+    "timm.layers.halo_attn.HaloAttn": AttentionFacts(
+        layout=lambda _: "joint",
+        grid_reason=lambda _: "its windows of keys reach beyond those of its queries",
+        places=halo_places,
+    ),
+    "timm.layers.lambda_layer.LambdaLayer": _KEYS_ALONE,
+    "timm.layers.non_local_attn.BilinearAttnTransform": _POOLS,
+    "timm.models.cait.ClassAttn": _ONE_QUERY,
+    "timm.models.coat.FactorAttnConvRelPosEnc": _KEYS_ALONE,
+    "timm.models.crossvit.CrossAttention": _ONE_QUERY,
+    "timm.models.csatv2.SpatialTransformerBlock": AttentionFacts(
+        "compares the images of a batch, so it has no map over tokens"
+    ),
+    "timm.models.davit.ChannelAttention": _CHANNELS,
+    "timm.models.davit.ChannelAttentionV2": _CHANNELS,
+    "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
+    "timm.models.efficientvim.HSMSSD": _KEYS_ALONE,
+    "timm.models.efficientvit_mit.LiteMLA": AttentionFacts(
+        "is linear attention, which has no map from queries to keys"
+    ),
+    "timm.models.efficientvit_msra.CascadedGroupAttention": AttentionFacts(heads=lambda _: 1),
+    "timm.models.hiera.MaskUnitAttention": AttentionFacts(
+        layout=lambda _: "heads",
+        grid_reason=lambda _: "its tokens are in the order of its mask units, which has no rows and columns",
+        places=mask_unit_places,
+    ),
+    "timm.models.iformer.SHMA": AttentionFacts(heads=lambda _: 1),
+    "timm.models.mobilevit.LinearSelfAttention": _KEYS_ALONE,
+    "timm.models.nest.Attention": AttentionFacts(layout=lambda _: "heads", square=True),
+    "timm.models.nextvit.EfficientAttention": AttentionFacts(
+        grid_reason=lambda layer: None if layer.sr is None else "its keys are means of tokens in a row, without a grid",
+        places=row_mean_places,
+    ),
+    "timm.models.swiftformer.EfficientAdditiveAttention": _KEYS_ALONE,
+    "timm.models.tiny_vit.Attention": AttentionFacts(square=True),
+    "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
+    "timm.models.volo.ClassAttention": _ONE_QUERY,
+    "timm.models.volo.OutlookAttention": AttentionFacts(
+        reason=lambda _: "OutlookAttention mixes the neighbours of each position, with no queries and keys"
+    ),
+    "timm.models.xcit.XCA": _CHANNELS,
+    "torch.nn.modules.activation.MultiheadAttention": AttentionFacts(
+        form=UnfusedMultiheadAttention, mask=allowed_by_masks, reason=multihead_reason
+    ),
+    "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": AttentionFacts(square=True),
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": _SHIFTED,
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": _SHIFTED,
+    "torchvision.models.video.mvit.MultiscaleAttention": _VIDEO,
+    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": _VIDEO,
+}
+"""Classes that are not like most, by their full name."""
+
+
+def names_of(layer: nn.Module) -> list[str]:
+    """Return the full names of the layer's class and its base classes."""
+    return [_full_name(kind) for kind in type(layer).__mro__]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _functions_of(kind: type) -> Iterator[Any]:
+    """Yield the forward of a class, and the methods and functions of its module that it uses."""
+    waiting, seen = [getattr(kind, "forward", None)], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        yield function
+        for name in code.co_names:
+            method, other = inspect.getattr_static(kind, name, None), function.__globals__.get(name)
+            waiting += [getattr(kind, name)] if inspect.isfunction(method) else []
+            waiting += [other] if inspect.isfunction(other) and other.__module__ == function.__module__ else []
+
+
+@cached_by_class
+def _names_used(kind: type) -> set[str]:
+    """Return the names that the forward of a class uses, and "@" if it multiplies matrices."""
+    names: set[str] = set()
+    for function in _functions_of(kind):
+        names.update(function.__code__.co_names)
+        names |= {"@"} & {step.argrepr for step in dis.get_instructions(function)}
+    return names
+
+
+@cached_by_class
+def attention_facts(kind: type) -> AttentionFacts | None:
+    """Return what is known about a class of attention, or None for another class and for isomorph's own layers."""
+    if kind.__module__.startswith("isomorph."):
+        return None
+    rows = [FACTS.get(_full_name(base)) for base in kind.__mro__]
+    if without := next((row for row in rows if row and row.no_map), None):
+        return without
+    for base, row in zip(kind.__mro__, rows, strict=True):
+        if row:
+            return row
+        if "forward" in vars(base):
+            break
+    names = _names_used(kind)
+    if "get_interface" in names:
+        return _INTERFACE
+    attends = "scaled_dot_product_attention" in names or ("softmax" in names and names & _PRODUCTS)
+    return AttentionFacts() if attends else None
+
+
+def facts_of(layer: Any) -> AttentionFacts | None:
+    """Return what is known about the class of an attention layer, with an edited map or without."""
+    return getattr(type(layer), "facts", None) or attention_facts(type(layer))
+
+
+def heads_of(layer: Any, facts: AttentionFacts | None) -> int:
+    """Return the number of heads of an attention layer, 1 if it does not say."""
+    if facts and facts.heads:
+        return facts.heads(layer)
+    owners = (layer, getattr(layer, "config", None))
+    found = (getattr(owner, name, None) for owner in owners for name in _HEADS)
+    return next((heads for heads in found if isinstance(heads, int)), 1)
+
+
+def no_map_reason(layer: nn.Module) -> str | None:
+    """Return why a layer that is called attention has no attention map, or None."""
+    facts = facts_of(layer)
+    return facts.no_map if facts else None
+
+
+def gating_reason(layer: nn.Module) -> str | None:
+    """Return why position attention is not defined between the queries and keys of a layer, or None if it is.
+
+    A class token that is the only query is in the middle of the image.
+    """
+    facts = facts_of(layer)
+    return None if facts is None or facts.places else position_reason(layer, queries=False)
+
+
+def position_reason(layer: nn.Module, queries: bool = True) -> str | None:
+    """Return why the keys of a layer, and by default its queries, have no positions on a grid, or None if they do."""
+    facts = facts_of(layer)
+    assert facts is not None
+    return facts.grid_reason(layer) or (facts.query_reason if queries else None)
