@@ -19,7 +19,6 @@ import isomorph as iso
 from interleave import forward, interleaved, processor, saved_mib, show, step, update, with_value
 from isomorph.evaluation import saved_bytes
 from isomorph.layers import folded_taps, window_tiles
-from isomorph.layers.prune_heads import prune_heads
 from naive import NaiveGPSA2d
 
 STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batch
@@ -173,8 +172,6 @@ def naive_table(device, rounds):
         conv, x = convolution(stage)
         x = x[:2].to(device)
         layers = {form: rule(form, "paper (1, 1)").build(conv.to(device)) for form in FORMS}
-        heads = layers["global"].num_heads
-        layers["global, half pruned"] = prune_heads(layers["global"], "pb" * (heads // 2) + "p" * (heads % 2))
         layers["naive"] = NaiveGPSA2d(layers["global"])
         run = interleaved({form: forward(layer, x) for form, layer in layers.items()}, device, rounds)
         train = interleaved({form: step(layer, x) for form, layer in layers.items()}, device, max(rounds // 2, 2))

@@ -9,6 +9,7 @@ that they can be read without a build; `tests/test_docs.py` holds them equal to 
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -75,8 +76,24 @@ def command_line_page() -> str:
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     body = re.sub(r"Example: (isomorph .*)", r"Example: `\1`", body)
     return page(
-        "Command line", "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same.", body
+        "Command line",
+        "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same.",
+        *shared_options(body),
     )
+
+
+def shared_options(body: str) -> tuple[str, str]:
+    """Return a section of the options that four commands or more have, and the commands with these by name only."""
+    option = re.compile(r"^\* `(--[a-z-]+).*\n(?: +.*\n)*", re.MULTILINE)
+    count = Counter(match[0] for match in option.finditer(body))
+    shared = {text: option.match(text)[1] for text, times in count.items() if times > 3}  # type: ignore[index]
+    parts = []
+    for command in re.split(r"(?=^## )", body, flags=re.MULTILINE):
+        names = [shared[match[0]] for match in option.finditer(command) if match[0] in shared]
+        rest = option.sub(lambda match: "" if match[0] in shared else match[0], command).rstrip()
+        line = f"\n\n[Shared options](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}."
+        parts.append(rest.removesuffix("**Parameters**:").rstrip() + (line if names else ""))
+    return "## Options of several commands\n\n" + "".join(shared), "\n\n".join(filter(None, parts))
 
 
 def type_text(hint: Any) -> str:
@@ -102,16 +119,10 @@ def default_text(field: Any) -> str:
     return "none" if value in (None, "", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def part_of(hint: Any) -> Any:
-    """Return the group of fields that a type stands for, or None."""
-    from isomorph.training.recipe.part import Part
-
-    candidates = [hint, *get_args(hint)]
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Part)), None)
-
-
 def field_rows(part: Any, prefix: str) -> list[list[str]]:
     """Return the rows of the fields of a group that are not groups themselves."""
+    from isomorph.training.recipe.part import part_of
+
     fields = part.documented_fields().items()
     return [
         [
@@ -127,6 +138,8 @@ def field_rows(part: Any, prefix: str) -> list[list[str]]:
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
     """Return a section for a group of fields, and for each group in it."""
+    from isomorph.training.recipe.part import part_of
+
     title = f"## {prefix.rstrip('.')}" if prefix else "## The run"
     lead = [] if not prefix else [first_line(part.__doc__)]
     table = markdown_table(["field", "value", "default", "meaning"], field_rows(part, prefix))
@@ -161,14 +174,16 @@ def recipes_page() -> str:
     """Return the list of all named recipes."""
     from isomorph.recipes import RECIPES
 
-    rows = [
-        [f"`{name}`", fields.get("source", ""), fields.get("expected", "")] for name, fields in sorted(RECIPES.items())
-    ]
+    names: dict[str, list[str]] = {}
+    for name, fields in sorted(RECIPES.items()):
+        expected = f" ({fields['expected']})" if fields.get("expected") else ""
+        names.setdefault(fields.get("source", ""), []).append(f"`{name}`{expected}")
+    rows = [[source, ", ".join(found)] for source, found in sorted(names.items())]
     lead = (
-        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. The expected results are the "
-        "papers'. Which published rows have no recipe, and why: [published runs](../recipes.md)."
+        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the result to "
+        "expect, the papers'. Which published rows have no recipe, and why: [published runs](../recipes.md)."
     )
-    return page("Recipes by name", lead, markdown_table(["recipe", "source", "expected"], rows))
+    return page("Recipes by name", lead, markdown_table(["source", "recipes"], rows))
 
 
 def model_rows() -> list[list[str]]:

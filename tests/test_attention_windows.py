@@ -10,8 +10,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.analysis import attention_windows
 from isomorph.report import PageImage
-from isomorph.report.attention_viewer import ViewerModel, build_viewer
-from isomorph.report.layer_maps import capture_layer_maps
+from isomorph.report.attention_viewer import ViewerModel, build_viewer, capture_layer_maps
 
 
 def block(kind):

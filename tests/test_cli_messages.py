@@ -25,7 +25,7 @@ from isomorph.cli.sizes import join_sizes, only_size, parse_size
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
 from isomorph.terminal_tables import count_of
-from isomorph.training.recipe.overrides import apply_overrides
+from isomorph.training.recipe.read import apply_overrides
 
 NOWHERE = "http://127.0.0.1:9"
 """An address that no server listens on."""

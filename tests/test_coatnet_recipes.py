@@ -11,10 +11,8 @@ from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 from isomorph.recipes import coatnet
 from isomorph.training.build import build_model, data_config
 from isomorph.training.objectives.supervised import build_criterion
-from isomorph.training.optim import build_optimizer, build_scheduler
-from isomorph.training.recipe.fields import AugmentPart, OptimPart
+from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
 
 TINY = dict(
@@ -155,22 +153,6 @@ class TestLoss:
         found = iso.train(recipe, show=False).metrics
         assert 0 < found["loss"] < 20
 
-    def test_token_labels_have_their_own(self):
-        with pytest.raises(iso.UserError, match="leave loss at softmax"):
-            validate({**TINY, "loss": "sigmoid", "token_labels": {}})
-
-
-def test_the_linear_schedule_is_a_line():
-    optim = OptimPart(lr=1e-3, schedule="linear", min_lr=1e-5)
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), optim)
-    scheduler = build_scheduler(optimizer, optim, epochs=10, steps_per_epoch=10)
-    rates = []
-    for step in range(100):
-        scheduler.step_update(step)
-        rates.append(optimizer.param_groups[0]["lr"])
-    steps = torch.tensor(rates).diff()
-    torch.testing.assert_close(steps, torch.full_like(steps, -(1e-3 - 1e-5) / 100), rtol=1e-3, atol=1e-9)
-
 
 @pytest.mark.parametrize(("crop", "mode"), [("whole", "squash"), ("center", "center"), (None, "center")])
 def test_what_of_a_test_image_is_seen(crop, mode):
@@ -178,22 +160,6 @@ def test_what_of_a_test_image_is_seen(crop, mode):
     config = data_config(recipe, timm.create_model("coatnet_0", **TINY["model"]["kwargs"]))
     assert config["crop_mode"] == mode
     assert config["crop_pct"] == (1.0 if crop == "whole" else 0.875)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["coatnet_0", "coatnet_0_384", "coatnet_2_in21k", "coatnet_layout_vit_rel", "coatnet_3_jft"]
-)
-def test_recipes_run_two_steps(name, tmp_path):
-    """The paper's settings on networks of one block a stage."""
-    small = dict(depths=[1, 1] if "vit_rel" in name else [2, 1, 1, 1, 1])
-    small["widths"] = [32, 32] if "vit_rel" in name else [8, 8, 16, 32, 32]
-    fields = [f"model.kwargs.{key}={value}" for key, value in small.items()]
-    data = ["data.source=digits", "data.batch_size=20", "data.workers=0", "data.fraction=0.04", "data.size=[64,64]"]
-    brief = ["epochs=1", "optim.warmup_epochs=0", "model.start=random", f"out={tmp_path}"]
-    run = open_run(iso.load_recipe(name, [*fields, *data, *brief]))
-    assert run.order.steps == 2
-    assert train_epoch(run) > 0
 
 
 def test_a_run_goes_on_to_a_larger_image(tmp_path):

@@ -14,10 +14,9 @@ from isomorph.cli import main
 from isomorph.evaluation.cost import count_branches, count_macs, count_pass
 from isomorph.evaluation.cost_tables import cost_table, pyramid_cost, static_cost
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
-from isomorph.evaluation.saved_memory import saved_bytes
+from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.speed import measure_speeds
-from isomorph.report.cost_tables import batch_cost_table, cost_problems, pass_cost_table
+from isomorph.report.analyze_page import batch_cost_table, cost_problems, pass_cost_table
 
 
 def small_vit(**kwargs):
@@ -117,70 +116,34 @@ class TestSavedBytes:
         assert saved_bytes(model, (3, 64, 64)) > 4 * 3 * N * N
 
 
-@pytest.fixture(scope="module")
-def meter():
-    """A measuring process for several tests: it takes seconds to start."""
-    with PeakMeter() as meter:
-        yield meter
-        process = meter.process
-    assert process is None or process.poll() is not None
-
-
-@pytest.mark.slow
 class TestPeak:
-    def test_it_is_what_a_pass_really_takes(self, tmp_path, monkeypatch):
-        """A module that another process can import, as it would import a user's."""
-        (tmp_path / "growing.py").write_text(
-            "import torch\nfrom torch import nn\n"
-            "class Grows(nn.Module):\n"
-            "    def __init__(self, n):\n        super().__init__()\n"
-            "        self.n, self.weight = n, nn.Parameter(torch.zeros(1))\n"
-            "    def forward(self, x):\n"
-            "        return x.mean() * self.weight + torch.ones(self.n, 2**18).sum() * 0\n"
-        )
-        monkeypatch.syspath_prepend(str(tmp_path))
-        from growing import Grows as Importable
+    def test_it_is_what_a_pass_really_takes(self):
+        class Grows(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + torch.ones(64, 2**18).sum() * 0
 
-        found = peak_bytes(Importable(64), (3, 8, 8))
-        assert found is not None
-        assert found / 2**20 == pytest.approx(64, abs=8)
+        assert peak_bytes(Grows(8, 8), (8,)) / 2**20 == pytest.approx(64, abs=0.1)
+        batch, hidden = 5, nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2))
+        assert peak_bytes(hidden, (10,), batch) == 4 * batch * (7 + 7)  # before and after the ReLU
+        assert peak_bytes(nn.Linear(3, 3, device="meta"), (3,)) is None
 
-    def test_training_takes_more_and_a_class_of_nowhere_is_unavailable(self, meter):
-        class Nowhere(nn.Linear):
-            pass
-
-        assert peak_bytes(Nowhere(3, 3), (3,)) is None
-        model = timm.create_model("cifar_resnet20")
-        plain, training = (peak_bytes(model, (3, 64, 64), 8, train, meter) for train in (False, True))
-        assert plain < training
-        assert training > 8 * saved_bytes(model, (3, 64, 64), 2) * 0.5
-
-    def test_one_process_finds_what_a_process_of_its_own_finds(self, meter):
-        """The first measurement of a process, started in place of one that died, and those after others."""
-
-        class Nowhere(nn.Linear):
-            pass
-
-        cnn, vit = timm.create_model("cifar_resnet20"), small_vit()
-        assert peak_bytes(nn.Linear(3, 3), (3,), 1, False, meter) is not None
-        meter.process.kill()
-        meter.process.wait()
-        alone = peak_bytes(cnn, (3, 64, 64), 8, True, meter)
-        assert peak_bytes(vit, (3, 32, 32), 64, True, meter) > 0
-        together = peak_bytes(cnn, (3, 64, 64), 8, True, meter)
-        process = meter.process
-        assert peak_bytes(Nowhere(3, 3), (3,), 1, False, meter) is None
-        with pytest.raises(iso.UserError, match=r"peak of a batch of 2 failed: .*channels"):
-            peak_bytes(cnn, (4, 32, 32), 2, False, meter)
-        again = peak_bytes(cnn, (3, 64, 64), 8, True, meter)
-        assert [together, again] == pytest.approx([alone, alone], rel=0.1, abs=2**20)
-        assert meter.process is process
+    def test_training_takes_more_and_leaves_the_model_alone(self):
+        model = timm.create_model("cifar_resnet20").train()
+        model.bn1.eval()
+        model(torch.randn(2, 3, 32, 32)).sum().backward()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        gradient = model.conv1.weight.grad
+        plain, training = (peak_bytes(model, (3, 64, 64), 8, train) for train in (False, True))
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        assert plain < 8 * saved_bytes(model, (3, 64, 64), 2) < training - weights
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert model.conv1.weight.grad is gradient
+        assert model.training
+        assert not model.bn1.training
 
 
-def test_a_peak_that_fails_is_a_dash_and_a_reason(meter):
+def test_a_peak_that_fails_is_a_dash_and_a_reason():
     """BatchNorm cannot train on one value a channel: the other figures stand."""
-    if peak_bytes(nn.Linear(2, 2), (2,), meter=meter) is None:
-        pytest.skip("peaks cannot be measured here")
     net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     (row,) = iso.cost_table({"net": net}, [(8, 8)], [1], seconds=0.01)
     assert row["peak_bytes"] is not None

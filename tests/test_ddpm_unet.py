@@ -13,7 +13,7 @@ from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import open_model
 from isomorph.cli.surgery import fuse, verify
 from isomorph.evaluation import count_macs
-from isomorph.evaluation.random_inputs import random_inputs
+from isomorph.evaluation.input_sizes import random_inputs
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
 
 SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)

@@ -9,9 +9,8 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.evaluation.accuracy import evaluate
+from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, evaluate, sum_counts
 from isomorph.evaluation.cost import count_macs, count_parameters
-from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts, sum_counts
 from isomorph.evaluation.speed import throughput
 
 

@@ -13,8 +13,7 @@ from isomorph.layers import folded_taps as folded
 from isomorph.layers import window_gpsa2d, window_tiles
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
-from isomorph.layers.prune_heads import closed_heads, prune_heads
-from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
+from isomorph.layers.window_gpsa2d import WindowGPSA2d
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
 from torch_citizens import TorchCitizens
@@ -59,14 +58,13 @@ def test_content_of_the_whole_map_is_gpsa2d():
 
 def test_masked_maps_and_windows_agree_in_every_way_of_running(monkeypatch):
     layer, x = perturbed(WindowGPSA2d(6, 4, 3, 2, 1, window=3)), torch.randn(2, 6, 9, 7)
-    content = prune_heads(layer, "c" * 9)
-    expected = layer(x), content(x)
+    expected = layer(x)
     monkeypatch.setattr(window_gpsa2d, "MAX_MASKED_PAIRS", 10**6)
-    torch.testing.assert_close((layer(x), content(x)), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(x).float(), expected[0], rtol=0.1, atol=0.1)
+        torch.testing.assert_close(layer(x).float(), expected, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(4, 2), (18, 3), (18, 18)])
@@ -119,7 +117,6 @@ CITIZENS = {
     "window": (lambda: WindowGPSA2d(20, 6, 3, 1, 1, window=3), (2, 20, 10, 9)),
     "window, few channels": (lambda: WindowGPSA2d(3, 6, 5, 2, 2), (2, 3, 12, 9)),
     "positions, depthwise": (lambda: PositionalConv2d(20, 20, 3, 1, 1, groups=20), (2, 20, 10, 9)),
-    "window content": (lambda: WindowContentConv2d(20, 6, 3, 1, 1, num_heads=4, window=3), (2, 20, 10, 9)),
 }
 
 
@@ -176,23 +173,6 @@ def test_compiles_as_one_graph():
     torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
     compiled(x).sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())
-
-
-GATES = torch.tensor([60.0, 60.0, 0.3, -60.0, 60.0, 0.1, 60.0, -60.0, 60.0])
-
-
-@pytest.mark.parametrize("groups", [1, 10])
-def test_pruned_heads_keep_their_content(groups):
-    whole = perturbed(WindowGPSA2d(20, 10, 3, 2, 1, groups=groups, window=3).double())
-    whole.gate.data = GATES.double()
-    x = torch.randn(2, 20, 9, 8, dtype=torch.float64)
-    for gates in (GATES.double(), torch.full((9,), -60.0).double()):
-        whole.gate.data = gates
-        pruned = prune_heads(whole, closed_heads(whole, 1e-6))
-        torch.testing.assert_close(pruned(x), whole(x), rtol=1e-11, atol=1e-12)
-        torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
-    assert type(pruned) is WindowContentConv2d
-    assert pruned.content_options == whole.content_options
 
 
 @pytest.mark.slow
@@ -279,16 +259,13 @@ def test_the_attention_of_one_query_is_a_row_of_the_map(form):
     with torch.no_grad():
         if hasattr(layer, "gate"):
             layer.gate.copy_(torch.linspace(-2, 2, 9))
-    layers = [layer, prune_heads(layer, "p" * 9)]
-    layers += [prune_heads(layer, "bbbbppccc")] if form["content"] in ("global", "window") else []
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    for each in layers:
-        whole = each.attention(x)
-        for query in (0, 7, whole.shape[2] - 1):
-            torch.testing.assert_close(each.attention(x, query=query), whole[:, :, query : query + 1])
-        for query in (-1, whole.shape[2]):
-            with pytest.raises(ValueError, match=f"query {query} must be from 0 to 19"):
-                each.attention(x, query=query)
+    whole = layer.attention(x)
+    for query in (0, 7, whole.shape[2] - 1):
+        torch.testing.assert_close(layer.attention(x, query=query), whole[:, :, query : query + 1])
+    for query in (-1, whole.shape[2]):
+        with pytest.raises(ValueError, match=f"query {query} must be from 0 to 19"):
+            layer.attention(x, query=query)
 
 
 def test_the_attention_of_one_query_needs_no_map():

@@ -54,7 +54,7 @@ class Identity:
         return copy.deepcopy(module)
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw", "lion", "adafactor", "lamb"])
+@pytest.mark.parametrize("optim", ["sgd", "adamw", "adafactor"])
 def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkeypatch):
     """Weights, averages, optimiser state and schedule: the same bits, whatever the optimiser keeps."""
     monkeypatch.setitem(RULES, "Identity", Identity)
@@ -100,12 +100,17 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
     assert run.optimizer.param_groups[2]["lr"] == pytest.approx(2 * run.optimizer.param_groups[0]["lr"])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    iso.train(recipe(folder, 1, data=FEW), show=False)
+    return folder
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_interrupted_around_the_recast(epoch, tmp_path):
+def test_interrupted_around_the_recast(epoch, whole, tmp_path):
     """Stopped before or after it, a run finds its way; the recast is made once."""
     import isomorph.training.run.loop as loop
-
-    iso.train(recipe(tmp_path / "whole", 1, data=FEW), show=False)
 
     def dying(run, *rest, close=loop.finish_epoch):
         close(run, *rest)
@@ -117,7 +122,7 @@ def test_interrupted_around_the_recast(epoch, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             iso.train(recipe(tmp_path / "part", 1, data=FEW), show=False)
     iso.train(recipe(tmp_path / "part", 1, data=FEW), show=False)
-    a, b = (read_snapshot(newest_snapshot(tmp_path / name).path) for name in ("whole", "part"))
+    a, b = (read_snapshot(newest_snapshot(folder).path) for folder in (whole, tmp_path / "part"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert iso.edits(iso.load(tmp_path / "part/model.safetensors"))[0].names == (WHERE,)
@@ -135,41 +140,23 @@ def test_unstride_freeze_and_anneal_come_with_it(tmp_path):
 
 
 def test_at_the_last_epoch_it_is_never_made_and_the_model_is_the_cnn(tmp_path):
-    result = iso.train(recipe(tmp_path, 3), show=False)
+    result = iso.train(recipe(tmp_path, 2, epochs=2, data=FEW), show=False)
     assert not iso.edits(result.model)
     assert isinstance(result.model.get_submodule(WHERE), nn.Conv2d)
 
 
-@pytest.mark.parametrize(
-    ("model", "more", "message"),
-    [
-        (dict(recast_epoch=4), {}, "recast_epoch 4 must be at most epochs 3"),
-        (dict(recast=None), {}, "recast_epoch needs a model.recast"),
-        ({}, dict(scale=dict(parallel="fsdp")), "needs scale.parallel ddp"),
-        ({}, dict(mask={}), "is for runs with labels"),
-    ],
-)
-def test_values_that_make_no_sense(model, more, message, tmp_path):
-    with pytest.raises(iso.UserError, match=message):
-        recipe(tmp_path, 1, model, **more)
-
-
-def test_a_target_that_is_not_there_is_said_before_the_first_step(tmp_path):
-    values = recipe(tmp_path / "run", 2, dict(recast=dict(where="layer9.*")))
+def test_what_would_fail_later_is_said_before_the_first_step(tmp_path):
     with pytest.raises(iso.UserError, match="matches no module"):
-        iso.train(values, show=False)
+        iso.train(recipe(tmp_path / "run", 2, dict(recast=dict(where="layer9.*"))), show=False)
+    with pytest.raises(iso.UserError, match="no attention layer"):
+        iso.train(recipe(tmp_path / "run", 1, dict(recast=None, unstride="layer3"), monitor_every=1), show=False)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_attention_is_monitored_from_the_epoch_it_is_there(epoch, tmp_path):
-    iso.train(recipe(tmp_path, epoch, epochs=2, monitor_every=1), show=False)
+    iso.train(recipe(tmp_path, epoch, epochs=2, monitor_every=1, data=FEW), show=False)
     rows = read_log(tmp_path / "monitor.jsonl")
-    assert [row["step"] for row in rows] == ([1, 2, 3, 4, 5, 6, 7, 8] if epoch == 0 else [5, 6, 7, 8])
+    assert [row["step"] for row in rows] == ([1, 2, 3, 4] if epoch == 0 else [3, 4])
     assert all(list(row["max_logit"]) == list(row["entropy"]) == [WHERE] for row in rows)
     assert all(row["entropy"][WHERE] > 0 for row in rows)
-
-
-def test_what_will_have_no_attention_is_not_monitored(tmp_path):
-    with pytest.raises(iso.UserError, match="no attention layer"):
-        open_run(recipe(tmp_path, 1, model=dict(recast=None, unstride="layer3"), monitor_every=1))

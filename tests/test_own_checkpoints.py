@@ -18,8 +18,7 @@ import isomorph as iso
 from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.foreign import ModelOptions, guess_architecture
 from isomorph.checkpoints.open import open_model
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.random_inputs import random_images
+from isomorph.evaluation.input_sizes import evaluation_config, random_images
 from isomorph.surgery import notes
 
 VIT = dict(img_size=96, patch_size=8, depth=2)

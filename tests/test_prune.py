@@ -1,4 +1,4 @@
-"""Pruned heads: position-only and content-only attention against the formulas, and models pruned, saved and trained."""
+"""Pruned layers: position-only attention against the formulas, and models pruned, saved and trained."""
 
 import copy
 import json
@@ -11,10 +11,16 @@ from torch import nn
 import isomorph as iso
 import references
 from command_line import isomorph
-from isomorph.layers import GPSA, ContentConv2d, GPSA2d, PositionalConv2d, PrunedGPSA, PrunedGPSA2d, ViTGPSA
-from isomorph.layers.content_heads import group_rows_by_head
-from isomorph.layers.prune_heads import closed_heads, current_heads, prune_heads
-from isomorph.surgery.prune import PruneHeads
+from isomorph.layers import (
+    GPSA,
+    GPSA2d,
+    PositionalAttention,
+    PositionalConv2d,
+    ViTGPSA,
+    ViTPositionalAttention,
+    WindowGPSA2d,
+)
+from isomorph.surgery.prune import Prune
 from test_gpsa import assert_equal, output_and_gradients, perturbed
 from torch_citizens import TorchCitizens
 
@@ -25,8 +31,6 @@ GRIDS = [  # height, width, channels, kernel, stride, padding
     (11, 4, 17, 3, (2, 1), (1, 2)),
     (5, 6, 16, 1, 1, 0),
 ]
-MIXED = [60.0, 60.0, 0.3, -60.0, 60.0, 0.1, 60.0, -60.0, 60.0]
-"""Gates (logits) of nine heads: closed to content, open to it, and between."""
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -44,88 +48,67 @@ def test_soft_taps_have_second_derivatives():
     assert torch.autograd.gradgradcheck(layer, (x,))
 
 
-@pytest.mark.parametrize("gates", [MIXED, [60.0] * 9, [-60.0] * 9], ids=["mixed", "closed", "open"])
-@pytest.mark.parametrize("grid", [(7, 9, 3, 1, 1), (9, 8, 3, 2, 0), (4, 5, 3, 1, (2, 1))], ids=str)
-def test_a_pruned_map_layer_is_the_whole_one(grid, gates):
-    H, W, *sizes = grid
-    whole = perturbed(GPSA2d(20, 6, *sizes).double())
-    whole.gate.data = torch.tensor(gates).double()
-    pruned = prune_heads(whole, closed_heads(whole, 1e-6))
-    x = torch.randn(2, 20, H, W, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(pruned(x), references.gpsa2d(whole, x), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(pruned.attention(x), references.gpsa2d_attention(whole, x), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(pruned.position_share, whole.position_share)
+WHOLE = {
+    "map": (lambda: GPSA2d(20, 6, 3, 2, 0), (2, 20, 9, 8), PositionalConv2d),
+    "map, grouped": (lambda: WindowGPSA2d(20, 10, 3, 1, (2, 1), window=3, groups=10), (2, 20, 4, 5), PositionalConv2d),
+    "tokens": (lambda: GPSA(36, 9, (5, 7), qkv_bias=True), (2, 35, 36), PositionalAttention),
+    "ViT": (lambda: ViTGPSA(36, 6, (5, 7)), (2, 35, 36), ViTPositionalAttention),
+    "ViT with prefix tokens": (lambda: ViTGPSA(36, 6, (5, 7), True, 2), (2, 37, 36), ViTPositionalAttention),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_closed_layer_is_position_alone(case):
+    make, shape, kind = WHOLE[case]
+    whole = perturbed(make().double())
+    whole.set_gating(gate=60.0)
+    if isinstance(whole, ViTGPSA):
+        whole.q_norm, whole.k_norm = nn.LayerNorm(6).double(), nn.LayerNorm(6).double()
+    pruned = Prune("position").build(whole)
+    assert type(pruned) is kind
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(pruned(x), whole(x), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
+    for name in ("position_share", "locality", "centre"):
+        torch.testing.assert_close(getattr(pruned, name), getattr(whole, name))
     expected, actual = (torch.autograd.grad(layer(x).square().sum(), x) for layer in (whole, pruned))
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     pruned(x).sum().backward()
     assert all(p.grad is not None for p in pruned.parameters())
-
-
-@pytest.mark.parametrize("gates", [MIXED, [60.0] * 9, [-60.0] * 9], ids=["mixed", "closed", "open"])
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("kind", [GPSA, ViTGPSA])
-def test_a_pruned_token_layer_is_the_whole_one(kind, prefix, gates):
-    whole = perturbed(kind(36, 9, (5, 7), qkv_bias=prefix == 0, prefix_tokens=prefix).double())
-    whole.gate.data = torch.tensor(gates).double()
-    if kind is ViTGPSA:
-        whole.q_norm, whole.k_norm = nn.LayerNorm(4).double(), nn.LayerNorm(4).double()
-    pruned = prune_heads(whole, closed_heads(whole, 1e-6))
-    x = torch.randn(2, prefix + 35, 36, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(pruned(x), whole(x), rtol=1e-11, atol=1e-12)
-    if kind is ViTGPSA and gates[0] == -60:
-        assert type(pruned) is timm.layers.Attention
-        return
-    torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(pruned.position_share, whole.position_share)
-    expected, actual = (torch.autograd.grad(layer(x).square().sum(), x) for layer in (whole, pruned))
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-    assert pruned(x, grid_size=(7, 5)).shape == x.shape
-    with pytest.raises(ValueError, match="do not fill the 6 x 6 grid"):
-        pruned(x, grid_size=(6, 6))
-
-
-@pytest.mark.parametrize("kind", ["map", "tokens"])
-def test_pruning_again_takes_more(kind):
-    make = {"map": lambda: GPSA2d(20, 6, 3, 1, 1), "tokens": lambda: GPSA(36, 9, (5, 7), prefix_tokens=1)}
-    x = {"map": torch.randn(2, 20, 6, 5), "tokens": torch.randn(2, 36, 36)}[kind].double()
-    whole = perturbed(make[kind]().double())
-    whole.gate.data = torch.tensor(MIXED).double()
-    once = prune_heads(whole, closed_heads(whole, 1e-6))
-    assert current_heads(once) == "ppbcpbpcp"
-    (once.both if kind == "map" else once).gate.data = torch.tensor([60.0, -60.0]).double()
-    whole.gate.data[[2, 5]] = torch.tensor([60.0, -60.0]).double()
-    twice = prune_heads(once, closed_heads(once, 1e-6))
-    assert current_heads(twice) == "pppcpcpcp"
-    torch.testing.assert_close(twice(x), whole(x), rtol=1e-11, atol=1e-12)
-    with pytest.raises(ValueError, match="do not fit"):
-        prune_heads(twice, "b" * 9)
+    if x.ndim == 3:
+        assert pruned(x, grid_size=(7, 5)).shape == x.shape
+        with pytest.raises(ValueError, match="do not fill the 6 x 6 grid"):
+            pruned(x, grid_size=(6, 6))
 
 
 def test_a_layer_on_its_taps_becomes_the_convolution():
+    def becomes(tolerance=1e-6):
+        return iso.surgery.prunable_layers(nn.Sequential(layer), tolerance).get("0")
+
     conv = nn.Conv2d(8, 6, 3, 2, 1)
     layer = iso.ConvToGPSA().build(conv)
-    assert closed_heads(layer, 1e-6) == "t" * 9
-    torch.testing.assert_close(prune_heads(layer, "t" * 9).weight, conv.weight)
+    assert becomes() == "convolution"
+    torch.testing.assert_close(Prune("convolution").build(layer).weight, conv.weight)
     layer.centre.data[0] = torch.tensor([0.0, 1.0])  # two heads on one tap: still a convolution
-    both = prune_heads(layer, closed_heads(layer, 1e-6))
+    both = iso.prune(nn.Sequential(layer))[0]
     assert type(both) is nn.Conv2d
     torch.testing.assert_close(both(torch.ones(1, 8, 9, 7)), layer(torch.ones(1, 8, 9, 7)), atol=1e-4, rtol=1e-4)
     layer.centre.data[0] = torch.tensor([0.0, 2.0])  # outside of the window: not one
-    assert closed_heads(layer, 1e-6) == "p" * 9
+    assert becomes() == "position"
     layer.centre.data[0] = torch.tensor([0.4, 1.0])  # between two pixels
-    assert closed_heads(layer, 1e-6) == "p" * 9
+    assert becomes() == "position"
     layer.set_gating(locality=3.0)
     layer.centre_on_taps()
-    assert closed_heads(layer, 0.1) == "p" * 9
-    assert closed_heads(layer, 0.2) == "t" * 9  # 0.82 of the attention at locality 3 is on the tap
+    assert becomes(0.1) == "position"
+    assert becomes(0.2) == "convolution"  # 0.82 of the attention at locality 3 is on the tap
+    layer.gate.data[4] = 0.0
+    assert becomes(0.2) is None
 
 
 CITIZENS = {
     "PositionalConv2d": (lambda: PositionalConv2d(20, 6, 3, 1, 1), (2, 20, 6, 5)),
     "few channels": (lambda: PositionalConv2d(3, 6, 5, 2, 2), (2, 3, 9, 8)),
-    "ContentConv2d": (lambda: ContentConv2d(20, 6, 3, 1, 1), (2, 20, 6, 5)),
-    "PrunedGPSA2d": (lambda: PrunedGPSA2d("ppbcpbpcp", 20, 6, 3, 1, 1), (2, 20, 6, 5)),
-    "PrunedGPSA": (lambda: PrunedGPSA("ppbc", 32, (6, 5), prefix_tokens=1), (2, 31, 32)),
+    "PositionalAttention": (lambda: PositionalAttention(32, 4, (6, 5), prefix_tokens=1), (2, 31, 32)),
 }
 
 
@@ -139,8 +122,6 @@ class TestTorchCitizens(TorchCitizens):
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")  # the compiler and the exporter warn about themselves
     def test_compiles_and_exports(self, name):
-        if name not in ("PrunedGPSA2d", "PrunedGPSA"):
-            pytest.skip("part of PrunedGPSA2d")
         compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(self.x), self.layer(self.x))
         batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
@@ -164,38 +145,39 @@ def test_soft_taps_keep_the_input_only():
     assert sum(kept.values()) < 1.3  # and the axis maps, which do not grow with the batch
 
 
-def small_tcnn(gates=MIXED, locality=5.0):
+def small_tcnn(gate=9.0, locality=5.0):
     cnn = timm.create_model("cifar_resnet20").eval()
-    tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=locality), "layer3.0.conv?")
-    for layer in (tcnn.layer3[0].conv1, tcnn.layer3[0].conv2):
-        layer.gate.data = torch.tensor(gates)
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=locality, gate=9.0), "layer3.0.conv?")
+    tcnn.layer3[0].conv1.gate.data[3] = gate
     return tcnn
 
 
 def small_convit():
-    vit = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1).eval()
-    vit.blocks[0].attn.gate.data = torch.tensor([9.0, 9.0, 0.0, -9.0])
+    vit = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=3, local_up_to_layer=2).eval()
+    vit.blocks[0].attn.set_gating(gate=9.0)
     return vit
 
 
 def small_vit():
-    vit = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
+    vit = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=3, num_classes=10).eval()
     vit = iso.recast(vit, iso.AttentionToGPSA(locality=1.0, gate=0.0), "blocks.*.attn")
-    vit.blocks[0].attn.gate.data = torch.tensor([9.0, 0.0, -9.0])
-    vit.blocks[1].attn.gate.data = torch.tensor([-9.0, -9.0, -9.0])
+    vit.blocks[0].attn.set_gating(gate=9.0)
+    vit.blocks[1].attn.set_gating(gate=-9.0)
     return vit
 
 
 MODELS = {
-    "T-CNN": (small_tcnn, {"layer3.0.conv1": "PrunedGPSA2d", "layer3.0.conv2": "PrunedGPSA2d"}),
-    "closed T-CNN": (lambda: small_tcnn([9.0] * 9), {"layer3.0.conv2": "PositionalConv2d"}),
-    "T-CNN on its taps": (lambda: small_tcnn([9.0] * 9, 20.0), {"layer3.0.conv1": "Conv2d"}),
+    "T-CNN": (lambda: small_tcnn(0.3), {"layer3.0.conv1": "GPSA2d", "layer3.0.conv2": "PositionalConv2d"}),
+    "T-CNN on its taps": (lambda: small_tcnn(locality=20.0), {"layer3.0.conv1": "Conv2d"}),
     "model with its own edits": (
         lambda: timm.create_model("t_cifar_resnet20", init="exact"),
         {"layer3.1.conv1": "Conv2d"},
     ),
-    "ConViT": (small_convit, {"blocks.0.attn": "PrunedGPSA"}),
-    "ViT": (small_vit, {"blocks.0.attn": "PrunedViTGPSA", "blocks.1.attn": "Attention"}),
+    "ConViT": (small_convit, {"blocks.0.attn": "PositionalAttention", "blocks.1.attn": "GPSA"}),
+    "ViT": (
+        small_vit,
+        {"blocks.0.attn": "ViTPositionalAttention", "blocks.1.attn": "Attention", "blocks.2.attn": "ViTGPSA"},
+    ),
 }
 
 
@@ -220,58 +202,39 @@ def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
 
 
 def test_pruned_layers_are_analysed():
-    model, images = small_tcnn(), torch.randn(1, 3, 32, 32)
-    pruned = iso.prune(model)
-    assert list(iso.gates(pruned)) == list(iso.gates(model))
-    torch.testing.assert_close(iso.gates(pruned), iso.gates(model), atol=1e-3, rtol=0)
-    torch.testing.assert_close(iso.attention_maps(pruned, images), iso.attention_maps(model, images), atol=1e-3, rtol=0)
-    torch.testing.assert_close(iso.nonlocality(pruned, images), iso.nonlocality(model, images), atol=1e-2, rtol=0)
-    spans = iso.analysis.attention_spans(pruned)["layer3.0.conv1"]
-    assert spans.isnan().tolist() == [h == "c" for h in "ppbcpbpcp"]
-    assert iso.analysis.centres(pruned)["layer3.0.conv1"][0].tolist() == [-1.0, -1.0]
-    vit = iso.prune(small_vit())
-    assert iso.gates(vit)["blocks.0.attn"].tolist() == [1.0, 0.5, 0.0]
-    assert iso.attention_maps(vit, images)["blocks.0.attn"].shape == (1, 3, 5, 5)
-
-
-def test_prunable_heads_are_listed():
-    heads = iso.surgery.prunable_heads(small_convit())
-    assert [(head.number, head.becomes) for head in heads] == [
-        (0, "position only"),
-        (1, "position only"),
-        (3, "content only"),
-    ]
-    assert all(head.layer == "blocks.0.attn" and head.was == "position and content" for head in heads)
+    for model, layer, closed in ((small_tcnn(), "layer3.0.conv1", 9), (small_vit(), "blocks.0.attn", 3)):
+        pruned, images = iso.prune(model), torch.randn(1, 3, 32, 32)
+        assert iso.gates(pruned)[layer].tolist() == [1.0] * closed
+        for measure in (iso.attention_maps, iso.nonlocality):
+            found, expected = measure(pruned, images)[layer], measure(model, images)[layer]
+            torch.testing.assert_close(found, expected, atol=1e-2, rtol=0)
+        for measure in (iso.analysis.attention_spans, iso.analysis.centres):
+            torch.testing.assert_close(measure(pruned)[layer], measure(model)[layer])
 
 
 def test_verify_accepts_ten_times_the_tolerance_but_at_most_a_tenth_of_the_output():
     bounds = {0.0: 1e-4, 0.001: 0.01, 0.01: 0.1, 0.3: 0.1}
-    assert {tolerance: PruneHeads("p", tolerance).atol for tolerance in bounds} == pytest.approx(bounds)
+    assert {tolerance: Prune("position", tolerance).atol for tolerance in bounds} == pytest.approx(bounds)
 
 
-def test_bad_arguments_are_one_clear_line():
-    with pytest.raises(iso.UserError, match=r"tolerance 0.7 must be from 0 to 0.5"):
-        iso.prune(small_convit(), 0.7)
-    with pytest.raises(iso.UserError, match="must be a number"):
-        iso.prune(small_convit(), "much")
-    with pytest.raises(iso.UserError, match=r"nothing to prune.*the nearest is 0\.99988.*at least 0\.00013"):
-        iso.prune(small_convit(), 1e-6)
-    with pytest.raises(iso.UserError, match="no head has a gate left"):
-        iso.prune(iso.prune(small_tcnn([9.0] * 9)))
-    with pytest.raises(iso.UserError, match="no gated attention layer"):
-        iso.prune(timm.create_model("cifar_resnet20"))
-    with pytest.raises(iso.UserError, match=r"there are layer3\.0\.conv1"):
-        iso.prune(small_tcnn(), where="layer1.*")
-    with pytest.raises(iso.UserError, match="do not fit the 9 heads"):
-        iso.surgery.PruneHeads("ppx").build(GPSA2d(4, 4, 3))
-    with pytest.raises(iso.UserError, match="has no gated heads"):
-        iso.surgery.PruneHeads("p").build(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="letters of p, c and b"):
-        PrunedGPSA2d("ppp", 4, 4, 3)
-    with pytest.raises(ValueError, match="letters of p, c and b"):
-        PrunedGPSA("xy", 4)
-    with pytest.raises(iso.UserError, match="has no effect with content='none'"):
-        iso.ConvToGPSA(content="none", gate=1.0)
+BAD = {
+    "tolerance 0.7 must be from 0 to 0.5": lambda: iso.prune(small_convit(), 0.7),
+    "must be a number": lambda: iso.prune(small_convit(), "much"),
+    r"nothing to prune.*layer3\.0\.conv. is the nearest.*at least 0\.00013": lambda: iso.prune(small_tcnn(), 1e-6),
+    "nothing to prune": lambda: iso.prune(iso.prune(small_tcnn())),
+    "no gated attention layer": lambda: iso.prune(timm.create_model("cifar_resnet20")),
+    r"there are layer3\.0\.conv1": lambda: iso.prune(small_tcnn(), where="layer1.*"),
+    "becomes 'ppx' is unknown": lambda: Prune("ppx"),
+    "GPSA2d does not become 'attention'": lambda: Prune("attention").build(GPSA2d(4, 4, 3)),
+    "has no gated heads": lambda: Prune("position").build(nn.Linear(3, 3)),
+    "has no effect with content='none'": lambda: iso.ConvToGPSA(content="none", gate=1.0),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_one_clear_line(message):
+    with pytest.raises(iso.UserError, match=message):
+        BAD[message]()
 
 
 def test_hooks_are_not_lost():
@@ -295,23 +258,17 @@ def test_heads_without_content_from_the_start():
         iso.revert(soft)
 
 
-def test_group_rows_of_some_heads():
-    rows = torch.arange(6.0)[:, None]
-    assert group_rows_by_head(rows, 4).flatten().tolist() == [0, 4, 1, 5, 2, 0, 3, 0]
-
-
 def test_the_command(tmp_path):
-    iso.save(small_tcnn([9.0, 9.0, 0.3, -9.0, 9.0, 0.1, 9.0, -9.0, 9.0]), tmp_path / "t.safetensors")
+    iso.save(small_tcnn(), tmp_path / "t.safetensors")
     done = isomorph("prune", "t.safetensors", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "14 heads in 2 layers pruned" in done.stdout
-    assert "content only" in done.stdout
+    assert "2 layers pruned" in done.stdout
     assert "wrote" in done.stdout
     out = json.loads(isomorph("prune", "t.safetensors", "--out", "j.safetensors", "--json", folder=tmp_path).stdout)
     first = out["layers"][0]
-    assert (first["layer"], first["becomes"], len(first["heads"])) == ("layer3.0.conv1", "PrunedGPSA2d", 7)
-    assert first["parameters"][1] < first["parameters"][0]
-    assert first["macs"][1] < first["macs"][0]
+    assert (first["layer"], first["becomes"]) == ("layer3.0.conv1", "position")
+    for before, after in (first["parameters"], out["macs"]):
+        assert after < before
     bad = {
         ("t.safetensors",): "t-pruned.safetensors exists",
         ("t.safetensors", "--out", "n.safetensors", "--tolerance", "0.6"): "--tolerance 0.6 is out of range",

@@ -54,9 +54,17 @@ from isomorph.report import (
     save_figures,
     write_page,
 )
-from isomorph.report.attention_viewer import ViewerModel, build_viewer
+from isomorph.report.analyze_page import pairwise_cka
+from isomorph.report.attention_viewer import (
+    LayerMaps,
+    ViewerModel,
+    build_viewer,
+    capture_layer_maps,
+    drop_padded_keys,
+    pack_layer_maps,
+    round_rows,
+)
 from isomorph.report.charts import Paths
-from isomorph.report.cka_charts import pairwise_cka
 from isomorph.report.compare_page import (
     MAX_CURVE_POINTS,
     centre_paths,
@@ -66,9 +74,8 @@ from isomorph.report.compare_page import (
 )
 from isomorph.report.figures import PALETTE, QueryMaps, centre_query_maps, draw_chart, maps_figure, pyplot
 from isomorph.report.html import render_page
-from isomorph.report.layer_maps import LayerMaps, capture_layer_maps, drop_padded_keys, pack_layer_maps, round_rows
-from isomorph.report.page_models import format_percent, framing_text, prediction_texts, unique_names
-from isomorph.report.robustness_charts import robustness_charts, robustness_table
+from isomorph.report.page_models import class_logits, format_percent, framing_text, name_classes, unique_names
+from isomorph.report.robustness_page import robustness_charts, robustness_table
 
 
 def small_vit(**changes):
@@ -257,6 +264,10 @@ def test_layers_that_are_not_drawn_have_their_numbers(layers):
             assert chart.series["vit"][name] == pytest.approx(found[name].flatten().tolist(), rel=1e-4)
 
 
+def predicted(model, x):
+    return name_classes(model, class_logits(model, x))
+
+
 class TestWords:
     @pytest.mark.parametrize("mode", ["center", "squash", "border"])
     def test_how_a_picture_is_framed(self, mode):
@@ -286,25 +297,25 @@ class TestWords:
         logits = torch.tensor([0.9, 0.0987, 0.001, 0.0003]).log()[None]
         named = Fixed(logits, label_names=("cat", "dog", "cow", "ape"))
         x = torch.randn(2, 3, 4, 4)
-        assert prediction_texts(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
+        assert predicted(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
         assert format_percent(0.00049) == "<0.1%"
-        assert prediction_texts(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
+        assert predicted(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
         wnids = Fixed(logits, label_names=("n01440764", "n01443537", "mine", "4"))
-        assert prediction_texts(wnids, x)[0] == "tench (90%), goldfish (10%), mine (0.1%)"
+        assert predicted(wnids, x)[0] == "tench (90%), goldfish (10%), mine (0.1%)"
         thousand = torch.zeros(1, 1000)
         thousand[0, 1] = 20
-        assert prediction_texts(Fixed(thousand), x)[0].startswith("goldfish (100%)")
-        assert prediction_texts(Fixed(torch.zeros(1, 1)), x) == ["", ""]
+        assert predicted(Fixed(thousand), x)[0].startswith("goldfish (100%)")
+        assert class_logits(Fixed(torch.zeros(1, 1)), x) is None
 
     def test_a_run_keeps_the_names_of_its_classes(self, tmp_path):
         model = timm.create_model("cifar_resnet20")
         assert model.pretrained_cfg["label_names"][3] == "cat"
         record_data(model, {"label_names": [f"kind {i}" for i in range(10)]})
         iso.save(model, tmp_path / "a.safetensors")
-        found = prediction_texts(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
+        found = predicted(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
         assert found[0].startswith("kind ")
         record_data(model, {"source": "digits"})  # a checkpoint without names
-        assert prediction_texts(model, torch.randn(1, 3, 32, 32))[0].startswith("class ")
+        assert predicted(model, torch.randn(1, 3, 32, 32))[0].startswith("class ")
 
 
 class TestPage:

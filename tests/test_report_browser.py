@@ -25,12 +25,11 @@ from isomorph.report import (
     read_run_logs,
     write_page,
 )
-from isomorph.report.attention_viewer import ViewerModel, build_viewer
+from isomorph.report.attention_viewer import ViewerModel, build_viewer, capture_layer_maps
 from isomorph.report.charts import Paths, Scatter
 from isomorph.report.html import Details, colour_table
-from isomorph.report.layer_maps import capture_layer_maps
 from isomorph.report.page_images import normalise_images
-from isomorph.report.page_models import prediction_texts
+from isomorph.report.page_models import class_logits, name_classes
 from test_report import small_vit, write_run
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -304,7 +303,7 @@ def test_without_maps_the_page_shows_pictures_and_answers(tab, tmp_path):
     tab.picture(tmp_path / "cnn-light.png")
     assert tab.run("[...document.images].every(image => image.naturalHeight === 40 && image.naturalWidth === 32)")
     said = tab.run("[...document.querySelectorAll('figcaption')].map(e => e.textContent)")
-    answers = prediction_texts(cnn, normalise_images(pictures, CONFIG))
+    answers = name_classes(cnn, class_logits(cnn, normalise_images(pictures, CONFIG)))
     assert said == [f"{p.name}{answer}" for p, answer in zip(pictures, answers, strict=True)]
 
 
@@ -375,7 +374,7 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
 
     def reading(title, *keys):
         number = titles.index(title)
-        tab.run(f"document.querySelectorAll('.chart > svg')[{number}].focus()")
+        tab.run(f"document.querySelectorAll('.chart > svg')[{number}].focus({{preventScroll: true}})")
         for key in keys:
             tab.press(key)
         return tab.run(f"document.querySelectorAll('.reading')[{number}].textContent")
@@ -389,9 +388,8 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
     written = tab.run("[...document.querySelectorAll('.chart > svg')].at(-1).textContent")
     assert all(name in written for name in ("small", "large", "other"))
     tab.hover(f".card:nth-child({titles.index('Top-1') + 1}) .chart > svg", 0.5, 0.98)
-    assert tab.run(f"document.querySelectorAll('.reading')[{titles.index('Top-1')}].textContent").startswith(
-        "epoch 3: a 30"
-    )
+    top = f"document.querySelectorAll('.reading')[{titles.index('Top-1')}].textContent"
+    assert tab.run(top).startswith("epoch 3: a 30")
     tab.screen(390, 844, touch=True)
     tab.open(tmp_path / "page.html")
     assert tab.run("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]

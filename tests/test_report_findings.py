@@ -12,8 +12,8 @@ import torch
 import isomorph as iso
 from isomorph.analysis import GatingHistory
 from isomorph.report import Bars, Dots, Line, Matrix, PageImage, PageModel, Panel, Section, analyze_sections
-from isomorph.report.accuracy_cost import AccuracyPoint
 from isomorph.report.analyze_page import lead_text
+from isomorph.report.attention_viewer import capture_layer_maps, largest_differences
 from isomorph.report.figures import PALETTE
 from isomorph.report.findings import (
     accuracy_cost_finding,
@@ -31,8 +31,8 @@ from isomorph.report.findings import (
     speed_finding,
 )
 from isomorph.report.html import render_page
-from isomorph.report.layer_maps import capture_layer_maps, largest_differences
-from isomorph.report.robustness_charts import shared_means
+from isomorph.report.robustness_page import shared_means
+from isomorph.report.run_files import AccuracyPoint
 from test_report import CONFIG, small_vit
 
 CSS = Path(iso.report.__file__).parent / "assets/page.css"

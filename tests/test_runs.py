@@ -24,8 +24,7 @@ from isomorph.distributed import Runtime
 from isomorph.training import Stopped
 from isomorph.training.history import saved_models
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.folder_lock import lock_folder
-from isomorph.training.run.guards import stop_requests
+from isomorph.training.run.guards import lock_folder, stop_requests
 from isomorph.training.run.log import ClosableStream, read_log
 from isomorph.training.run.open import open_run
 from stopping import stopped_run
@@ -517,120 +516,7 @@ class TestSignals:
                 terminal.flush()
 
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-TEXTS = {
-    "laughs": (LAUGHS, "at most 10,000 values, with aliases expanded"),
-    "merges": (MERGES, "at most 10,000 values, with aliases expanded"),
-    "itself": ("a: &a [*a]", "at most 32 levels"),
-    "deep": ("a: " + "[" * 3000, "at most 32 levels"),
-    "long": ("# " + "x" * 100_000, "at most 100,000 characters"),
-    "digits": ("epochs: " + "1" * 6000, "cannot read recipe"),
-    "date": ("name: 2024-13-45", "month must be in 1..12"),
-    "bytes": (b"\xff", "cannot read recipe"),
-}
-
-
-class TestRecipes:
-    @pytest.mark.parametrize("kind", TEXTS)
-    def test_text_that_no_recipe_has(self, kind, tmp_path):
-        text, expected = TEXTS[kind]
-        path = tmp_path / "mine.yaml"
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        begin = time.process_time()
-        with pytest.raises(iso.UserError, match=expected) as caught:
-            iso.load_recipe(str(path))
-        assert time.process_time() - begin < 5
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 400
-
-    def test_toml_too_deep(self, tmp_path):
-        (tmp_path / "deep.toml").write_text("a = " + "[" * 40_000)
-        with pytest.raises(iso.UserError, match="at most 32 levels"):
-            iso.load_recipe(str(tmp_path / "deep.toml"))
-
-    @pytest.mark.parametrize("value", ["1e30", "9" * 400, "2000000000000"])
-    def test_whole_numbers_have_bounds(self, value):
-        fields = (
-            "epochs evaluate_every keep_every monitor_every log_every seed data.workers data.batch_size data.classes"
-        )
-        fields += (
-            " data.images data.unreadable data.shuffle_shards scale.accumulate augment.repeats augment.crop_padding"
-        )
-        fields += " model.num_classes model.recast_epoch mask.depth mask.width mask.heads mask.block mask.teacher_heads"
-        for field in fields.split():
-            with pytest.raises(iso.UserError, match=f"{field}: input ") as caught:
-                iso.load_recipe("cifar_cnn", [f"{field}={value}"])
-            assert len(str(caught.value)) < 400
-        with pytest.raises(iso.UserError, match=r"data.size.0: input "):
-            iso.load_recipe("cifar_cnn", [f"data.size=[{value},8]"])
-        with pytest.raises(iso.UserError, match="must be a number of at most"):
-            iso.load_recipe("cifar_cnn", [f"model.kwargs.depth={value}"])
-
-    @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "nan", "inf"])
-    def test_numbers_are_finite(self, value):
-        fields = (
-            "optim.lr optim.gate_lr optim.weight_decay optim.momentum optim.min_lr optim.clip_grad optim.warmup_epochs"
-        )
-        fields += (
-            " augment.mixup augment.smoothing checkpoint_minutes divergence ema drop_path data.fraction mask.ratio"
-        )
-        for field in fields.split():
-            with pytest.raises(iso.UserError, match=f"{field}: input "):
-                iso.load_recipe("cifar_cnn", [f"{field}={value}"])
-        with pytest.raises(iso.UserError, match=r"model.kwargs: x .* must be a number"):
-            iso.load_recipe("cifar_cnn", [f"model.kwargs.x=[{{y: {value if '.' in value else '.nan'}}}]"])
-
-    @pytest.mark.parametrize(
-        ("argument", "message"),
-        [
-            ("pretrained=true", "pretrained is not allowed in model.kwargs; give model.pretrained"),
-            ("features_only=true", "features_only is not allowed in model.kwargs; a run trains whole networks"),
-            ("features_only=false", "features_only is not allowed in model.kwargs"),
-            ("checkpoint_path=a.pth", "checkpoint_path is not allowed in model.kwargs; give model.weights"),
-            ("scriptable=true", "scriptable is not allowed in model.kwargs; export the trained model instead"),
-            ("exportable=true", "exportable is not allowed in model.kwargs"),
-            ("name=resnet18", "name is not allowed in model.kwargs; give model.name"),
-            ("pretrained_cfg={}", "pretrained_cfg is not allowed in model.kwargs"),
-            ("in_chans=abc", "in_chans 'abc' must be a whole number of at least 0"),
-            ("in_chans=1.5", "in_chans 1.5 must be a whole number of at least 0"),
-            ("num_classes=abc", "num_classes 'abc' must be a whole number of at least 0"),
-            ("x=2024-01-02", "x must be a number, text, true, false, null"),
-            ("x=[[[[[[[[[[1]]]]]]]]]]", "x has more than 8 levels"),
-        ],
-    )
-    def test_arguments_that_are_not_for_a_recipe(self, argument, message):
-        with pytest.raises(iso.UserError, match=re.escape(f"model.kwargs: {message}")):
-            iso.load_recipe("digits_cnn", [f"model.kwargs.{argument}"])
-
-    def test_arguments_given_twice(self):
-        with pytest.raises(iso.UserError, match=r"num_classes is also given as kwargs\.num_classes"):
-            iso.load_recipe("digits_cnn", ["model.kwargs.num_classes=10", "model.num_classes=10"])
-        with pytest.raises(iso.UserError, match=r"drop_path is also given as model\.kwargs\.drop_path_rate"):
-            iso.load_recipe("digits_cnn", ["model.kwargs.drop_path_rate=0.1", "drop_path=0.1"])
-
-
 class TestStart:
-    def test_weights_are_asked_for_before_anything_is_written(self, tmp_path):
-        for name in ("tcnn_resnet50_224", "refined_vit_s_384", "coatnet_0_384", "tdrl_fused_100ep", "digits_exact"):
-            assert iso.load_recipe(name).model.start == "weights"
-            with pytest.raises(iso.UserError, match=f"{name} requires trained weights; give --model.weights FILE"):
-                iso.train(iso.load_recipe(name, [f"out={tmp_path / name}", "data.source=digits"]), show=False)
-        assert not list(tmp_path.iterdir())
-
-    def test_who_starts_from_weights_says_so(self):
-        from isomorph.recipes import RECIPES
-
-        for name, recipe in RECIPES.items():
-            if "weights" in recipe.get("expected", ""):
-                assert recipe["model"]["start"] == "weights", name
-        for name in ("tdrl_vit_ti_scratch", "digits_cnn", "refined_vit_s", "coatnet_0", "tcnn_late_400"):
-            assert iso.load_recipe(name).model.start == "random"
-
     def test_random_ones_are_said_aloud_and_a_resumed_run_is_not_asked(self, tmp_path):
         model = TINY["model"] | dict(start="weights")
         with pytest.raises(iso.UserError, match=r"--model.start random starts from random weights"):

@@ -16,8 +16,7 @@ from hub_server import READER, TOKEN, Hub
 from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
 from isomorph.deployment.model_card import results_section
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.random_inputs import random_images
+from isomorph.evaluation.input_sizes import evaluation_config, random_images
 from isomorph.models import download
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)

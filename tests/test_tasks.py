@@ -13,13 +13,12 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader
-from isomorph.distributed import Runtime
+from isomorph.distributed import Runtime, to_device
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.training.recipe import tasks
 from isomorph.training.recipe.part import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS, find_task, register_task
-from isomorph.training.run.step import to_device
 from isomorph.training.task import EvaluationOptions, Objective, Task, recorded_task, task_of
 from stopping import stopped_run
 
@@ -138,26 +137,20 @@ class TestRun:
         monkeypatch.setattr(Relabelled, "evaluate", lambda self, *given: [{"own": 1.0}])
         assert iso.evaluate(model) == {"own": 1.0}
 
-    def test_evaluate_takes_no_loader(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("task", "use", "message"),
+        [
+            ({"name": "parity"}, lambda model: iso.evaluate(model, []), "folder or the name of a data source"),
+            ({"name": "parity"}, iso.robustness, "the model is for parity"),
+            ({"name": "parrots"}, iso.evaluate, "'parrots' is not a task; did you mean parity"),
+            ({"name": "parity", "scale": -1}, iso.evaluate, "options that it does not have"),
+        ],
+    )
+    def test_what_a_model_of_a_task_is_not_for(self, task, use, message):
         model = timm.create_model("cifar_resnet20")
-        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity"}}
-        with pytest.raises(iso.UserError, match="folder or the name of a data source"):
-            iso.evaluate(model, [])
-
-    def test_corruptions_need_a_task_on_images(self):
-        model = timm.create_model("cifar_resnet20")
-        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity"}}
-        with pytest.raises(iso.UserError, match="the model is for parity: corruptions of images do not apply to it"):
-            iso.robustness(model)
-
-    def test_a_file_of_a_task_that_is_not_installed(self):
-        model = timm.create_model("cifar_resnet20")
-        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parrots"}}
-        with pytest.raises(iso.UserError, match="'parrots' is not a task; did you mean parity"):
-            iso.evaluate(model)
-        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity", "scale": -1}}
-        with pytest.raises(iso.UserError, match="options that it does not have"):
-            iso.evaluate(model)
+        model.pretrained_cfg = {**model.pretrained_cfg, "task": task}
+        with pytest.raises(iso.UserError, match=message):
+            use(model)
 
 
 class TestRecipe:
@@ -167,7 +160,9 @@ class TestRecipe:
             ({"task": {"name": "parrot"}}, r"task.name: 'parrot' is not a task; did you mean parity"),
             ({"task": {"scale": 2}}, "task.name is missing"),
             ({"task": {"name": "parity", "scal": 2}}, r"task.scal is not a field \(did you mean scale\?\)"),
+            ({"task": {"name": "parity", "crop": 2}}, r"task.crop is not a field \(fields: name, scale\)"),
             ({"task": {"name": "parity", "scale": 0}}, "task.scale: .* greater than 0"),
+            ({"task": {"name": ["parity"]}}, r"task\.name: "),
             ({"data": {"source": "cifar10"}}, "data.source cifar10 is not for parity; choose one of digits"),
             ({"augment": {"hflip": 0.1}}, "augment does not apply to parity; leave it out"),
         ],
@@ -182,14 +177,6 @@ class TestRecipe:
         with pytest.raises(iso.UserError, match=r"data\.source parities needs a task; give --task.name parity"):
             validate(values)
 
-    def test_fields_of_other_tasks_are_not_suggested(self):
-        with pytest.raises(iso.UserError, match=r"task.crop is not a field \(fields: name, scale\)"):
-            validate({**TINY, "task": {"name": "parity", "crop": 2}})
-
-    def test_a_name_that_is_not_text(self):
-        with pytest.raises(iso.UserError, match=r"task\.name: "):
-            validate({**TINY, "task": {"name": ["parity"]}})
-
     def test_a_task_of_an_installed_package(self, monkeypatch):
         monkeypatch.delitem(TASKS, "parity")
         entry = EntryPoint("parity", f"{__name__}:Parity", ENTRY_POINTS)
@@ -199,18 +186,14 @@ class TestRecipe:
         with pytest.raises(iso.UserError, match=r"task.scal is not a field \(did you mean scale\?\)"):
             validate({**TINY, "task": {"name": "parity", "scal": 2}})
 
-    def test_defaults_of_the_task_are_stored(self, tmp_path):
-        assert tiny(tmp_path).model_dump(mode="json")["task"] == {"name": "parity", "scale": 1.0}
 
-
-class TestRegister:
-    def test_a_name_is_taken_once(self, monkeypatch):
-        monkeypatch.delitem(TASKS, "parity")
-        register_task("parity", Parity)
-        register_task("parity", Parity)
-        assert find_task("parity") is Parity
-        with pytest.raises(iso.UserError, match="registered already"):
-            register_task("parity", "other:Task")
+def test_a_name_is_taken_once(monkeypatch):
+    monkeypatch.delitem(TASKS, "parity")
+    register_task("parity", Parity)
+    register_task("parity", Parity)
+    assert find_task("parity") is Parity
+    with pytest.raises(iso.UserError, match="registered already"):
+        register_task("parity", "other:Task")
 
 
 def test_inputs_of_any_nesting_go_to_the_device():

@@ -18,7 +18,7 @@ from isomorph.training.optim import learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.rotation import Rotation
+from isomorph.training.run.monitor import Rotation
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 PYRAMIDS = ("attn.qkv", "mlp.fc1", "mlp.fc2")

@@ -8,7 +8,7 @@ import pytest
 
 import isomorph as iso
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.tracking import check_tracker, open_tracker
+from isomorph.training.run.log import check_tracker, open_tracker
 
 WANDB = """
 import json, os
@@ -87,7 +87,7 @@ def test_wandb_without_a_login_says_what_to_do(tmp_path, calls, monkeypatch):
 
 
 def test_a_missing_package_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("isomorph.training.run.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("isomorph.training.run.log.find_spec", lambda name: None)
     with pytest.raises(iso.UserError, match=r"track: wandb is not installed; run pip install wandb, or leave track"):
         iso.train(validate({**TINY, "out": str(tmp_path / "run")}), show=False)
     assert not (tmp_path / "run").exists()
@@ -99,9 +99,3 @@ def test_a_folder_of_curves_is_not_the_package(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     with pytest.raises(iso.UserError, match="track: wandb is not installed"):
         check_tracker(validate({**TINY, "out": str(tmp_path)}))
-
-
-def test_the_old_name_of_the_field_still_works():
-    assert validate({**TINY, "track": None, "tensorboard": False}).track is None
-    old = {name: value for name, value in TINY.items() if name != "track"}
-    assert validate({**old, "tensorboard": True}).track == "tensorboard"

@@ -1,6 +1,5 @@
 """Recipes, the loop and its checkpoints: what a user trusts a run with."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,18 +12,11 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.rebuild import describe_base, describe_edits
-from isomorph.recipes import RECIPES, convit
 from isomorph.training.build import build_model
-from isomorph.training.optim import (
-    build_optimizer,
-    build_scheduler,
-    group_table,
-    learning_rate_scales,
-    scaled_groups,
-)
+from isomorph.training.optim import build_optimizer, build_scheduler, group_table, learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
 from stopping import stopped_run
@@ -46,170 +38,25 @@ def tensors(path):
     return iso.load(path).state_dict()
 
 
-class TestRecipe:
-    @pytest.mark.parametrize("name", RECIPES)
-    def test_every_recipe_is_valid(self, name):
-        recipe = iso.load_recipe(name)
-        assert recipe.name == name
-        assert recipe.source
+ENDED = dict(epochs=3, evaluate_every=2, keep_every=2, log_every=1, track="tensorboard")
 
-    def test_all_problems_at_once_with_the_closest_name(self):
-        with pytest.raises(iso.UserError) as caught:
-            iso.load_recipe(
-                "cifar_exact", ["optim.weigth_decay=0", "optim.lr=-1", "data.source=cifar", "epochs=x", "modle.name=a"]
-            )
-        text = str(caught.value)
-        assert "5 problems" in text
-        assert "optim.weigth_decay is not a field (did you mean weight_decay?)" in text
-        assert "modle is not a field (did you mean model?)" in text
-        assert "optim.lr: input should be greater than 0" in text
-        assert "'cifar' is not a data source" in text
-        assert "\n" not in text
 
-    def test_names_are_checked_before_anything_runs(self):
-        with pytest.raises(iso.UserError, match=r"there is no recipe 'cifar_exat'; did you mean cifar_exact"):
-            iso.load_recipe("cifar_exat")
-        with pytest.raises(iso.UserError, match=r"did you mean .*cifar_resnet20"):
-            iso.load_recipe("cifar_exact", ["model.name=cifar_resnet2"])
-        with pytest.raises(iso.UserError, match="'adamv' is not an optimiser"):
-            iso.load_recipe("cifar_exact", ["optim.name=adamv"])
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder and the result of a run that has ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    return folder, iso.train(tiny(folder, **ENDED), show=False)
 
-    @pytest.mark.parametrize("name", [name for name in RECIPES if "resnet" in name])
-    def test_every_published_model_is_built(self, name):
-        part = iso.load_recipe(name, ["model.pretrained=false"]).model
-        with torch.device("meta"):
-            model = build_model(part, 1000, 0.1)
-        assert len([m for m in model.modules() if isinstance(m, iso.layers.GPSA2d)]) == (
-            0 if part.recast is None else 4 if part.name in ("resnetrs270", "resnetrs350") else 3
-        )
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_resnet50d"])
-    def test_published_recipes_run_two_steps(self, name, tmp_path):
-        """Everything as published but for the width of the network: bf16 of whole ones takes a CPU minutes."""
-        small = ["model.pretrained=false", "data.source=digits", "data.size=[32,32]", "data.batch_size=20"]
-        small += ["model.kwargs={layers: [1, 1, 1, 3], channels: [8, 8, 8, 16], stem_width: 8}"]
-        brief = ["data.workers=0", "data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
-        run = open_run(iso.load_recipe(name, [*small, *brief]))
-        assert run.order.steps == 2
-        assert train_epoch(run) > 0
-
-    @pytest.mark.parametrize("name", convit.RECIPES)
-    def test_every_convit_of_the_paper_is_built(self, name):
-        part = iso.load_recipe(name).model
-        with torch.device("meta"):
-            model = build_model(part, 1000, 0.1)
-        gpsa = [m for m in model.modules() if isinstance(m, iso.layers.PSA if "psa" in name else iso.layers.GPSA)]
-        assert len(gpsa) == (
-            0 if name.split("_")[0] in ("vit", "deit") else part.kwargs.get("local_up_to_layer", 10)
-        ) or (name.startswith("cifar_vit") and not gpsa)
-        frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-        wanted = {"b": {"gate"}, "d": {"gate"}, "f": {"gate", "position", "weight", "bias"}}
-        wanted["g"] = wanted["f"]
-        row = name.removeprefix("convit_ablation_")[:1] if "ablation" in name else ""
-        assert {n.rpartition(".")[2] for n in frozen} == wanted.get(row, set())
-        assert all(".attn." in n for n in frozen)
-
-    def test_figure_8_is_a_grid(self):
-        """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
-        cells = []
-        for name in convit.RECIPES:
-            recipe = iso.load_recipe(name)
-            if recipe.source.startswith("ConViT Fig. 8"):
-                kwargs = recipe.model.kwargs
-                cells.append((kwargs.get("local_up_to_layer", 10), kwargs.get("locality_strength", 1.0)))
-                assert (recipe.model.name, recipe.data.classes) == ("convit_s_plus", 100)
-        assert sorted(cells) == [(0, 1.0), *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0))]
-        known = {"convit_layers_0", "convit_layers_3", "convit_layers_3_locality_0.5", "convit_locality_1"}
-        assert known < set(convit.RECIPES)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "name",
-        ["convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_layers_3", "convit_s_psa"],
-    )
-    def test_convit_recipes_run_two_steps(self, name, tmp_path):
-        small = [
-            "data.source=digits",
-            "data.size=[32,32]",
-            "data.batch_size=20",
-            "data.workers=0",
-            "data.fraction=0.04",
-        ]
-        small += ["model.kwargs.embed_dim=36", "model.kwargs.depth=11"]
-        brief = ["epochs=1", "optim.warmup_epochs=0", "evaluate_every=1", "keep_every=null", "data.classes=null"]
-        run = open_run(iso.load_recipe(name, [*small, *brief, f"out={tmp_path}"]))
-        assert train_epoch(run) > 0
-
-    def test_deits_augmentation_shows_every_image_three_times(self):
-        for name in (
-            "tcnn_resnetrs50",
-            "finetune_resnetrs50",
-            "tcnn_late_100",
-            "convit_s",
-            "refiner_b_deit",
-            "tdrl_deit_b",
-        ):
-            assert iso.load_recipe(name).augment.repeats == 3, name
-
-    def test_longer_fine_tuning_and_other_peaks(self):
-        """T-CNN Table 4 and Fig. 6 differ from Table 1 in the number of epochs, and in the peak rate, alone."""
-        for name in ("tcnn_resnetrs50_10ep", "tcnn_resnetrs101_20ep", "tcnn_resnetrs50_lr_3e-5"):
-            recipe, whole = iso.load_recipe(name), iso.load_recipe("_".join(name.split("_")[:2]))
-            said = {"name", "source", "expected"}
-            changed = {k for k, v in recipe.model_dump().items() if v != whole.model_dump()[k]} - said
-            assert changed == ({"optim"} if "lr" in name else {"epochs"})
-        assert "81.90" in iso.load_recipe("tcnn_resnetrs101_20ep").expected
-        assert iso.load_recipe("tcnn_resnetrs270").keep_every == 2
-
-    def test_text_that_is_no_yaml_or_looks_like_a_number(self):
-        assert iso.load_recipe("cifar_cnn", ["model.recast.where=*.conv2"]).model.recast.where == ["*.conv2"]
-        recipe = iso.load_recipe("cifar_cnn", ["name=123", "out=2024"])
-        assert recipe.name == "123"
-        assert str(recipe.out) == "2024"
-
-    def test_overrides_reach_groups_that_are_off(self):
-        assert iso.load_recipe("cifar_cnn", ["model.recast.where=layer3.*.conv2"]).model.recast.where == [
-            "layer3.*.conv2"
-        ]
-        assert iso.load_recipe("cifar_cnn", ["optim.lr=1e-4"]).optim.lr == 1e-4
-        assert iso.load_recipe("cifar_cnn", ["data.batch-size=64"]).data.batch_size == 64
-        assert iso.load_recipe("cifar_exact", ["model.recast=null"]).model.recast is None
-
-    @pytest.mark.parametrize("override", ["optim.lr", "=3", "epochs.x=3", "optim.lr=[1"])
-    def test_malformed_overrides(self, override):
-        with pytest.raises(iso.UserError):
-            iso.load_recipe("cifar_exact", [override])
-
-    def test_incoherent_values(self):
-        for assignments, message in (
-            (["optim.warmup_epochs=10"], "must be below epochs"),
-            (["augment.mixup=0.8", "data.batch_size=33"], "must be even"),
-            (["augment.scale=[1.0,0.5]"], "the smaller fraction first"),
-            (["augment.scale=[0,0]"], "2 problems"),
-            (["optim.lr=inf"], "finite"),
-            (["anneal.epochs=11"], "at most epochs"),
-            (["augment.auto_augment=rubbish"], "cannot parse the policy"),
-            (["seed=-1"], "seed"),
-        ):
-            with pytest.raises(iso.UserError, match=message):
-                iso.load_recipe("cifar_exact", assignments)
-
-    @pytest.mark.parametrize("suffix", [".yaml", ".toml"])
-    def test_files(self, tmp_path, suffix):
-        text = {
-            ".yaml": "model: {name: cifar_resnet20}\nepochs: 3\n",
-            ".toml": "epochs = 3\n[model]\nname = 'cifar_resnet20'\n",
-        }
-        path = tmp_path / f"mine{suffix}"
-        path.write_text(text[suffix])
-        assert iso.load_recipe(str(path)).epochs == 3
-        assert iso.load_recipe(str(path)).name == "mine"
-        path.write_text("]broken[")
-        with pytest.raises(iso.UserError, match="recipe"):
-            iso.load_recipe(str(path))
-        with pytest.raises(iso.UserError, match="cannot read recipe"):
-            iso.load_recipe(str(tmp_path / f"none{suffix}"))
+def write_images(folder, images, level):
+    """Write a folder of dark and light images; `level` gives the grey value of each."""
+    for split, number in images.items():
+        for i in range(number):
+            for name in ("dark", "light"):
+                path = folder / split / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (16, 16), (level(name, i),) * 3).save(path)
+    return dict(source="imagefolder", root=str(folder), size=[16, 16], batch_size=8)
 
 
 class TestOptim:
@@ -220,38 +67,19 @@ class TestOptim:
         names = {id(p): n for n, p in model.named_parameters()}
         return model, groups, {key: {names[id(p)] for p in group["params"]} for key, group in groups.items()}
 
-    def test_every_trained_parameter_is_in_one_group(self):
+    def test_every_trained_parameter_is_in_one_group_and_weights_decay(self):
         model, groups, names = self.groups()
         listed = [id(p) for group in groups.values() for p in group["params"]]
         assert len(listed) == len(set(listed))
         assert set.union(*names.values()) == {n for n, p in model.named_parameters() if p.requires_grad}
-
-    def test_what_decays(self):
-        _, groups, names = self.groups()
         assert {n.rpartition(".")[2] for n in names["decayed"]} == {"weight"}
         assert not any("bn" in n for n in names["decayed"])
         assert {n.rpartition(".")[2] for n in names["gates"]} == {"gate"}
         assert {n.rpartition(".")[2] for n in names["positions"]} == {"centre", "raw_locality"}
-        assert {group["weight_decay"] for name, group in groups.items() if name != "decayed"} == {0}
-        assert groups["decayed"]["weight_decay"] == 0.05
-
-    def test_positions_follow_the_others_unless_told(self):
-        assert self.groups()[1]["positions"]["lr_scale"] == 1
-        assert self.groups(position_lr=0.02)[1]["positions"]["lr_scale"] == pytest.approx(20)
-
-    def test_gates_keep_their_own_rate_on_the_schedule(self):
-        model, _, _ = self.groups()
-        optim = OptimPart(lr=1e-3, gate_lr=0.1, warmup_epochs=1)
-        optimizer = build_optimizer(model, optim)
-        scheduler = build_scheduler(optimizer, optim, epochs=4, steps_per_epoch=10)
-        rates = []
-        for step in (0, 10, 25, 39):
-            scheduler.step_update(step)
-            rates.append([g["lr"] for g in optimizer.param_groups])
-        assert [row[2] / row[0] for row in rates] == pytest.approx([100] * 4)
-        assert rates[0][0] == pytest.approx(1e-5)
-        assert rates[1][0] == pytest.approx(1e-3, rel=0.2)
-        assert rates[1][0] > rates[2][0] > rates[3][0]
+        assert {name: group["weight_decay"] for name, group in groups.items()} == {
+            **dict.fromkeys(groups, 0),
+            "decayed": 0.05,
+        }
 
     def test_no_scheduler_and_no_optimiser_loses_a_group(self):
         """Every group keeps its share of the rate through the whole schedule, whatever moves the weights."""
@@ -303,12 +131,6 @@ class TestOptim:
         assert scales["gates"] * optim.lr == pytest.approx(gates)
         assert scales["positions"] * optim.lr == pytest.approx(positions)
 
-    @pytest.mark.parametrize("rate", ["fast", "x", "1000 times", "0x", "-3x", "infx"])
-    def test_a_rate_is_a_number_or_a_multiple(self, rate):
-        with pytest.raises(iso.UserError, match=r"optim\.gate_lr: .*given '") as caught:
-            iso.load_recipe("tcnn_resnetrs50", [f"optim.gate_lr={rate}"])
-        assert "\n" not in str(caught.value)
-
     def test_groups_of_ones_own_loop_fit_schedulers_of_timm(self):
         tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), where="layer3.*.conv?")
         groups = iso.training.parameter_groups(tcnn, lr=1e-3, gate_lr="100x", position_lr="20x")
@@ -317,32 +139,9 @@ class TestOptim:
         rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
         assert rates == pytest.approx({"decayed": 5e-4, "undecayed": 5e-4, "gates": 0.05, "positions": 0.01})
 
-    @pytest.mark.parametrize(
-        ("optim", "message"),
-        [
-            (dict(name="adahessian"), "adahessian needs second derivatives"),
-            (dict(name="bnbadam"), "bnbadam cannot be used here: "),
-        ],
-    )
-    def test_optimisers_that_cannot_run_here_are_named(self, tmp_path, optim, message):
-        with pytest.raises(iso.UserError, match=message):
-            iso.train(tiny(tmp_path, optim=optim), show=False)
-
-    def test_sgd_without_momentum(self, tmp_path):
-        iso.train(tiny(tmp_path, epochs=1, optim=dict(name="sgd", momentum=0.0, lr=1e-3)), show=False)
-
-    def test_a_multiple_without_its_x_is_rejected(self):
-        with pytest.raises(
-            iso.UserError, match=r"would be a learning rate of 100; for a multiple of optim.lr, write 100x"
-        ):
-            iso.training.parameter_groups(timm.create_model("cifar_resnet20"), gate_lr="100")
-        recipe = validate(dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x")))
-        assert recipe.optim.gate_lr == 100  # a result may be that large, and a stored recipe is read again
-        assert validate(recipe.model_dump()) == recipe
-
-    def test_a_wrong_lr_is_the_only_problem(self):
-        with pytest.raises(iso.UserError, match=r"1 problem: optim\.lr"):
-            iso.load_recipe("tcnn_resnetrs50", ["optim.lr=-1"])
+    def test_an_optimiser_that_cannot_run_here_is_named(self, tmp_path):
+        with pytest.raises(iso.UserError, match="bnbadam cannot be used here: "):
+            iso.train(tiny(tmp_path, optim=dict(name="bnbadam")), show=False)
 
     def test_layer_decay_follows_the_layer_and_not_the_form(self):
         """A recast layer has the rate of the layer that it was, in every part; frozen layers count."""
@@ -363,26 +162,32 @@ class TestOptim:
 
 
 class TestRun:
-    def test_leaves_what_it_says(self, tmp_path):
-        result = iso.train(tiny(tmp_path / "run"), show=False)
-        names = {path.name for path in (tmp_path / "run").iterdir()}
-        assert names == {
-            "model.safetensors",
-            "best.safetensors",
-            "recipe.json",
-            "environment.jsonl",
-            "log.jsonl",
-            "steps.jsonl",
-            "step-00000002",
-            "step-00000004",
+    def test_leaves_what_it_says(self, ended):
+        folder, result = ended
+        assert {path.name for path in folder.iterdir()} == {
+            *("model.safetensors", "best.safetensors", "epoch-2.safetensors", "recipe.json", "environment.jsonl"),
+            *("log.jsonl", "steps.jsonl", "step-00000004", "step-00000006", "tensorboard"),
         }
-        rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
-        assert [row["epoch"] for row in rows] == [1, 2]
+        rows = read_log(folder / "log.jsonl")
+        assert [row["epoch"] for row in rows] == [1, 2, 3]
+        assert [row["epoch"] for row in rows if "top1" in row] == [2, 3]
         assert rows[-1]["top1"] == result.metrics["top1"]
+        assert iso.load(folder / "epoch-2.safetensors").training is False
         x = torch.randn(2, 3, 16, 16)
-        rebuilt = iso.load(tmp_path / "run/model.safetensors")
+        rebuilt = iso.load(folder / "model.safetensors")
         assert torch.equal(rebuilt(x), result.model(x))
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
+
+    def test_tensorboard_has_the_curves(self, ended):
+        from tensorboard.backend.event_processing import event_accumulator
+
+        board = event_accumulator.EventAccumulator(str(ended[0] / "tensorboard")).Reload()
+        assert {"train/loss", "train/lr", "epoch/top1"} <= set(board.Tags()["scalars"])
+        assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+
+    def test_another_recipe_in_the_same_folder_is_rejected(self, ended):
+        with pytest.raises(iso.UserError, match=r"epochs was 3, is now 4; seed was 0, is now 1"):
+            iso.train(tiny(ended[0], **ENDED | dict(epochs=4, seed=1)), show=False)
 
     def test_it_learns(self, tmp_path):
         optim = dict(lr=3e-3, gate_lr=0.1, warmup_epochs=1)
@@ -395,7 +200,7 @@ class TestRun:
             dict(augment=dict(mixup=0.8, cutmix=1.0, smoothing=0.1, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25)),
             dict(ema=0.9, drop_path=0.1, amp="bf16"),
             dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, gate_lr=0.1, clip_grad=1.0, schedule="constant")),
-            dict(optim=dict(name="sgd", lr=0.1, gate_lr=0.1), augment=dict(scale=[0.5, 1.0], repeats=3)),
+            dict(optim=dict(name="sgd", lr=0.1, gate_lr=0.1, momentum=0.0), augment=dict(scale=[0.5, 1.0], repeats=3)),
         ],
         ids=["mixing", "averaging", "annealing", "sgd, repeats"],
     )
@@ -405,45 +210,24 @@ class TestRun:
         if "anneal" in changes:
             assert result.model.layer3[2].conv2.locality.max() < 2
 
-    def test_tensorboard_has_the_curves(self, tmp_path):
-        from tensorboard.backend.event_processing import event_accumulator
-
-        iso.train(tiny(tmp_path, track="tensorboard", log_every=1), show=False)
-        board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-        assert {"train/loss", "train/lr", "epoch/top1"} <= set(board.Tags()["scalars"])
-        assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4]
-
     def test_a_run_does_not_go_on_with_other_data(self, tmp_path):
-        for i in range(24):
-            for split, name in ((s, n) for s in ("train", "val") for n in ("dark", "light")):
-                path = tmp_path / "data" / split / name / f"{i}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.new("RGB", (16, 16), (40 + 160 * (name == "light"),) * 3).save(path)
-        data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
-        iso.train(tiny(tmp_path / "run", data=data), show=False)
+        data = write_images(tmp_path / "data", {"train": 24, "val": 4}, lambda name, i: 40 + 160 * (name == "light"))
+        iso.train(tiny(tmp_path / "run", data=data, epochs=1), show=False)
         (tmp_path / "run/model.safetensors").unlink()
         for i in range(8):
             (tmp_path / f"data/train/dark/{i}.png").unlink()
         with pytest.raises(iso.UserError, match=r"on other data .images was 48, is now 40; steps was 6, is now 5"):
-            iso.train(tiny(tmp_path / "run", data=data), show=False)
+            iso.train(tiny(tmp_path / "run", data=data, epochs=1), show=False)
 
     def test_unreadable_images_are_counted_up_to_a_limit(self, tmp_path):
-        for i, split in enumerate(["train"] * 8 + ["val"] * 2):
-            for name in ("dark", "light"):
-                (tmp_path / "data" / split / name).mkdir(parents=True, exist_ok=True)
-                level = 40 if name == "dark" else 200
-                Image.new("RGB", (16, 16), (level + i,) * 3).save(tmp_path / "data" / split / name / f"{i}.png")
+        data = write_images(tmp_path / "data", {"train": 8, "val": 2}, lambda name, i: 40 + 160 * (name == "light") + i)
         (tmp_path / "data/train/dark/3.png").write_bytes(b"broken")
-        data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
         with pytest.raises(iso.UserError, match=r"cannot read .*dark/3\.png"):
             iso.train(tiny(tmp_path / "strict", data=data), show=False)
         iso.train(tiny(tmp_path / "loose", data=data | dict(unreadable=1)), show=False)
-        rows = [json.loads(line) for line in (tmp_path / "loose/log.jsonl").read_text().splitlines()]
-        assert [row["unreadable"] for row in rows] == [1, 1]
+        assert [row["unreadable"] for row in read_log(tmp_path / "loose/log.jsonl")] == [1, 1]
         (tmp_path / "data/train/light/5.png").write_bytes(b"broken")
-        with pytest.raises(
-            iso.UserError, match=r"2 images cannot be read, but data\.unreadable allows 1; the latest: .*png"
-        ):
+        with pytest.raises(iso.UserError, match=r"2 images .* data\.unreadable allows 1; the latest: .*png"):
             iso.train(tiny(tmp_path / "many", data=data | dict(unreadable=1)), show=False)
 
     @pytest.mark.parametrize("workers", [0, 2])
@@ -469,21 +253,6 @@ class TestRun:
         stopped_run(tmp_path / "moved", 4, {**TINY, **values})
         with pytest.raises(iso.UserError, match=r"lanes .*same processes, scale.accumulate and data\.workers"):
             iso.train(tiny(tmp_path / "moved", **(values | dict(scale=dict(accumulate=4)))), show=False)
-        for changes, message in (
-            (dict(fraction=0.5), "is a stream"),
-            (dict(split=0.2), "is a stream"),
-            (dict(images=3, source="digits"), "counts its images"),
-        ):
-            with pytest.raises(iso.UserError, match=message):
-                tiny(tmp_path, data=data | changes)
-
-    def test_evaluates_and_keeps_when_it_is_due(self, tmp_path):
-        result = iso.train(tiny(tmp_path, epochs=5, evaluate_every=2, keep_every=3), show=False)
-        rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-        assert [row["epoch"] for row in rows if "top1" in row] == [2, 4, 5]
-        assert result.metrics["top1"] == rows[-1]["top1"]
-        assert [path.name for path in tmp_path.glob("epoch-*")] == ["epoch-3.safetensors"]
-        assert iso.load(tmp_path / "epoch-3.safetensors").training is False
 
     def test_frozen_parameters_stay(self, tmp_path):
         model = dict(
@@ -542,31 +311,6 @@ class TestRun:
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 
-    @pytest.mark.parametrize("kind", ["hard", "soft"])
-    def test_distillation_by_a_token(self, kind, tmp_path):
-        """DeiT's: the class token learns the labels, the distillation token the teacher; together they predict."""
-        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "teacher.safetensors")
-        distill = dict(teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, token=True)
-        kwargs = dict(img_size=16, depth=2, patch_size=8, embed_dim=32, num_heads=2)
-        values = tiny(
-            tmp_path / "run", model=dict(name="deit_tiny_distilled_patch16_224", kwargs=kwargs), distill=distill
-        )
-        run = open_run(values)
-        run.task.train()
-        x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
-        first, second = run.trained(x)
-        seen = run.task.teacher(x).detach()
-        goal = seen.argmax(1) if kind == "hard" else seen.softmax(1)
-        term = nn.functional.cross_entropy(second, goal)
-        if kind == "soft":
-            term = term + (goal * goal.log()).sum(1).mean()
-        expected = 0.7 * nn.functional.cross_entropy(first, y) + 0.3 * term
-        torch.testing.assert_close(run.task(x, y)["loss"], expected)
-        result = iso.train(values, show=False)
-        assert torch.equal(iso.load(tmp_path / "run/model.safetensors")(x), result.model(x))
-        with pytest.raises(iso.UserError, match="CifarResNet has no distillation token"):
-            open_run(tiny(tmp_path / "other", distill=distill))
-
     def test_a_vit_is_recast_by_a_recipe(self, tmp_path):
         model = dict(name="deit_tiny_patch16_224", kwargs=dict(img_size=16, depth=2, patch_size=8))
         model |= dict(recast=dict(rule="AttentionToGPSA", where="blocks.*.attn", gate=0.0))
@@ -575,11 +319,6 @@ class TestRun:
         assert list(iso.gates(again)) == ["blocks.0.attn", "blocks.1.attn"]
         x = torch.randn(1, 3, 16, 16)
         assert torch.equal(again(x), result.model(x))
-
-    def test_another_recipe_in_the_same_folder_is_refused(self, tmp_path):
-        iso.train(tiny(tmp_path, epochs=1), show=False)
-        with pytest.raises(iso.UserError, match=r"epochs was 1, is now 2; seed was 0, is now 1"):
-            iso.train(tiny(tmp_path, epochs=2, seed=1), show=False)
 
     def test_problems_are_found_before_anything_is_written(self, tmp_path):
         for changes, message in (
@@ -606,12 +345,6 @@ class TestCheckpoint:
         x = torch.randn(1, 3, 64, 64)
         assert torch.equal(twin(x), tcnn(x))
 
-    def test_models_that_are_born_recast(self, tmp_path):
-        model = timm.create_model("t_cifar_resnet20", num_classes=3).eval()
-        iso.save(model, tmp_path / "t.safetensors")
-        x = torch.randn(1, 3, 32, 32)
-        assert torch.equal(iso.load(tmp_path / "t.safetensors")(x), model(x))
-
     def test_the_images_a_model_expects_travel_with_it(self, tmp_path):
         model = timm.create_model("resnet18.tv_in1k")
         iso.save(model, tmp_path / "m.safetensors")
@@ -620,11 +353,11 @@ class TestCheckpoint:
             assert config["crop_pct"] == 0.875
             assert config["interpolation"] == "bilinear"
 
-    def test_dtype_and_births_come_back(self, tmp_path):
-        model = timm.create_model("t_cifar_resnet20", init="exact").double()
+    def test_dtype_and_edits_of_a_registered_t_cnn_come_back(self, tmp_path):
+        model = timm.create_model("t_cifar_resnet20", init="exact", num_classes=3).double().eval()
         iso.save(model, tmp_path / "m.safetensors")
-        twin = iso.load(tmp_path / "m.safetensors")
-        assert next(twin.parameters()).dtype == torch.float64
+        twin, x = iso.load(tmp_path / "m.safetensors"), torch.randn(1, 3, 32, 32).double()
+        assert torch.equal(twin(x), model(x))
         assert iso.edits(twin) == iso.edits(model)
 
     def test_plain_arguments_are_found_and_others_must_be_given(self, tmp_path):
@@ -641,12 +374,6 @@ class TestCheckpoint:
         x = torch.randn(1, 3, 64, 64)
         assert torch.equal(iso.load(tmp_path / "again.safetensors")(x), model(x))
 
-    def test_modules_changed_by_hand_are_noticed(self, tmp_path):
-        model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.conv2")
-        model.layer3[0].conv2 = model.layer3[0].conv2.to_conv()
-        with pytest.raises(iso.UserError, match="or the module before its edits as base"):
-            iso.save(model, tmp_path / "m.safetensors")
-
     def test_a_cnns_weights_load_into_its_t_cnn(self, tmp_path):
         cnn = timm.create_model("cifar_resnet20").eval()
         iso.save(cnn, tmp_path / "cnn.safetensors")
@@ -661,11 +388,6 @@ class TestCheckpoint:
         assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
         with pytest.raises(iso.UserError, match=r"must end in \.safetensors"):
             iso.save(model, tmp_path / "m.pt")
-
-    def test_models_from_elsewhere_need_a_base(self, tmp_path):
-        iso.save(nn.Linear(2, 2), tmp_path / "x.safetensors")
-        with pytest.raises(iso.UserError, match=r"Linear, which timm cannot build"):
-            iso.load(tmp_path / "x.safetensors")
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path):
         from isomorph.checkpoints.files import write_atomically
@@ -698,7 +420,7 @@ class TestCheckpoint:
         }  # not abandoned, not of this file
 
     def test_what_was_loaded_is_said(self, tmp_path):
-        from isomorph.training.build import build_model, describe_loaded_weights
+        from isomorph.training.build import describe_loaded_weights
         from isomorph.training.recipe.model_fields import ModelPart
 
         given = timm.create_model("cifar_resnet20")
@@ -719,41 +441,3 @@ class TestCheckpoint:
         model = timm.create_model("cifar_resnet32", num_classes=3)
         with pytest.raises(iso.UserError, match=r"of another shape \(linear\.weight \(10, 64\) for \(3, 64\)"):
             iso.load_weights(model, tmp_path / "32.safetensors")
-
-    def test_damaged_and_foreign_files_are_one_line(self, tmp_path):
-        model = timm.create_model("cifar_resnet20")
-        iso.save(model, tmp_path / "m.safetensors")
-        whole = (tmp_path / "m.safetensors").read_bytes()
-        (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
-        (tmp_path / "noise.pth").write_bytes(b"not a checkpoint")
-        torch.save([1, 2], tmp_path / "list.pth")
-        for name in ("cut.safetensors", "noise.pth", "list.pth", "none.pth"):
-            with pytest.raises(iso.UserError) as caught:
-                iso.load_weights(model, tmp_path / name)
-            assert "\n" not in str(caught.value)
-        with pytest.raises(iso.UserError, match="truncated"):
-            iso.load(tmp_path / "cut.safetensors")
-
-    @pytest.mark.parametrize("broken", ["rule", "field", "base"])
-    def test_an_unknown_way_to_rebuild_is_one_line(self, broken, tmp_path):
-        from safetensors.torch import save_file
-
-        model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.conv2")
-        edit = describe_edits(iso.edits(model))[0]
-        edit |= {"rule": dict(rule="Gone"), "field": dict(fields=dict(gone=1)), "base": {}}[broken]
-        base = dict(name="gone") if broken == "base" else describe_base(model)
-        header = {"format": "isomorph-1", "base": json.dumps(base), "edits": json.dumps([edit])}
-        save_file(model.state_dict(), tmp_path / "x.safetensors", metadata=header)
-        with pytest.raises(iso.UserError) as caught:
-            iso.load(tmp_path / "x.safetensors")
-        assert "\n" not in str(caught.value)
-
-    def test_code_in_a_checkpoint_is_not_run(self, tmp_path):
-        class Evil:
-            def __reduce__(self):
-                return (os.mkdir, (str(tmp_path / "owned"),))
-
-        torch.save({"state_dict": Evil()}, tmp_path / "evil.pth")
-        with pytest.raises(iso.UserError, match="cannot read checkpoint"):
-            iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "evil.pth")
-        assert not (tmp_path / "owned").exists()

@@ -17,14 +17,8 @@ from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
 from isomorph.training import Diverged, Stopped
-from isomorph.training.recipe.recipe import (
-    add_defaults,
-    changed_fields,
-    identity_json,
-    validate,
-)
-from isomorph.training.run.folder_lock import lock_folder
-from isomorph.training.run.guards import LossGuard, stop_requests
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.guards import LossGuard, lock_folder, stop_requests
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.monitor import divergence_error
@@ -271,28 +265,11 @@ class TestDivergence:
         assert not LossGuard(None, 1.0).problem(1e9)
 
 
-def test_a_run_of_before_a_field_existed_goes_on(tmp_path):
-    """A recipe that was kept without it has its default; another value is another run."""
-    recipe = tiny(tmp_path)
-    kept = json.loads(identity_json(recipe))
-    del kept["loss"], kept["data"]["test_crop"]
-    assert not changed_fields(add_defaults(kept), json.loads(identity_json(recipe)))
-    other = json.loads(identity_json(tiny(tmp_path, loss="sigmoid")))
-    assert changed_fields(add_defaults(kept), other) == ["loss was softmax, is now sigmoid"]
-    assert add_defaults({"gone": 1}) == {"gone": 1}
-
-
 def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
     stop_after(tmp_path, 5)
     other = dict(scale=dict(activation_checkpointing=False), checkpoint_minutes=3, data={**TINY["data"], "workers": 1})
     iso.train(tiny(tmp_path, **other), show=False)
     same_run(whole, tmp_path)
-
-
-def test_a_run_of_an_older_isomorph_is_said(tmp_path):
-    torch.save({}, tmp_path / "last.pt")
-    with pytest.raises(iso.UserError, match="older isomorph"):
-        iso.train(tiny(tmp_path), show=False)
 
 
 def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):

@@ -8,7 +8,7 @@ import isomorph as iso
 from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.preflight import check_files
+from isomorph.training.run.open import check_files
 
 VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3))
 CNN = dict(name="cifar_resnet20")

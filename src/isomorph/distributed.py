@@ -146,7 +146,6 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
 
 
 def _destroy_process_group() -> None:
-    """Destroy the process group if it still exists."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -165,6 +164,17 @@ def derive_seed(purpose: str, *numbers: int) -> int:
     """Return a seed for a purpose and some numbers: NumPy's SeedSequence hash, 63 bits."""
     entropy = (zlib.crc32(purpose.encode()), len(numbers), *numbers)  # the length, as SeedSequence ignores final zeros
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Return a tensor, or the tensors in lists, tuples and dictionaries, on a device; all else unchanged."""
+    if hasattr(values, "to"):
+        return values.to(device, non_blocking=True)
+    if isinstance(values, dict):
+        return {name: to_device(value, device) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(to_device(value, device) for value in values)
+    return values
 
 
 def seed_everything(purpose: str, seed: int, *position: int) -> None:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GatedMap
-from isomorph.layers.prune_heads import MAP_LAYERS, TOKEN_LAYERS
+from isomorph.layers import GPSA, GatedMap, PositionalAttention
+from isomorph.layers.tap_heads import PositionHeads
 from isomorph.surgery.edited_attention import attention_name
 from isomorph.surgery.where import outermost_modules
+
+_GATED = (PositionHeads, GPSA, PositionalAttention, GatedMap)
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
 
     Raises: UserError if the model has none.
     """
-    layers = outermost_modules(model, lambda module: isinstance(module, (*MAP_LAYERS, *TOKEN_LAYERS, GatedMap)))
+    layers = outermost_modules(model, lambda module: isinstance(module, _GATED))
     if not layers:
         raise UserError("the model has no gated attention layer; recast it first")
     return {attention_name(name, layer): layer for name, layer in layers.items()}
@@ -43,7 +45,7 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
 
 
 def attention_spans(model: nn.Module) -> dict[str, Tensor]:
-    """Return the attention span of every head, 1 / locality; NaN if the locality is 0 or negative, or pruned.
+    """Return the attention span of every head, 1 / locality; NaN if the locality is 0 or negative.
 
     A locality of 0 or below means that the head no longer attends to its centre.
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, PSA, PrunedGPSA, PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention
+from isomorph.layers import GPSA, PSA, PositionalAttention, SpatialAttention, ViTRelativeAttention
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import fit_grid
-from isomorph.layers.prune_heads import MAP_LAYERS
+from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.vit_call import ViTCall
 from isomorph.surgery.attention_layers import facts_of, position_reason
 from isomorph.surgery.edited_attention import SIZE_NAMES, own_shapes
 from isomorph.surgery.grid_hooks import embedding_models
@@ -65,9 +66,9 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
 
 def _called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
     """Return the grid that is an argument of the layer's call, or None."""
-    if isinstance(layer, SpatialAttention | ViTGPSA | ViTRelativeAttention | PrunedViTGPSA):
+    if isinstance(layer, SpatialAttention | ViTCall | ViTRelativeAttention):
         return grid_size  # the second argument is a mask
-    return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PrunedGPSA | PSA) else None
+    return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PositionalAttention | PSA) else None
 
 
 def _map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
@@ -108,13 +109,13 @@ def find_token_grid(
 ) -> TokenGrid:
     """Return the grid of a layer's queries and keys, for its inputs.
 
-    It is known for GPSA2d, pruned or not, if queries and keys are the same tokens, of patches, a
-    feature map or windows, and if the keys are pooled on a coarser grid, as in PVT and MViT.
+    It is known for GPSA2d, pruned or not, if queries and keys are the same tokens, of patches, a feature map or
+    windows, and if the keys are pooled on a coarser grid, as in PVT and MViT.
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 
     Raises: UserError if the grid is not known, or the tokens do not fill it.
     """
-    if isinstance(layer, MAP_LAYERS):
+    if isinstance(layer, PositionHeads):
         padded = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
         return TokenGrid(

@@ -19,8 +19,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
 from isomorph.evaluation.suites.robustness.results import read_results, weights_hash
 from isomorph.evaluation.suites.test_data import default_data, images_on_device, open_test_images, sample_images
-from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, lead_text
-from isomorph.report.cka_charts import evolution_table
+from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table, lead_text
 from isomorph.report.html import Section, write_page
 from isomorph.report.page_images import open_images
 from isomorph.report.page_models import PageModel, find_recipe, unique_names

@@ -58,7 +58,7 @@ def bench(
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.cost_tables import cost_table
         from isomorph.evaluation.input_sizes import evaluation_config
-        from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+        from isomorph.report.analyze_page import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
     models = {name: open_given(name, checkpoint, weights if name == model else None, False, names) for name in names}
     sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
     for net in models.values():

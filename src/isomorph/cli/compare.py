@@ -65,10 +65,9 @@ def compare_(
         from isomorph.cli.compare_runs import TestImages, all_points, gating_histories, measure_along
         from isomorph.cli.page_output import page_footer, save_figures_and_print
         from isomorph.cli.progress import spinner
-        from isomorph.report.accuracy_cost import points_json
-        from isomorph.report.attention_history import histories_json, history_tables
-        from isomorph.report.compare_page import compare_sections, read_run_logs
+        from isomorph.report.compare_page import compare_sections, histories_json, history_tables
         from isomorph.report.html import write_page
+        from isomorph.report.run_files import read_run_logs
     logs = read_run_logs(folders)
     points = all_points(folders, logs, evaluated or [])
     images = TestImages(data, root, max_images)
@@ -82,5 +81,5 @@ def compare_(
     title = names[0] if len(names) == 1 else f"{len(names)} {'runs' if logs else 'models'}"
     size = write_page(out, title, sections[0].finding, sections, page_footer())
     measured: dict[str, Any] = {"along": histories_json(histories)} if histories else {}
-    measured |= {"points": points_json(points)} if points else {}
+    measured |= {"points": [point._asdict() for point in points]} if points else {}
     save_figures_and_print(out, size, sections, figures, json_, measured, history_tables(histories))

@@ -11,9 +11,8 @@ from isomorph.data.sources import Source, first_classes
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.suites.test_data import sample_images
-from isomorph.report.accuracy_cost import AccuracyPoint, read_points
-from isomorph.report.attention_history import MEASURES, MeasureHistories, MeasureHistory
-from isomorph.report.compare_page import RunLog, best_top1
+from isomorph.report.compare_page import MEASURES, MeasureHistories, MeasureHistory
+from isomorph.report.run_files import AccuracyPoint, RunLog, best_top1, read_points
 from isomorph.training import gating_history
 from isomorph.training.history import attention_history, run_cost
 

@@ -9,8 +9,7 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import training_config
-from isomorph.evaluation.random_inputs import random_inputs
+from isomorph.evaluation.input_sizes import random_inputs, training_config
 from isomorph.surgery.model_inputs import Inputs
 
 

@@ -19,7 +19,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.suites.test_data import record_root
 from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
-from isomorph.training.recipe.parse import parse_value
+from isomorph.training.recipe.read import parse_value
 from isomorph.training.task import task_of, task_record
 
 

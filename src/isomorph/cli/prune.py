@@ -1,7 +1,6 @@
 """The prune command."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import isomorph as iso
 from isomorph.cli.app import app, loading
@@ -16,10 +15,7 @@ from isomorph.cli.options import (
     out_next_to,
 )
 from isomorph.errors import UserError
-
-if TYPE_CHECKING:
-    from isomorph.evaluation.pruning_cost import LayerSaving
-    from isomorph.surgery import Head
+from isomorph.terminal_tables import print_table
 
 
 @app.command
@@ -41,8 +37,8 @@ def prune(
 ) -> None:
     """Remove what trained gated attention no longer uses, verify and save the model, which can be trained further.
 
-    A head whose gate is closed loses its queries and keys, one whose gate is open its position. A layer whose heads all
-    stand on taps becomes a convolution.
+    A layer whose gates are all closed loses its queries and keys, or becomes a convolution if its heads all stand on
+    taps; one whose gates are all open becomes plain attention.
 
     Example: isomorph prune runs/tcnn --tolerance 0.01 --out pruned.safetensors
 
@@ -73,27 +69,35 @@ def prune(
         from isomorph.cli.comparison_inputs import comparison_inputs
         from isomorph.cli.open_models import open_given_checkpoint
         from isomorph.cli.progress import spinner
+        from isomorph.evaluation.cost import count_macs, count_parameters
         from isomorph.evaluation.input_sizes import training_config
-        from isomorph.evaluation.pruning_cost import pruning_savings
-        from isomorph.surgery import compare_outputs, prunable_heads
+        from isomorph.surgery import compare_outputs, prunable_layers
     with spinner("prune") as show_step:
         show_step(f"loading {model}")
         net = open_given_checkpoint(model, checkpoint)
-        heads = prunable_heads(net, tolerance, where or "*")
+        forms = prunable_layers(net, tolerance, where or "*")
         pruned = iso.prune(net, tolerance, where or "*")
         show_step("comparing the outputs of both models in float32 and float64")
         report = compare_outputs(net, pruned, comparison_inputs(net, data, root, batch), atol=atol)
         if not report.passed:
             raise UserError(f"{str(report).splitlines()[0]}; give a smaller --tolerance, or a larger --atol")
         show_step("counting parameters and multiply-accumulates")
-        names = dict.fromkeys(head.layer for head in heads)
-        savings = pruning_savings(net, pruned, names, training_config(net)["input_size"])
+        parameters = {name: [count_parameters(each.get_submodule(name)) for each in (net, pruned)] for name in forms}
+        macs = [count_macs(each, training_config(net)["input_size"]) for each in (net, pruned)]
     iso.save(pruned, out)
     if json_:
-        print_json({"out": str(out), "layers": _as_plain(heads, savings), "report": report.as_dict()})
+        rows = [{"layer": name, "becomes": form, "parameters": parameters[name]} for name, form in forms.items()]
+        print_json({"out": str(out), "layers": rows, "macs": macs, "report": report.as_dict()})
     else:
-        _print_savings(heads, savings)
+        _print_layers(forms, parameters, macs)
         print(f"{report}\nwrote {out}")
+
+
+def _print_layers(forms: dict[str, str], parameters: dict[str, list[int]], macs: list[int]) -> None:
+    """Print what every pruned layer becomes, with its parameters, and the operations of both models."""
+    rows = [[name, form, *(f"{count:,}" for count in parameters[name])] for name, form in forms.items()]
+    print_table([["layer", "becomes", "parameters before", "parameters after"], *rows])
+    print(f"{len(forms)} layers pruned; {macs[0] / 1e6:,.1f} M MACs an image before, {macs[1] / 1e6:,.1f} after")
 
 
 def _check_values(tolerance: float, batch: int, root_alone: bool) -> None:
@@ -104,36 +108,3 @@ def _check_values(tolerance: float, batch: int, root_alone: bool) -> None:
         raise UserError(f"--batch {batch} must be at least 1")
     if root_alone:
         raise UserError("--root is the folder of --data; give both")
-
-
-def _as_plain(heads: "list[Head]", savings: "list[LayerSaving]") -> list[dict[str, Any]]:
-    """Return the pruned layers with their heads as plain values."""
-    return [
-        {
-            **saving._asdict(),
-            "heads": [
-                {key: value for key, value in head._asdict().items() if key != "layer"}
-                for head in heads
-                if head.layer == saving.layer
-            ],
-        }
-        for saving in savings
-    ]
-
-
-def _print_savings(heads: "list[Head]", savings: "list[LayerSaving]") -> None:
-    """Print a row for every pruned head, with its equal part of what its layer saves, and the sums of all layers."""
-    from isomorph.terminal_tables import print_table
-
-    rows = [["layer", "head", "position share", "attends by", "parameters saved", "M MACs saved"]]
-    for saving in savings:
-        own = [head for head in heads if head.layer == saving.layer]
-        parameters, macs = ((before - after) / len(own) for before, after in (saving.parameters, saving.macs))
-        each = [f"{parameters:,.0f}", f"{macs / 1e6:,.3f}"]
-        rows += [[head.layer, str(head.number), f"{head.position_share:.4f}", head.becomes, *each] for head in own]
-    print_table(rows)
-    before, after = ([sum(s.parameters[i] for s in savings), sum(s.macs[i] for s in savings)] for i in (0, 1))
-    print(
-        f"{len(heads)} heads in {len(savings)} layers pruned; these layers have {before[0]:,} parameters before, "
-        f"{after[0]:,} after, and {before[1] / 1e6:,.1f} M MACs an image before, {after[1] / 1e6:,.1f} after"
-    )

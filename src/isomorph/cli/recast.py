@@ -52,7 +52,7 @@ def recast(
     with loading():
         from isomorph.cli.open_models import open_given
         from isomorph.cli.progress import spinner
-        from isomorph.evaluation.random_inputs import random_inputs
+        from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import compare_outputs, edits_since
         from isomorph.surgery.recast import keeps_function
         from isomorph.surgery.rules.registry import build_rule

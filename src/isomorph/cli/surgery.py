@@ -204,7 +204,7 @@ def _write_converted(
     Raises: UserError if the outputs differ by more than `atol`, by default that of the rule.
     """
     from isomorph.evaluation.cost import count_parameters
-    from isomorph.evaluation.random_inputs import random_inputs
+    from isomorph.evaluation.input_sizes import random_inputs
     from isomorph.surgery import compare_outputs
 
     report = compare_outputs(before, after, [random_inputs(1, before)], atol=atol)

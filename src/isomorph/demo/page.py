@@ -10,10 +10,10 @@ from isomorph.analysis import attention_spans, gates
 from isomorph.demo.run import LAYERS, SHOWN, VERIFIED, Demo
 from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.layers import GPSA, GPSA2d
-from isomorph.report.attention_viewer import PageImage, Viewer, ViewerModel, build_viewer
+from isomorph.report.attention_viewer import Viewer, ViewerModel, build_viewer, capture_layer_maps
 from isomorph.report.charts import Chart, Dots, Line, Panel
 from isomorph.report.html import Section, write_page
-from isomorph.report.layer_maps import capture_layer_maps
+from isomorph.report.page_images import PageImage
 
 
 def write_demo_page(demo: Demo, path: Path) -> int:

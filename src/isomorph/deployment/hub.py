@@ -26,8 +26,7 @@ from isomorph.checkpoints.model import save
 from isomorph.checkpoints.paths import check_repository
 from isomorph.checkpoints.rebuild import find_difference, rebuild
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.random_inputs import random_inputs
+from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable

@@ -1,12 +1,10 @@
 """Accuracy and cost of models: metrics, ImageNet's test suites, multiply-accumulates, memory and speed."""
 
-from isomorph.evaluation.accuracy import evaluate
+from isomorph.evaluation.accuracy import PredictionCounts, evaluate
 from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.evaluation.cost_tables import cost_table
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
-from isomorph.evaluation.peak_memory import peak_bytes
-from isomorph.evaluation.prediction_counts import PredictionCounts
-from isomorph.evaluation.saved_memory import saved_bytes
+from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.speed import Speed, measure_speeds, throughput
 from isomorph.evaluation.suites.imagenet.suites import SUITES, open_suites
 from isomorph.evaluation.suites.sweep import Sweep, evaluate_suites

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.evaluation.random_inputs import inputs_like
+from isomorph.evaluation.input_sizes import inputs_like
 from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid

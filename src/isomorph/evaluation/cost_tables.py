@@ -8,8 +8,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_branches, count_parameters, count_pass, has_pyramids
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels
-from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
-from isomorph.evaluation.saved_memory import saved_bytes
+from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.speed import Speed, measure_speeds
 
 TableRow = dict[str, Any]
@@ -57,27 +56,25 @@ def cost_table(
     if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
         raise UserError("sizes and batch sizes must be positive; give at least one of each")
     steps = _ProgressSteps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))))
-    with PeakMeter() as meter:
-        for size in sizes:
-            size_text = "{} x {}".format(*size)
-            resized = {name: fit_to_size(model, size) for name, model in models.items()}
-            inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
-            static = {
-                name: steps.run(f"{name} {size_text}: counting", static_cost, model, inputs[name])
-                for name, model in resized.items()
-            }
-            for batch in batch_sizes:
-                measured = steps.run(
-                    f"{size_text}, batch {batch}: timing", measure_speeds, resized, inputs, batch, seconds
-                )
-                first = next(iter(measured.values())).median
-                for name, model in resized.items():
-                    key_cells = {"model": name, "height": size[0], "width": size[1], "batch": batch}
-                    row = key_cells | static[name] | _speed_cells(measured[name], first) | dict.fromkeys(_PEAK_COLUMNS)
-                    for column, training in _PEAK_COLUMNS.items() if peak else ():
-                        description = f"{name} {size_text}, batch {batch}: {'training ' * training}memory"
-                        row |= steps.run(description, _peak_cell, column, model, inputs[name], batch, training, meter)
-                    yield row
+    for size in sizes:
+        size_text = "{} x {}".format(*size)
+        resized = {name: fit_to_size(model, size) for name, model in models.items()}
+        inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
+        static = {
+            name: steps.run(f"{name} {size_text}: counting", static_cost, model, inputs[name])
+            for name, model in resized.items()
+        }
+        for batch in batch_sizes:
+            at = f"{size_text}, batch {batch}"
+            speeds = steps.run(f"{at}: timing", measure_speeds, resized, inputs, batch, seconds)
+            first = next(iter(speeds.values())).median
+            for name, model in resized.items():
+                row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
+                row |= _speed_cells(speeds[name], first) | dict.fromkeys(_PEAK_COLUMNS)
+                for column, training in _PEAK_COLUMNS.items() if peak else ():
+                    description = f"{name} {at}: {'training ' * training}memory"
+                    row |= steps.run(description, _peak_cell, column, model, inputs[name], batch, training)
+                yield row
 
 
 class _ProgressSteps:
@@ -95,36 +92,31 @@ class _ProgressSteps:
         return result
 
 
-def _peak_cell(
-    key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
-) -> TableRow:
+def _peak_cell(key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool) -> TableRow:
     """Return the cell of one peak-memory column, and the problem if it could not be measured."""
     try:
-        return {key: peak_bytes(model, input_size, batch, training, meter)}
+        return {key: peak_bytes(model, input_size, batch, training)}
     except UserError as error:
         return {key: None, "problem": str(error)}
 
 
 def _speed_cells(speed: Speed, first: float) -> TableRow:
     """Return the cells of a model's speed; `first` is the median speed of the first model."""
-    return {
-        "images_per_second": speed.median,
-        "low": speed.low,
-        "high": speed.high,
-        "runs": speed.runs,
-        "ratio": speed.median / first,
-    }
+    cells = speed._asdict()
+    return {"images_per_second": cells.pop("median"), **cells, "ratio": speed.median / first}
 
 
 def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
     """Return the costs that do not depend on the batch size: parameters, multiply-accumulates, saved memory."""
     macs = count_pass(model, input_size)
+    # BatchNorm can fail to train on a batch of one image
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     return {
         "parameters": count_parameters(model),
         "macs": macs.per_image,
         "step_macs": macs.per_pass,
         **(pyramid_cost(model, input_size) if has_pyramids(model) else {}),
-        "saved_bytes": saved_bytes(model, input_size, 2) if _has_batch_norm(model) else saved_bytes(model, input_size),
+        "saved_bytes": saved_bytes(model, input_size, 2 if has_batch_norm else 1),
     }
 
 
@@ -136,8 +128,3 @@ def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int
         "training_step_macs": macs.per_pass,
         "branch_macs": count_branches(model, input_size),
     }
-
-
-def _has_batch_norm(model: nn.Module) -> bool:
-    """Return True if the model has BatchNorm, which can fail to train on a batch of one image."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

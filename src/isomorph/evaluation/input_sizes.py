@@ -1,4 +1,4 @@
-"""Input size, channels and normalisation of a model, and models fitted to another input size."""
+"""What a model takes: size, channels and normalisation of images, random inputs, and models fitted to another size."""
 
 import copy
 import warnings
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.surgery.model_inputs import Inputs
 
 ImageSize = tuple[int, int]
 """Height and width."""
@@ -243,3 +244,35 @@ def _recording_hook(
             found.append((height, width))
 
     return record
+
+
+def random_images(batch: int, model: nn.Module, size: ImageSize | None = None) -> Tensor:
+    """Return standard normal noise at the given height and width or the model's own. Shape: -> (B, C, H, W)"""
+    shape = training_config(model, size)["input_size"]
+    if batch < 1:
+        raise UserError(f"a batch of {batch} has no images; give at least 1")
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))
+
+
+def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -> Inputs:
+    """Return inputs that the model takes: its own `example_inputs(batch, size)` if it has them, else random images."""
+    own = getattr(model, "example_inputs", None)
+    if own is None:
+        return random_images(batch, model, size)
+    if batch < 1:
+        raise UserError(f"a batch of {batch} has no inputs; give at least 1")
+    return own(batch, size)
+
+
+def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:
+    """Return inputs for timing and counting, of the model's dtype, on a device.
+
+    Shape: input_size is (channels, height, width)
+    """
+    dtype = next(model.parameters()).dtype
+    own = getattr(model, "example_inputs", None)
+    if own is None:
+        images = torch.empty if torch.device(device).type == "meta" else torch.randn
+        return images(batch, *input_size, device=device, dtype=dtype)
+    pairs = own(batch, tuple(input_size[-2:])).items()
+    return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in pairs}

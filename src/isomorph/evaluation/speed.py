@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.evaluation.random_inputs import inputs_like
+from isomorph.evaluation.input_sizes import inputs_like
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.model_inputs import Inputs, run_model
 

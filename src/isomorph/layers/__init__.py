@@ -1,7 +1,6 @@
 """Layers: attention with gates, refined maps or relative positions, pyramids of linear layers, convolution blocks."""
 
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
-from isomorph.layers.content_heads import ContentConv2d
 from isomorph.layers.decomposed_attention import DecomposedAttention
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
@@ -9,8 +8,7 @@ from isomorph.layers.local_attention import LocalAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, RefinedMap
 from isomorph.layers.mbconv import LayerNormMBConv, MBConv
 from isomorph.layers.positional_conv import PositionalConv2d
-from isomorph.layers.pruned_gpsa import PrunedGPSA, PrunedViTGPSA
-from isomorph.layers.pruned_gpsa2d import PrunedGPSA2d
+from isomorph.layers.positional_tokens import PositionalAttention, ViTPositionalAttention
 from isomorph.layers.psa import PSA
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
@@ -20,14 +18,13 @@ from isomorph.layers.relative_attention import PostRelativeAttention, RelativeAt
 from isomorph.layers.same_padding import SamePadding
 from isomorph.layers.vit_gpsa import ViTGPSA
 from isomorph.layers.vit_relative_attention import ViTRelativeAttention
-from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
+from isomorph.layers.window_gpsa2d import WindowGPSA2d
 
 __all__ = [
     "GPSA",
     "PSA",
     "AnnealedPair",
     "AnnealedReLU",
-    "ContentConv2d",
     "CrossKernel",
     "DecomposedAttention",
     "ExpandedAttention",
@@ -40,11 +37,9 @@ __all__ = [
     "MBConv",
     "MapCall",
     "MapConvolution",
+    "PositionalAttention",
     "PositionalConv2d",
     "PostRelativeAttention",
-    "PrunedGPSA",
-    "PrunedGPSA2d",
-    "PrunedViTGPSA",
     "PyramidConv2d",
     "PyramidLinear",
     "RefinedAttention",
@@ -56,8 +51,8 @@ __all__ = [
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",
+    "ViTPositionalAttention",
     "ViTRelativeAttention",
-    "WindowContentConv2d",
     "WindowGPSA2d",
 ]
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.content_heads import ContentConv2d, ContentHeads, group_rows_by_head
+from isomorph.layers.content_heads import ContentHeads, group_rows_by_head
 from isomorph.layers.gpsa2d import GPSA2d
-from isomorph.layers.positional_attention import compute_dtype
 
 
 class BoundedContentHeads(ContentHeads):
@@ -20,8 +19,7 @@ class BoundedContentHeads(ContentHeads):
     @property
     def distinct_heads(self) -> int:
         """Number of heads with queries, and one more for all heads without."""
-        without = self.has_all_taps and self.num_heads > self.in_channels
-        return self.in_channels + 1 if without else self.num_heads
+        return min(self.in_channels + 1, self.num_heads)
 
     def distinct_rows(self, weight: Tensor) -> Tensor:
         """Return the rows of a projection by distinct head. Shape: weight (rows, C) -> (heads, hd, C)"""
@@ -66,12 +64,3 @@ class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
         position = self.position_taps(values, self.position_share)
         content = self.content_taps(x, values, torch.sigmoid(-self.gate))
         return self.with_bias(position + content)
-
-
-class BoundedContentConv2d(BoundedContentHeads, ContentConv2d):
-    """Base of attention by bounded content alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.maps_are_smaller(*self.check_map(x)):
-            return super().forward(x)
-        return self.with_bias(self.content_taps(x, x.to(compute_dtype(x))))

@@ -8,7 +8,6 @@ Letters: B batch, C channels, H W key grid, nh heads (one per tap), hd head widt
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -46,17 +45,6 @@ class ContentHeads(TapHeads):
 
     query: nn.Linear
     key: nn.Linear
-
-    @property
-    def content_options(self) -> dict[str, tuple[int, int]]:
-        """The arguments that say where heads attend by content, for a layer with the same attention."""
-        return {}
-
-    def add_queries_keys(self) -> None:
-        """Create `query` and `key`: C rows for all taps, and whole heads for some of them."""
-        rows = self.in_channels if self.has_all_taps else self.num_heads * self.head_width
-        self.query = nn.Linear(self.in_channels, rows, bias=False)
-        self.key = nn.Linear(self.in_channels, rows, bias=False)
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return a query per window and a key per position of x, followed by one zero key for all of the padding.
@@ -121,69 +109,3 @@ class ContentHeads(TapHeads):
         q, keys, bias = self.content_scores(x, query)
         scores = q @ keys.transpose(-2, -1)
         return torch.softmax(scores if bias is None else scores + bias, dim=-1)
-
-
-@register_notrace_module
-class ContentConv2d(ContentHeads):
-    """Attention on feature maps by content alone, with a filter for each head: what pruning leaves of opened heads.
-
-        y = sum_h softmax(q_h k_h^T / sqrt(hd)) x weight_h + bias
-
-    Arguments as in `GPSA2d`, of which these are the heads with gates at 0.
-
-    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
-    Source: T-CNN eq. 7 with gate 0
-    Raises: ValueError for an even or non-positive kernel size, groups that do not divide the channels, or a feature map
-        smaller than the window.
-
-    Example:
-        >>> layer = iso.layers.ContentConv2d(8, 16, kernel_size=3, padding=1, num_heads=2)
-        >>> layer(torch.randn(2, 8, 6, 6)).shape
-        torch.Size([2, 16, 6, 6])
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        bias: bool = True,
-        num_heads: int | None = None,
-        groups: int = 1,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
-        self.add_queries_keys()
-        nn.init.kaiming_uniform_(self.weight, mode="fan_out")
-
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: 0. Shape: -> (nh,)"""
-        return self.weight.new_zeros(self.num_heads)
-
-    @property
-    def locality(self) -> Tensor:
-        """Sharpness of position attention, which these heads do not have: NaN. Shape: -> (nh,)"""
-        return self.weight.new_full((self.num_heads,), torch.nan)
-
-    @property
-    def centre(self) -> Tensor:
-        """Centre of position attention, which these heads do not have: NaN. Shape: -> (nh, 2)"""
-        return self.weight.new_full((self.num_heads, 2), torch.nan)
-
-    def forward(self, x: Tensor) -> Tensor:
-        H, W = self.check_map(x)
-        Hq, Wq = self.query_grid(H, W)
-        if forms_map(Hq * Wq, H * W):
-            columns = torch.einsum("bhqk,bck->bchq", self.content_map(x), x.flatten(2))  # (B, C, nh, Nq)
-        else:
-            columns = self.attend_by_content(x, x.flatten(2).transpose(1, 2)).permute(0, 3, 1, 2)  # (B, C, nh, Nq)
-        return self.apply_filters(columns.flatten(1, 2), H, W)
-
-    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the attention map over the zero-padded keys, or the row of one query.
-
-        Shape: -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
-        return self.content_attention(x, query)

@@ -10,6 +10,9 @@ be rectangular.
 Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
 """
 
+import copy
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from isomorph.layers.gated_mix import gated_mix, gated_mix_by_axis
 from isomorph.layers.position_gates import PositionGates
 from isomorph.layers.positional_attention import kronecker
+from isomorph.layers.positional_tokens import PositionalAttention
 from isomorph.layers.token_heads import TokenHeads, softmax_map
 
 
@@ -51,6 +55,9 @@ class GPSA(TokenHeads, PositionGates):
         >>> layer.attention(torch.randn(2, 20, 32), grid_size=(4, 5)).shape
         torch.Size([2, 4, 20, 20])
     """
+
+    positional_class: ClassVar[type[PositionalAttention]] = PositionalAttention
+    """What `to_positional` returns."""
 
     def __init__(
         self,
@@ -108,3 +115,19 @@ class GPSA(TokenHeads, PositionGates):
         p = self.prefix_tokens
         position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
         return torch.cat([content[:, :, :p], gated_mix(content[:, :, p:], position, self.gate)], dim=2)
+
+    @torch.no_grad()
+    def to_positional(self) -> PositionalAttention:
+        """Return the layer with all gates at 1: without queries and keys, but for those of prefix tokens."""
+        layer = self.positional_class(
+            self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens
+        ).to(self.v.weight)
+        if layer.q is not None and layer.k is not None:
+            for kind, joint in self.qk.named_parameters():
+                for part, rows in zip((layer.q, layer.k), joint.chunk(2), strict=True):
+                    getattr(part, kind).copy_(rows)
+        layer.position.copy_(self.position)
+        for name in ("v", "proj", "proj_drop", *(("q_norm", "k_norm") if self.prefix_tokens else ())):
+            if hasattr(self, name):
+                setattr(layer, name, copy.deepcopy(getattr(self, name)))
+        return layer.train(self.training)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from isomorph.layers.content_heads import ContentHeads, forms_map
 from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.positional_attention import attend_shared_values, compute_dtype, kronecker
-from isomorph.layers.tap_heads import GatedHeads
+from isomorph.layers.positional_conv import PositionalConv2d
+from isomorph.layers.tap_heads import PositionHeads
 
 
 class _SoftColumns(torch.autograd.Function):
@@ -46,7 +47,7 @@ class _SoftColumns(torch.autograd.Function):
 
 
 @register_notrace_module
-class GPSA2d(ContentHeads, GatedHeads):
+class GPSA2d(ContentHeads, PositionHeads):
     """Self-attention that starts as a given k x k convolution and can learn to attend globally (T-CNN).
 
     Each of the k*k heads stands for one tap of the convolution and has that tap's filter:
@@ -86,13 +87,13 @@ class GPSA2d(ContentHeads, GatedHeads):
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
-        num_heads: int | None = None,
         groups: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
-        self.add_queries_keys()
-        has_values = num_heads is None and groups == 1
-        self.value = nn.Linear(in_channels, in_channels, bias=False) if has_values else None
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, groups)
+        self.query = nn.Linear(in_channels, in_channels, bias=False)
+        self.key = nn.Linear(in_channels, in_channels, bias=False)
+        self.value = nn.Linear(in_channels, in_channels, bias=False) if groups == 1 else None
+        self.gate = nn.Parameter(torch.empty(self.num_heads))
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         self.reset_attention()
 
@@ -106,6 +107,11 @@ class GPSA2d(ContentHeads, GatedHeads):
         if self.value is not None:
             nn.init.eye_(self.value.weight)
         self.set_gating(locality, gate)
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
+        return torch.sigmoid(self.gate)
 
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
@@ -151,3 +157,24 @@ class GPSA2d(ContentHeads, GatedHeads):
         """
         filters = super().folded_filters()
         return filters if self.value is None else torch.einsum("och,cd->odh", filters, self.value.weight.double())
+
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
+
+        With `query`, an index among the Nq queries, the row of this query alone.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        content = self.content_attention(x, query)
+        return gated_mix(content, self.position_attention(x, query).to(content.dtype), self.gate)
+
+    @torch.no_grad()
+    def to_positional(self) -> PositionalConv2d:
+        """Return the layer with all gates at 1: without queries and keys, and with the values in the filters."""
+        size = (self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding)
+        layer = PositionalConv2d(*size, self.bias is not None, self.groups).to(self.weight)
+        layer.weight.copy_(self.folded_filters().view_as(layer.weight))
+        for name in ("bias", "centre", "raw_locality"):
+            if (own := getattr(self, name)) is not None:
+                getattr(layer, name).copy_(own)
+        return layer.train(self.training)

@@ -41,9 +41,19 @@ class TokenPositions(nn.Module):
         locality = self.locality[:, None]
         return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
+    def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return position attention along rows and along columns, softmax(v_pos . r). Shape: -> (nh, H, H), (nh, W, W)
+
+        Source: ConViT eq. 4
+        """
+        dtype, device = geometry_dtype(self.position), self.position.device
+        along_x, along_y, square = self.position.to(dtype).unbind(1)
+        rows, columns = (axis_offsets(size, size, device=device, dtype=dtype) for size in grid_size)
+        return quadratic_axis_attention(rows, along_y, square), quadratic_axis_attention(columns, along_x, square)
+
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
-        return {"position"}
+        return {"position", "gate"} & set(self._parameters)
 
 
 class PositionGates(TokenPositions):
@@ -70,29 +80,7 @@ class PositionGates(TokenPositions):
         if gate is not None:
             nn.init.constant_(self.gate, gate)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
-        return {"position", "gate"}
-
     @property
     def position_share(self) -> Tensor:
         """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
         return torch.sigmoid(self.gate)
-
-    def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the position attention maps along rows and along columns. Shape: -> (nh, H, H), (nh, W, W)"""
-        return position_axis_maps(self.position, grid_size)
-
-
-def position_axis_maps(position: Tensor, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return position attention along rows and along columns, softmax(v_pos . r).
-
-    Shape: position (nh, 3) -> (nh, H, H), (nh, W, W)
-    Source: ConViT eq. 4
-    """
-    H, W = grid_size
-    dtype, device = geometry_dtype(position), position.device
-    along_x, along_y, square = position.to(dtype).unbind(1)
-    rows = quadratic_axis_attention(axis_offsets(H, H, device=device, dtype=dtype), along_y, square)
-    columns = quadratic_axis_attention(axis_offsets(W, W, device=device, dtype=dtype), along_x, square)
-    return rows, columns

@@ -41,10 +41,9 @@ class PositionalConv2d(PositionHeads):
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
-        num_heads: int | None = None,
         groups: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, groups)
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         self.centre_on_taps()
         self.set_gating(locality=1.0)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_CHANNELS = 16
-"""Fewest channels for which heads are computed one by one; below, all at once (measured by benchmarks/prune.py)."""
+"""Fewest channels for which heads are computed one by one; below, all at once (measured at commit 495856f)."""
 
 
 def _read(rows: Tensor, columns: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from isomorph.layers.eval_mode import relative_difference
 from isomorph.layers.folded_taps import folded_reach, folded_taps
-from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.grid import conv_output_size, window_centres
 from isomorph.layers.positional_attention import geometry_dtype, is_autocast_on, kronecker
 from isomorph.layers.soft_taps import soft_taps
@@ -23,6 +22,10 @@ from isomorph.layers.tap_axis import TapAxis
 
 SOFTPLUS_BETA = 5.0
 """Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""
+
+
+FAR = 64
+"""Offset from the nearest position up to which the attention of a head on a line is summed."""
 
 
 def inverse_softplus(value: float) -> float:
@@ -39,7 +42,6 @@ def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
 class TapHeads(nn.Module):
     """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
 
-    With `num_heads`, the layer has only some of the taps, as pruning leaves them; `weight` is then (C_out, C, nh).
     With `groups`, a filter reads only the channels of its group, as in nn.Conv2d; all groups share the attention.
 
     Raises: ValueError for an even or non-positive kernel size, or groups that do not divide the channels.
@@ -53,7 +55,6 @@ class TapHeads(nn.Module):
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
-        num_heads: int | None = None,
         groups: int = 1,
     ) -> None:
         super().__init__()
@@ -65,16 +66,14 @@ class TapHeads(nn.Module):
         self.stride: tuple[int, int] = to_2tuple(stride)
         self.padding: tuple[int, int] = to_2tuple(padding)
         self.groups = groups
-        self.has_all_taps = num_heads is None
-        self.num_heads = kernel_size**2 if num_heads is None else num_heads
-        taps = (kernel_size, kernel_size) if num_heads is None else (num_heads,)
-        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *taps))
+        self.num_heads = kernel_size**2
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size))
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
 
     @property
     def head_width(self) -> int:
         """Number of query and key channels of a head, with those that only some heads use."""
-        return -(-self.in_channels // self.kernel_size**2)
+        return -(-self.in_channels // self.num_heads)
 
     def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
         """Return the height and width of a feature map.
@@ -128,9 +127,8 @@ class TapHeads(nn.Module):
 
     def extra_repr(self) -> str:
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
-        heads = "" if self.has_all_taps else f", num_heads={self.num_heads}"
-        heads += "" if self.groups == 1 else f", groups={self.groups}"
-        return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{heads}"
+        groups = "" if self.groups == 1 else f", groups={self.groups}"
+        return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{groups}"
 
 
 class PositionHeads(TapHeads):
@@ -213,8 +211,8 @@ class PositionHeads(TapHeads):
 
     @torch.no_grad()
     def centre_on_taps(self) -> None:
-        """Centre every head on its tap, the first ones of the window if the layer has fewer heads."""
-        self.centre.copy_(window_centres((self.kernel_size, self.kernel_size))[: self.num_heads])
+        """Centre every head on its tap."""
+        self.centre.copy_(window_centres((self.kernel_size, self.kernel_size)))
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0: centres to the middle tap, gates to one half."""
@@ -240,6 +238,22 @@ class PositionHeads(TapHeads):
                 f"above {atol:g}; keep it as attention, or give a larger atol, which changes the outputs"
             )
         return conv
+
+    @torch.no_grad()
+    def off_tap_share(self) -> Tensor:
+        """Return the share of each head's position attention that is not on the tap nearest to its centre.
+
+        It is 1 for a head whose centre has left the window.
+
+        Shape: -> (nh,)
+        """
+        centre, locality, middle = self.centre.double(), self.locality.double(), self.kernel_size // 2
+        tap = nearest_taps(centre, self.kernel_size) - middle  # (nh, 2)
+        neighbours = torch.arange(-FAR, FAR + 1, dtype=torch.float64, device=centre.device)
+        distance = tap[..., None] + neighbours - centre[..., None]  # (nh, 2, neighbours)
+        share = torch.softmax(-locality[:, None, None] * distance.square(), dim=-1)[..., FAR].prod(1)
+        inside = (tap == centre.round()).all(1)
+        return torch.where(inside, 1 - share, 1.0)
 
     @torch.no_grad()
     def tap_convolution(self) -> nn.Conv2d:
@@ -278,33 +292,3 @@ class PositionHeads(TapHeads):
             for module in (conv, self)
         )
         return relative_difference(actual, expected)
-
-
-class GatedHeads(PositionHeads):
-    """Base of layers whose heads attend by position and by content, each with a gate. Arguments as in `TapHeads`."""
-
-    def __init__(self, *args: int | tuple[int, int] | bool | None, **kwargs: int | tuple[int, int] | bool) -> None:
-        super().__init__(*args, **kwargs)
-        self.gate = nn.Parameter(torch.empty(self.num_heads))
-
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
-        return torch.sigmoid(self.gate)
-
-    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the map of content attention over the zero-padded keys, or the row of one query.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
-        raise NotImplementedError
-
-    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
-
-        With `query`, an index among the Nq queries, only its row is formed, which takes little memory.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad)), with `query` (B, nh, 1, ...)
-        """
-        position, content = self.position_attention(x, query), self.content_attention(x, query)
-        return gated_mix(content, position.to(content.dtype), self.gate)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.grid import squarest_window, window_centres
+from isomorph.layers.positional_tokens import ViTPositionalAttention
 from isomorph.layers.vit_call import ViTCall
 
 
@@ -33,6 +34,8 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
         >>> type(layer.to_attention()).__name__
         'Attention'
     """
+
+    positional_class = ViTPositionalAttention
 
     def tap_offsets(self) -> Tensor:
         """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""

@@ -8,7 +8,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from isomorph.layers.bounded_content import BoundedContentConv2d, BoundedContentHeads, BoundedGPSA2d
+from isomorph.layers.bounded_content import BoundedContentHeads, BoundedGPSA2d
 from isomorph.layers.grid import axis_offsets, odd_window
 from isomorph.layers.positional_attention import geometry_dtype
 from isomorph.layers.window_tiles import axis_tiles, window_taps
@@ -26,11 +26,6 @@ class WindowHeads(BoundedContentHeads):
     def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.window = odd_window(window)
-
-    @property
-    def content_options(self) -> dict[str, tuple[int, int]]:
-        """The size of the window."""
-        return {"window": self.window}
 
     def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
         """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
@@ -112,23 +107,4 @@ class WindowGPSA2d(WindowHeads, BoundedGPSA2d):
         >>> layer.set_gating(locality=30.0, gate=20.0)  # so local that it is a convolution
         >>> layer.to_conv()
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
-    """
-
-
-@register_notrace_module
-class WindowContentConv2d(WindowHeads, BoundedContentConv2d):
-    """Attention on feature maps by content alone, to a window around the query: what pruning leaves of opened heads.
-
-        y = sum_h softmax_window(q_h k_h^T / sqrt(hd)) x weight_h + bias
-
-    Arguments as in `WindowGPSA2d`, of which these are the heads with gates at 0.
-
-    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
-    Source: T-CNN eq. 7 with gate 0, in a window
-    Raises: ValueError as WindowGPSA2d.
-
-    Example:
-        >>> layer = iso.layers.WindowContentConv2d(8, 16, kernel_size=3, padding=1, num_heads=2, window=5)
-        >>> layer(torch.randn(2, 8, 6, 6)).shape
-        torch.Size([2, 16, 6, 6])
     """

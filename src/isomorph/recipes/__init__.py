@@ -21,7 +21,6 @@ from isomorph.recipes import (
     segmentation,
     tcnn,
     tdrl,
-    tdrl_figures,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     **tcnn.RECIPES,
     **convit.RECIPES,
     **tdrl.RECIPES,
-    **tdrl_figures.RECIPES,
     **refiner.RECIPES,
     **coatnet.RECIPES,
     **cifar.RECIPES,
@@ -53,7 +51,7 @@ def recipe_values(name: str) -> dict[str, Any]:
         return {"name": name, **RECIPES[name]}
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
-        from isomorph.training.recipe.recipe import read_recipe
+        from isomorph.training.recipe.read import read_recipe
 
         return {"name": path.stem, **read_recipe(path)}
     if path.is_file():
@@ -80,7 +78,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":
     >>> recipe.shortened
     '3 of 6 epochs, so optim.warmup_epochs 1 -> 0.5'
     """
-    from isomorph.training.recipe.shorten import override_recipe
+    from isomorph.training.recipe.read import override_recipe
 
     return override_recipe(recipe_values(name), overrides or [])
 

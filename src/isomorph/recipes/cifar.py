@@ -20,7 +20,6 @@ SURGERIES: dict[str, dict[str, Any]] = {
 
 
 def _cifar_recipe(surgery: str) -> dict[str, Any]:
-    """Return one run of the study."""
     anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if surgery == "annealed" else {}
     return dict(
         model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[surgery]),

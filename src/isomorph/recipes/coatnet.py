@@ -12,83 +12,79 @@ guess. Table 4 prints the 384 results after ImageNet-21k in its 224 rows too; he
 
 from typing import Any
 
+from isomorph.recipes.imagenet import Fields, images
+
 IN1K, IN21K, JFT_300M, JFT_3B = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not public)", "JFT-3B (not public)"
 DROP_PATH = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}
 DROP_PATH_IN21K = {2: 0.3, 3: 0.5, 4: 0.7}
-DROP_PATH_JFT = {3: (0.0, 0.1), 4: (0.1, 0.3), 5: (0.0, 0.2), 6: (0.0, 0.2), 7: (0.0, 0.2)}
-"""Stochastic depth by size: trained on ImageNet-1k, on ImageNet-21k, and on JFT (in pre-training, in fine-tuning)."""
+DROP_PATH_JFT = {3: 0.0, 4: 0.1, 5: 0.0, 6: 0.0, 7: 0.0}
+DROP_PATH_AFTER_JFT = {3: 0.1, 4: 0.3, 5: 0.2, 6: 0.2, 7: 0.2}
+"""Stochastic depth by size: trained on ImageNet-1k, on ImageNet-21k, and on JFT, in pre-training and in fine-tuning."""
+DROP_PATH_FINE_TUNED = {IN1K: DROP_PATH, IN21K: DROP_PATH_IN21K}
 JFT_WARMUP_EPOCHS = {JFT_300M: 0.273, JFT_3B: 0.0273}
 """20,000 steps in epochs."""
 JFT_LEARNING_RATES = {3: 1e-3, 4: 5e-4, 5: 5e-4, 6: 5e-4, 7: 5e-4}
 
 
-def _recipe(size: int, kwargs: dict[str, Any], source: str, expected: str, **more: Any) -> dict[str, Any]:
-    """Return a recipe with the fields that all runs share."""
+PRETRAINING_DATA = images(4096, 224, test_crop="center")
+
+
+def _recipe(size: int, kwargs: Fields, source: str, expected: str, **more: Any) -> Fields:
     recipe = dict(model=dict(name=f"coatnet_{size}", kwargs=kwargs), amp="bf16")
     return recipe | dict(source=f"CoAtNet {source}", expected=expected) | more
 
 
-def _adamw(lr: float, decay: float, schedule: str, **more: Any) -> dict[str, Any]:
-    """Return the optimiser fields."""
+def _adamw(lr: float, decay: float, schedule: str, **more: Any) -> Fields:
     return dict(name="adamw", lr=lr, weight_decay=decay, schedule=schedule, clip_grad=1.0, **more)
 
 
-def _image_data(batch: int, size: int = 224, test_crop: str = "center") -> dict[str, Any]:
-    """Return the data fields."""
-    return dict(source="imagefolder", batch_size=batch, workers=8, size=[size, size], test_crop=test_crop)
-
-
-def _randaugment(magnitude: int | None) -> dict[str, Any]:
+def _randaugment(magnitude: int | None) -> Fields:
     """Return RandAugment 2, M as in Google's code: operations always apply, levels are linear in M beyond 10."""
     return {} if magnitude is None else dict(auto_augment=f"rand-m{magnitude}-n2-p1.0-mmax30")
 
 
-def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str, Any]:
+def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> Fields:
     """Return a run with the first column of Table 10: training on ImageNet-1k."""
     optim = _adamw(1e-3, 0.05, "cosine", min_lr=1e-5, warmup_epochs=32)
     augment = _randaugment(15) | dict(mixup=0.8, smoothing=0.1)
-    setting = dict(data=_image_data(4096), augment=augment, optim=optim, epochs=300, drop_path=DROP_PATH[size])
+    setting = dict(data=PRETRAINING_DATA, augment=augment, optim=optim, epochs=300, drop_path=DROP_PATH[size])
     return _recipe(size, kwargs, source, f"{top1} top-1 on {IN1K}", **setting)
 
 
 def _pretrain_in21k(
     size: int, source: str, precision: str = "", magnitude: int | None = None, epochs: int = 90, **kwargs: Any
-) -> dict[str, Any]:
+) -> Fields:
     """Return a run with the third column of Table 10: pre-training on ImageNet-21k with a sigmoid loss."""
     optim = _adamw(1e-3, 0.01, "linear", min_lr=1e-5, warmup_epochs=5)
-    setting = dict(data=_image_data(4096), optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
+    setting = dict(data=PRETRAINING_DATA, optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
     augment = _randaugment(magnitude) | dict(smoothing=0.0001)
     expected = f"{precision} precision@1 on {IN21K}" if precision else ""
     return _recipe(size, kwargs, source, expected, augment=augment, **setting)
 
 
-def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -> dict[str, Any]:
+def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -> Fields:
     """Return a run with the fifth column of Table 10: pre-training on JFT."""
     optim = _adamw(JFT_LEARNING_RATES[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=JFT_WARMUP_EPOCHS[data])
     augment = _randaugment(5) | dict(smoothing=0.0001)
-    setting = dict(data=_image_data(4096), augment=augment, optim=optim, epochs=14, loss="sigmoid")
-    return _recipe(size, kwargs, source, f"needs {data}", drop_path=DROP_PATH_JFT[size][0], **setting)
+    setting = dict(data=PRETRAINING_DATA, augment=augment, optim=optim, epochs=14, loss="sigmoid")
+    return _recipe(size, kwargs, source, f"needs {data}", drop_path=DROP_PATH_JFT[size], **setting)
 
 
 def _fine_tune(
     size: int, pixels: int, before: str, source: str, top1: str, magnitude: int | None = None, **kwargs: Any
-) -> dict[str, Any]:
+) -> Fields:
     """Return a run with another column of Table 10: fine-tuning on ImageNet-1k after training on `before`."""
     batch = 1024 if before == IN21K else 512
-    drop = {IN1K: DROP_PATH, IN21K: DROP_PATH_IN21K}.get(before, {s: drops[1] for s, drops in DROP_PATH_JFT.items()})[
-        size
-    ]
+    drop = DROP_PATH_FINE_TUNED.get(before, DROP_PATH_AFTER_JFT)[size]
     augment = _randaugment(magnitude) | dict(smoothing=0.1) | (dict(mixup=0.8) if before == IN1K else {})
-    optim = _adamw(5e-5, 1e-8, "constant")
-    setting = dict(
-        data=_image_data(batch, pixels, "whole"), augment=augment, optim=optim, epochs=30, drop_path=drop, ema=0.9999
-    )
+    optim, data = _adamw(5e-5, 1e-8, "constant"), images(batch, pixels, test_crop="whole")
+    setting = dict(data=data, augment=augment, optim=optim, epochs=30, drop_path=drop, ema=0.9999)
     expected = f"{top1} top-1 on {IN1K}, from --model.weights trained on {before}"
     recipe = _recipe(size, dict(img_size=pixels) | kwargs, source, expected, **setting)
     return recipe | dict(model=recipe["model"] | dict(start="weights"))
 
 
-def _table_4() -> dict[str, dict[str, Any]]:
+def _table_4() -> dict[str, Fields]:
     """Return Table 4: ImageNet-1k alone and after ImageNet-21k; `_ra`: pre-trained with RandAugment."""
     recipes = {}
     rows = {0: ("81.6", "83.9", ""), 1: ("83.3", "85.1", ""), 2: ("84.1", "85.7", "85.9"), 3: ("84.5", "85.8", "86.0")}
@@ -113,11 +109,11 @@ def _table_4() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def _table_5() -> dict[str, dict[str, Any]]:
+def _table_5() -> dict[str, Fields]:
     """Return Table 5: after JFT. Its CoAtNet-3 has the stride in the depthwise convolution."""
     recipes = {}
     dagger = dict(stride_on="depthwise")
-    rows: dict[int, tuple[str, dict[int, str], dict[str, Any]]] = {
+    rows: dict[int, tuple[str, dict[int, str], Fields]] = {
         3: (JFT_300M, {384: "88.52", 512: "88.81"}, dagger),
         4: (JFT_300M, {512: "89.11"}, {}),
         5: (JFT_300M, {512: "89.77"}, {}),
@@ -132,11 +128,11 @@ def _table_5() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def _tables_6_to_9() -> dict[str, dict[str, Any]]:
+def _tables_6_to_9() -> dict[str, Fields]:
     """Return Tables 6 to 9. Table 6 names no networks: its numbers with relative attention are CoAtNet-2's and -3's."""
-    blind: dict[str, Any] = dict(relative="none")
-    norm: dict[str, Any] = dict(norm="layer")
-    v1: dict[str, Any] = dict(depths=[2, 2, 2, 18, 2])
+    blind: Fields = dict(relative="none")
+    norm: Fields = dict(norm="layer")
+    v1: Fields = dict(depths=[2, 2, 2, 18, 2])
     recipes = {
         "coatnet_2_placeblind": _from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
         "coatnet_2_placeblind_384": _fine_tune(2, 384, IN1K, "Table 6, without", "85.3", 15, **blind),
@@ -157,7 +153,7 @@ def _tables_6_to_9() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-FIGURE_1_LAYOUTS: dict[str, dict[str, Any]] = {
+FIGURE_1_LAYOUTS: dict[str, Fields] = {
     "c_c_c_c": dict(layout="C-C-C-C", depths=[2, 1, 6, 7, 2]),
     "c_c_c_t": dict(layout="C-C-C-T", depths=[2, 2, 6, 5, 2]),
     "c_c_t_t": dict(),
@@ -168,7 +164,7 @@ FIGURE_1_LAYOUTS: dict[str, dict[str, Any]] = {
 within 3%, except ViT_REL with 20% more."""
 
 
-def _figure_1() -> dict[str, dict[str, Any]]:
+def _figure_1() -> dict[str, Fields]:
     """Return Fig. 1, without regularisation and augmentation, and Table 2: two layouts fine-tuned after JFT.
 
     Table 2 has the settings of CoAtNet-3.
@@ -195,7 +191,7 @@ def _figure_1() -> dict[str, dict[str, Any]]:
 
 CIFAR_MODEL = dict(img_size=32, stem_stride=1, patch_size=4, head_dim=16)
 CIFAR_WIDTHS = [16, 16, 32, 64, 128]
-CIFAR_LAYOUTS: dict[str, dict[str, Any]] = {
+CIFAR_LAYOUTS: dict[str, Fields] = {
     "c_c_c_c": dict(layout="SC-C-C-C", depths=[2, 1, 3, 4, 1], widths=CIFAR_WIDTHS),
     "c_c_c_t": dict(layout="SC-C-C-T", depths=[2, 1, 4, 3, 1], widths=CIFAR_WIDTHS),
     "c_c_t_t": dict(layout="SC-C-T-T", depths=[2, 1, 2, 3, 1], widths=CIFAR_WIDTHS),
@@ -206,7 +202,7 @@ CIFAR_LAYOUTS: dict[str, dict[str, Any]] = {
 within 12%."""
 
 
-def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
+def _cifar_recipe(layout: str, **more: Any) -> Fields:
     """Return one run of docs/methods/coatnet.md, without augmentation and regularisation."""
     return dict(
         model=dict(name="coatnet_0", kwargs=CIFAR_MODEL | CIFAR_LAYOUTS[layout] | more),
@@ -219,7 +215,7 @@ def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES: dict[str, Fields] = {
     **_table_4(),
     **_table_5(),
     **_tables_6_to_9(),

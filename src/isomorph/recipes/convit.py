@@ -8,9 +8,8 @@ is a recipe for it (`local_up_to_layer` 0). The batch size is that of all proces
 """
 
 from itertools import product
-from typing import Any
 
-from isomorph.recipes.deit import DEIT
+from isomorph.recipes.imagenet import DEIT, Fields, images, top1
 
 GPSA_LAYERS = "blocks.[0-9].attn"
 
@@ -32,11 +31,11 @@ TABLE_2 = {
     1.0: ("81.4", "79.9"),
 }
 
-LEARNED_GATES: dict[str, Any] = {}
+LEARNED_GATES: Fields = {}
 FIXED_GATES = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.gate"])
 FROZEN_ATTENTION = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.*"])
 # row of Table 3: what differs from ConViT-S+, initialised as convolution, top-1 on all and on 10% of the data
-TABLE_3: dict[str, tuple[dict[str, Any], bool, str, str]] = {
+TABLE_3: dict[str, tuple[Fields, bool, str, str]] = {
     "a": (LEARNED_GATES, True, "82.2", "59.7"),
     "b": (FIXED_GATES, True, "82.0", "57.4"),
     "c": (LEARNED_GATES, False, "81.4", "56.9"),
@@ -52,13 +51,11 @@ KEEP_EVERY = 20
 """Epochs between saved checkpoints, for the curves over training (Fig. 5, 6 and SM. D)."""
 
 
-def _recipe(
-    model: dict[str, Any], batch: int, lr: float, source: str, top1: str, fraction: float = 1.0
-) -> dict[str, Any]:
+def _recipe(model: Fields, batch: int, lr: float, source: str, result: str, fraction: float = 1.0) -> Fields:
     """Return one run: DeiT's recipe, with the same number of images shown for every fraction of the data."""
     return dict(
         model=model,
-        data=dict(source="imagefolder", fraction=fraction, draw="first", batch_size=batch, workers=8),
+        data=images(batch, fraction=fraction, draw="first"),
         augment=DEIT,
         optim=dict(lr=lr, gate_lr="1x", weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5),
         epochs=round(300 / fraction),
@@ -66,24 +63,21 @@ def _recipe(
         drop_path=0.1,
         amp="bf16",
         source=f"ConViT {source}",
-        expected=f"{top1} top-1 on ImageNet-1k" if top1 else "",
+        expected=top1(result),
     )
 
 
-def _ablation(
-    change: dict[str, Any], local_init: bool, source: str, top1: str, fraction: float = 1.0
-) -> dict[str, Any]:
-    """Return an ablation of ConViT-S+."""
+def _ablation(change: Fields, local_init: bool, source: str, result: str, fraction: float = 1.0) -> Fields:
     kwargs = change.get("kwargs", {}) | ({} if local_init else dict(local_init=False))
     model = dict(name="convit_s_plus", **(change | dict(kwargs=kwargs)))
-    return _recipe(model, 512, 4e-4, source, top1, fraction)
+    return _recipe(model, 512, 4e-4, source, result, fraction)
 
 
-def _table_1() -> dict[str, dict[str, Any]]:
+def _table_1() -> dict[str, Fields]:
     """Return all six ConViTs, and the plain ViTs of their shape that the paper trained."""
-    recipes: dict[str, dict[str, Any]] = {}
-    for name, (top1, plain, batch, lr) in TABLE_1.items():
-        recipes[name] = _recipe(dict(name=name), batch, lr, "Table 1", top1)
+    recipes: dict[str, Fields] = {}
+    for name, (result, plain, batch, lr) in TABLE_1.items():
+        recipes[name] = _recipe(dict(name=name), batch, lr, "Table 1", result)
         if not name.endswith("_plus"):
             recipes[name]["keep_every"] = KEEP_EVERY
         if plain:
@@ -92,30 +86,30 @@ def _table_1() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def _table_2() -> dict[str, dict[str, Any]]:
+def _table_2() -> dict[str, Fields]:
     """Return the runs on sample efficiency; `--data.draw seeded` samples the fraction instead of taking first files."""
-    recipes: dict[str, dict[str, Any]] = {}
-    for fraction, (top1, plain) in TABLE_2.items():
+    recipes: dict[str, Fields] = {}
+    for fraction, (result, plain) in TABLE_2.items():
         share = f"{round(100 * fraction)}pct"
-        recipes[f"convit_s_{share}"] = _recipe(dict(name="convit_s"), 1024, 1e-3, "Table 2", top1, fraction)
+        recipes[f"convit_s_{share}"] = _recipe(dict(name="convit_s"), 1024, 1e-3, "Table 2", result, fraction)
         deit = _recipe(dict(name="deit_small_patch16_224"), 1024, 1e-3, "Table 2, DeiT-S", plain, fraction)
         recipes[f"deit_s_{share}"] = deit | dict(data=deit["data"] | dict(crop_pct=0.875))  # ConViT's; timm has 0.9
     recipes["deit_s_100pct"]["keep_every"] = KEEP_EVERY
     return recipes
 
 
-def _table_3() -> dict[str, dict[str, Any]]:
+def _table_3() -> dict[str, Fields]:
     """Return the ablations of gating, of convolutional initialisation and of GPSA."""
-    recipes: dict[str, dict[str, Any]] = {}
+    recipes: dict[str, Fields] = {}
     for row, (change, local_init, full, tenth) in TABLE_3.items():
         recipes[f"convit_ablation_{row}"] = _ablation(change, local_init, f"Table 3 [{row}]", full)
         recipes[f"convit_ablation_{row}_10pct"] = _ablation(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
     return recipes
 
 
-def _figure_8() -> dict[str, dict[str, Any]]:
+def _figure_8() -> dict[str, Fields]:
     """Return every locality strength with every number of GPSA layers, on the first 100 classes."""
-    recipes: dict[str, dict[str, Any]] = {}
+    recipes: dict[str, Fields] = {}
     for layers, alpha in product(GPSA_LAYER_COUNTS, LOCALITY_STRENGTHS):
         if not layers and alpha != 1:  # a plain ViT has no locality
             continue
@@ -133,7 +127,7 @@ def _cell_name(layers: int, alpha: float) -> str:
     return "_".join(parts)
 
 
-def _variations() -> dict[str, dict[str, Any]]:
+def _variations() -> dict[str, Fields]:
     """Return ConViT distilled, without absolute positions, with PSA instead of GPSA, and on CIFAR-100 resized to 224.
 
     The paper's text gives no number for the last three: it says that PSA is ahead early in training and behind later
@@ -159,7 +153,7 @@ plain ones. Linear layers have Xavier's initialisation: with the usual std .02 q
 small that attention is uniform."""
 
 
-def _cifar_recipe(kwargs: dict[str, Any], fraction: float, images: int) -> dict[str, Any]:
+def _cifar_recipe(kwargs: Fields, fraction: float, images: int) -> Fields:
     """Return one run of docs/methods/convit.md, with the same number of images shown for every fraction of the data."""
     epochs = round(images / 50_000 / fraction)
     return dict(
@@ -177,7 +171,7 @@ def _cifar_recipe(kwargs: dict[str, Any], fraction: float, images: int) -> dict[
 CPU_PERCENTS, GPU_PERCENTS = (5, 20), (5, 10, 30, 100)
 """Percentages of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
 
-RECIPES: dict[str, dict[str, Any]] = {**_table_1(), **_table_2(), **_table_3(), **_figure_8(), **_variations()}
+RECIPES: dict[str, Fields] = {**_table_1(), **_table_2(), **_table_3(), **_figure_8(), **_variations()}
 for kind in ("convit", "vit"):
     narrow = CIFAR_MODEL | dict(local_up_to_layer=4 if kind == "convit" else 0)
     wide = dict(img_size=32, patch_size=4, local_up_to_layer=10 if kind == "convit" else 0)

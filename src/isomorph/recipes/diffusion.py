@@ -21,7 +21,6 @@ DIGITS_NETWORK: dict[str, Any] = dict(
 
 
 def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:
-    """Return TDRL Table 3."""
     return dict(
         task=dict(name="diffusion"),
         model=dict(name="ddpm_unet", **(dict(recast=recast) if recast else {})),

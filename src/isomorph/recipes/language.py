@@ -43,7 +43,6 @@ _LONG = ("rte", "stsb")
 
 
 def _pretraining(refined: bool) -> dict[str, Any]:
-    """Return the pre-training of BERT-Small."""
     return dict(
         task=dict(name="masked_lm"),
         model=dict(name="bert_small", **(dict(recast=REFINED) if refined else {})),

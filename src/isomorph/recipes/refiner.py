@@ -22,67 +22,59 @@ CaiT's, trained differently.
 
 from typing import Any
 
-from isomorph.recipes.deit import DEIT
+from isomorph.recipes.imagenet import DEIT, Fields, images, top1
 
 AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
-STANDARD: dict[str, Any] = dict(batch=256, lr=5e-3, augment=AUGMENT | dict(mixup=0.2))
-ADVANCED: dict[str, Any] = dict(batch=512, lr=5e-3, augment=AUGMENT | dict(mixup=0.8, cutmix=1.0))
-DEIT_SETTING: dict[str, Any] = dict(batch=1024, lr=1e-3, augment=DEIT)
-RELEASED: dict[str, Any] = ADVANCED | dict(lr=5e-4)
+STANDARD: Fields = dict(batch=256, lr=5e-3, augment=AUGMENT | dict(mixup=0.2))
+ADVANCED: Fields = dict(batch=512, lr=5e-3, augment=AUGMENT | dict(mixup=0.8, cutmix=1.0))
+DEIT_SETTING: Fields = dict(batch=1024, lr=1e-3, augment=DEIT)
+RELEASED: Fields = ADVANCED | dict(lr=5e-4)
 RATIO_6 = dict(ratio=6)
-PLAIN_VIT: dict[str, Any] = dict(ratio=0, kernel=0, share=0)
-LOCAL_ATTENTION_ONLY: dict[str, Any] = dict(ratio=0, share=0)
+PLAIN_VIT: Fields = dict(ratio=0, kernel=0, share=0)
+LOCAL_ATTENTION_ONLY: Fields = dict(ratio=0, share=0)
 
 
-def _image_data(batch: int, crop_pct: float = 0.9, **more: Any) -> dict[str, Any]:
-    """Return the data fields: ImageNet-1k, with the crop of test images."""
-    return dict(source="imagefolder", batch_size=batch, workers=8, crop_pct=crop_pct, **more)
-
-
-def _recipe(
-    name: str, kwargs: dict[str, Any], setting: dict[str, Any], source: str, top1: str, **more: Any
-) -> dict[str, Any]:
+def _recipe(name: str, kwargs: Fields, setting: Fields, source: str, result: str, **more: Any) -> Fields:
     """Return one run from scratch at 224."""
     recipe = dict(
         model=dict(name=name, kwargs=kwargs),
-        data=_image_data(setting["batch"]),
+        data=images(setting["batch"], crop_pct=0.9),
         augment=setting["augment"],
         optim=dict(lr=setting["lr"], weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5),
         epochs=300,
         drop_path=0.1,
         amp="bf16",
         source=f"Refiner {source}",
-        expected=f"{top1} top-1 on ImageNet-1k" if top1 else "",
+        expected=top1(result),
     )
     return recipe | more
 
 
-def _ablation(kwargs: dict[str, Any], source: str, top1: str, name: str = "refined_vit_s") -> dict[str, Any]:
-    """Return one ablation in the standard setting."""
-    return _recipe(name, kwargs, STANDARD, source, top1)
+def _ablation(kwargs: Fields, source: str, result: str, name: str = "refined_vit_s") -> Fields:
+    return _recipe(name, kwargs, STANDARD, source, result)
 
 
-def _at_released_rate(recipe: dict[str, Any]) -> dict[str, Any]:
+def _at_released_rate(recipe: Fields) -> Fields:
     """Return the recipe with the released code's learning rate."""
     optim = recipe["optim"] | dict(lr=recipe["optim"]["lr"] / 10)
     return recipe | dict(optim=optim, source=f"{recipe['source']}, rate as released")
 
 
-def _table_1() -> dict[str, dict[str, Any]]:
+def _table_1() -> dict[str, Fields]:
     """Return the expansion ratios; 1 is talking heads with a convolution."""
-    top1 = {1: "82.3", 2: "82.8", 3: "82.8", 4: "82.9", 6: "83.0"}
-    return {f"refiner_ratio_{r}": _ablation(dict(ratio=r), "Table 1", expected) for r, expected in top1.items()}
+    results = {1: "82.3", 2: "82.8", 3: "82.8", 4: "82.9", 6: "83.0"}
+    return {f"refiner_ratio_{r}": _ablation(dict(ratio=r), "Table 1", result) for r, result in results.items()}
 
 
-def _table_2() -> dict[str, dict[str, Any]]:
+def _table_2() -> dict[str, Fields]:
     """Return plain ViTs with and without distributed local attention, and the DeiT of Fig. 2.
 
     Their MLPs are as wide as those of the published sizes.
     """
-    top1 = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
-    top1[32, 384] = ("79.2", "81.1")
+    results = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
+    results[32, 384] = ("79.2", "81.1")
     recipes = {}
-    for (depth, width), (plain, dla) in top1.items():
+    for (depth, width), (plain, dla) in results.items():
         shape = dict(depth=depth, embed_dim=width, mlp_ratio=4 if width == 768 else 3)
         for name, form, expected in (("", PLAIN_VIT, plain), ("_dla", LOCAL_ATTENTION_ONLY, dla)):
             recipe = _ablation(shape | form, "Table 2", expected, "refined_vit_b")
@@ -92,7 +84,7 @@ def _table_2() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def _tables_3_to_13() -> dict[str, dict[str, Any]]:
+def _tables_3_to_13() -> dict[str, Fields]:
     """Return Tables 3, 4, 12 and 13, and the kernel sizes of Fig. 6, which the paper gives as a curve."""
     recipes = {
         "refiner_without_reduction": _ablation(
@@ -118,11 +110,11 @@ def _tables_3_to_13() -> dict[str, dict[str, Any]]:
     return recipes
 
 
-def _tables_9_and_11() -> dict[str, dict[str, Any]]:
+def _tables_9_and_11() -> dict[str, Fields]:
     """Return Tables 9 and 11: ViT-Base trained in three ways, with and without refined attention."""
     recipes = {}
     convs = dict(conv_embed=True)
-    rows: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
+    rows: dict[str, tuple[Fields, Fields, str, str, str]] = {
         "": (STANDARD, {}, "Table 11, baseline", "79.3", "81.2"),
         "_deit": (DEIT_SETTING, {}, "Table 11, DeiT", "81.5", "82.3"),
         "_convs": (DEIT_SETTING, convs, "Tables 9 and 11, convolutions", "82.2", "83.1"),
@@ -148,7 +140,7 @@ RELEASED_DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
 one that evaluates at 448; its earlier value is used."""
 
 
-def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
+def _as_released(letter: str, maps: bool, **more: Any) -> Fields:
     """Return a run of the released scripts; without label maps there is no classifier of patches.
 
     The penalty compares the first 12 pairs of neighbouring blocks with label maps, and the first 2 without, where the
@@ -157,42 +149,42 @@ def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
     tokens = dict(token_labels=dict(weight=0.5, mix=True)) if maps else {}
     similarity = dict(map_similarity=dict(weight=0.1, pairs=12 if maps else 2))
     kwargs, source = ({}, "label maps") if maps else (dict(dense_head=False), "the images' labels")
-    top1 = TABLE_7[letter][2] if maps else ""
+    result = TABLE_7[letter][2] if maps else ""
     setting = dict(drop_path=RELEASED_DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
-    recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", top1, **setting)
+    recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", result, **setting)
     expected = f"not published; {TABLE_7[letter][2]} is taken to be of the script with label maps"
     return recipe if maps else recipe | dict(expected=expected)
 
 
-def _fine_tune(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
+def _fine_tune(name: str, size: int, result: str, **more: Any) -> Fields:
     """Return the fine-tuning of a network trained at 224 (--model.weights) at a larger size, as in DeiT."""
     recipe = dict(
         model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
-        data=_image_data(512, crop_pct=1.0, size=[size, size]),
+        data=images(512, size, crop_pct=1.0),
         augment=DEIT_SETTING["augment"],
         optim=dict(lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule_from="start", min_lr=5e-6),
         epochs=30,
         drop_path=0.1,
         amp="bf16",
         source=f"Refiner Table 7, fine-tuned at {size}",
-        expected=f"{top1} top-1 on ImageNet-1k, from trained --model.weights",
+        expected=top1(result, ", from trained --model.weights"),
     )
     return recipe | more
 
 
-def _table_7() -> dict[str, dict[str, Any]]:
+def _table_7() -> dict[str, Fields]:
     """Return the networks as in the paper, as released, and fine-tuned."""
     recipes = {}
     for letter, (blocks, crop_pct, small, larger, largest) in TABLE_7.items():
         paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"
-        drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=_image_data(512, crop_pct))
+        drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=images(512, crop_pct=crop_pct))
         recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
         recipes[f"{paper}_released_lr"] = _at_released_rate(recipes[paper])
         recipes[released] = _as_released(letter, maps=True, **data)
         recipes[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
-        for size, top1 in ((384, larger), (448, largest)):
-            if top1:
-                recipes |= {f"{name}_{size}": _fine_tune(name, size, top1) for name in (paper, released)}
+        for size, result in ((384, larger), (448, largest)):
+            if result:
+                recipes |= {f"{name}_{size}": _fine_tune(name, size, result) for name in (paper, released)}
     recipes["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
     recipes["refined_vit_s_standard_released_lr"] = _at_released_rate(recipes["refined_vit_s_standard"])
     return recipes
@@ -201,7 +193,7 @@ def _table_7() -> dict[str, dict[str, Any]]:
 CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, mlp_ratio=4, weight_init="jax")
 """Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
 
-CIFAR_FORMS: dict[str, dict[str, Any]] = {
+CIFAR_FORMS: dict[str, Fields] = {
     "plain": dict(ratio=0, kernel=0),
     "dla": dict(ratio=0),
     "expansion": dict(kernel=1),
@@ -210,8 +202,7 @@ CIFAR_FORMS: dict[str, dict[str, Any]] = {
 """Arguments of a Refined-ViT: neither, local attention alone, expansion alone, both (Refiner section 4.2)."""
 
 
-def _cifar_recipe(form: str, **more: Any) -> dict[str, Any]:
-    """Return one run of docs/methods/refiner.md."""
+def _cifar_recipe(form: str, **more: Any) -> Fields:
     return dict(
         model=dict(name="refined_vit_b", kwargs=CIFAR_MODEL | CIFAR_FORMS[form] | more),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
@@ -222,7 +213,7 @@ def _cifar_recipe(form: str, **more: Any) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES: dict[str, Fields] = {
     **_table_1(),
     **_table_2(),
     **_tables_3_to_13(),

@@ -1,13 +1,13 @@
 """HTML pages and figures that compare models and training runs."""
 
 from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections
-from isomorph.report.attention_viewer import PageImage
 from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
-from isomorph.report.compare_page import compare_sections, read_run_logs
+from isomorph.report.compare_page import compare_sections
 from isomorph.report.figures import save_figures
 from isomorph.report.html import Section, write_page
-from isomorph.report.page_images import open_images
+from isomorph.report.page_images import PageImage, open_images
 from isomorph.report.page_models import PageModel
+from isomorph.report.run_files import read_run_logs
 
 __all__ = [
     "AnalyzeOptions",

@@ -1,136 +1,213 @@
 """The sections of the page of `isomorph analyze`: one model, or two side by side."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from isomorph.analysis import attention_entropy, attention_spans, gates, logit_stats, nonlocality
+from isomorph.analysis.batches import batches
+from isomorph.analysis.cka import CKA, gram_matrices, hsic, matching_batches, pool_features
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
+from isomorph.analysis.features import feature_layers
 from isomorph.errors import UserError
 from isomorph.evaluation.cost_tables import cost_table, static_cost
-from isomorph.report import guides
-from isomorph.report.attention_viewer import PageImage, Viewer, ViewerModel, build_viewer
-from isomorph.report.charts import Dots
-from isomorph.report.cka_charts import (
-    Evolution,
-    cka_chart,
-    evolution_chart,
-    pairwise_cka,
+from isomorph.report import findings, guides
+from isomorph.report.attention_viewer import (
+    MAX_MAP_CHARACTERS,
+    Viewer,
+    ViewerModel,
+    build_viewer,
+    capture_layer_maps,
 )
-from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
-from isomorph.report.findings import (
-    cost_finding,
-    distance_finding,
-    evolution_finding,
-    gates_finding,
-    maps_finding,
-    outputs_finding,
-    predictions_finding,
-    robustness_finding,
-    similarity_finding,
-    speed_finding,
-)
+from isomorph.report.charts import Dots, Line, Matrix, Panel, Table, format_number
 from isomorph.report.html import Details, ImageCard, Section
-from isomorph.report.layer_maps import MAX_MAP_CHARACTERS, capture_layer_maps
-from isomorph.report.page_images import normalise_images
-from isomorph.report.page_models import (
-    PageModel,
-    class_logits,
-    framing_text,
-    model_history,
-    name_classes,
-)
-from isomorph.report.robustness_charts import RobustnessData, robustness_charts, robustness_table, shared_means
+from isomorph.report.page_images import PageImage, normalise_images
+from isomorph.report.page_models import PageModel, class_logits, framing_text, model_history, name_classes
+from isomorph.report.robustness_page import RobustnessData, robustness_charts, robustness_table, shared_means
 from isomorph.surgery.where import Where
 
 RESOLUTION = 1e-3
 """Smaller differences of gates, spans, distances, entropies and logits are not drawn."""
+PASS_COSTS = {
+    "macs": "per image",
+    "step_macs": "per pass",
+    "training_macs": "training: per image",
+    "training_step_macs": "training: per pass",
+    "branch_macs": "branch by branch: per image",
+}
+"""Keys of the MACs in a row of `iso.cost_table`, and the heads of their columns."""
+CostRow = Mapping[str, Any]
+"""A row of `iso.cost_table`."""
+Evolution = Mapping[str, Mapping[str, float]]
+"""F_k of every layer by model, as `iso.analysis.feature_evolution` returns it for each."""
 
 
-def _values_or_empty(analysis: Callable[..., Mapping[str, Any]], *arguments: Any) -> Mapping[str, Any]:
-    """Return the result of an analysis, an empty one where it does not apply to the model."""
-    try:
-        return analysis(*arguments)
-    except UserError:
-        return {}
+@dataclass(frozen=True)
+class _Measure:
+    """A chart of a number of each head: `of(model, ...)` returns {layer: (heads,)}; `limit` is the top of its axis."""
+
+    title: str
+    label: str
+    of: Callable[..., Mapping[str, Any]]
+    limit: float | None = None
 
 
-def _dots_chart(
-    title: str, label: str, values: Mapping[str, Mapping[str, Tensor]], limit: float | None = None
+def _largest_logits(*arguments: Any) -> dict[str, Tensor]:
+    return {layer: stats.max_logit for layer, stats in logit_stats(*arguments).items()}
+
+
+GATING = (_Measure("Gates", "sigma(gate)", gates, 1.0), _Measure("Spans", "1 / locality, grid steps", attention_spans))
+STATISTICS = (
+    _Measure("Nonlocality", "mean distance, grid steps", nonlocality),
+    _Measure("Attention entropy", "nats", attention_entropy),
+    _Measure("Largest attention logit", "logit", _largest_logits),
+)
+
+
+@torch.no_grad()
+def pairwise_cka(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[Any]]) -> dict[tuple[str, str], CKA]:
+    """Return unbiased linear CKA between two models and within each (`iso.cka` with read=pooled), in one pass.
+
+    Each model has its own loader of the same images, normalised for it. Only the Gram matrices of one batch are in
+    memory at a time. A single model is compared with itself.
+
+    Shape: loaders of (images (B, C, H, W), ...) -> {(model, model): (layers, layers)}
+    Raises: UserError when a model has no layers that timm names, or no batch has 4 images.
+    """
+    names = list(models)
+    pairs = dict.fromkeys([(names[0], names[-1]), *((name, name) for name in names)])
+    layers = {name: feature_layers(model, None, 1) for name, model in models.items()}
+    sums: dict[tuple[str, str], Any] = dict.fromkeys(pairs, 0.0)
+    for several in matching_batches(zip(*(batches(loaders[name]) for name in names), strict=True)):
+        found = {
+            name: gram_matrices(models[name], x, layers[name], pool_features)
+            for name, x in zip(names, several, strict=True)
+        }
+        sums = {(a, b): total + hsic(found[a], found[b]) for (a, b), total in sums.items()}
+    own = {name: sums[name, name].diagonal() for name in names}
+    return {
+        (a, b): CKA(total / (own[a][:, None] * own[b]).sqrt(), list(layers[a]), list(layers[b]))
+        for (a, b), total in sums.items()
+    }
+
+
+def evolution_table(evolution: Evolution) -> Table:
+    """Return a table with a row for each layer: F_k of each model, a dash where it has no layer of that name."""
+    layers = dict.fromkeys(layer for values in evolution.values() for layer in values)
+    rows = [[layer, *(format_number(values.get(layer)) for values in evolution.values())] for layer in layers]
+    return [["F_k", *evolution], *rows]
+
+
+def _mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:,.1f}"
+
+
+def _image_size(row: CostRow) -> str:
+    return f"{row['height']}x{row['width']}"
+
+
+def fixed_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
+    """Return a table with a row for each model and image size: the costs that do not depend on the batch size."""
+    by_size = {(row["model"], _image_size(row)): row for row in rows}
+    body = (
+        [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", _mebibytes(row["saved_bytes"])]
+        for (name, size), row in by_size.items()
+    )
+    return [["one image", "size", "parameters", "M MACs", "saved MiB"], *body]
+
+
+def pass_cost_table(rows: Sequence[CostRow]) -> Table:
+    """Return a table of the MACs of a forward pass: in inference, and in training in closed form and branch by branch.
+
+    It has a row for each image size of a model that has pyramids, or whose pass has a fixed cost in addition to the
+    cost per image. Without such a model, the table is empty.
+    """
+    by_size = {(row["model"], _image_size(row)): row for row in rows if row["step_macs"] or "branch_macs" in row}
+    body = [
+        [*name, *(f"{row[key] / 1e6:,.1f}" if key in row else "-" for key in PASS_COSTS)]
+        for name, row in by_size.items()
+    ]
+    return [["M MACs", "size", *PASS_COSTS.values()], *body] if body else []
+
+
+def cost_problems(rows: Sequence[CostRow]) -> list[str]:
+    """Return the reasons why peak memory could not be measured, each once."""
+    return list(dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row))
+
+
+def batch_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
+    """Return a table with a row for each cost row: peak memory, images per second, quartiles, ratio."""
+    body = (
+        [
+            row["model"],
+            f"{row['batch']} x {_image_size(row)}",
+            _mebibytes(row["peak_bytes"]),
+            _mebibytes(row["training_peak_bytes"]),
+            f"{row['images_per_second']:,.1f}",
+            f"{row['low']:,.1f}-{row['high']:,.1f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    )
+    return [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *body]
+
+
+def _measure_charts(
+    measures: Sequence[_Measure], models: Sequence[PageModel], *arguments: Mapping[str, Any]
 ) -> list[Dots]:
-    """Return a chart of {model: {layer: (heads,)}} without the models that have no layer; no chart without any."""
-    series = {
-        name: {layer: [float(v) for v in heads.flatten()] for layer, heads in layers.items()}
-        for name, layers in values.items()
-        if layers
-    }
-    return [Dots(title, label, series, limit, RESOLUTION)] if series else []
+    """Return a chart for each measure, of the models that have it; `arguments` are further ones by model."""
+    charts = []
+    for measure in measures:
+        series = {}
+        for m in models:
+            with suppress(UserError):  # it does not apply to the model
+                layers = measure.of(m.model, *(argument[m.name] for argument in arguments))
+                series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
+        series = {name: layers for name, layers in series.items() if layers}
+        if series:
+            charts.append(Dots(measure.title, measure.label, series, measure.limit, RESOLUTION))
+    return charts
 
 
-def _gating_charts(models: Sequence[PageModel]) -> list[Dots]:
-    """Return charts of the gates and spans of the models that have gated attention."""
-    gates_of = {m.name: _values_or_empty(gates, m.model) for m in models}
-    spans_of = {m.name: _values_or_empty(attention_spans, m.model) for m in models}
-    return [
-        *_dots_chart("Gates", "sigma(gate)", gates_of, 1.0),
-        *_dots_chart("Spans", "1 / locality, grid steps", spans_of),
-    ]
-
-
-def _centreless_text(models: Sequence[PageModel]) -> str:
-    """Return a sentence on the heads without a centre, which have no span; empty where all have one."""
-    counts = {
-        m.name: sum(int(v.isnan().sum()) for v in _values_or_empty(attention_spans, m.model).values()) for m in models
-    }
-    return " ".join(
-        f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
-        for name, count in counts.items()
-        if count
-    )
-
-
-def _attention_charts(models: Sequence[PageModel], batches: Mapping[str, Tensor], layers: Where | None) -> list[Dots]:
-    """Return charts of distance, entropy and largest logit of the chosen attention layers."""
-    where = "*" if layers is None else layers
-    distances, entropies, logits = (
-        {m.name: _values_or_empty(analysis, m.model, batches[m.name], where) for m in models}
-        for analysis in (nonlocality, attention_entropy, logit_stats)
-    )
-    largest = {name: {layer: stats.max_logit for layer, stats in found.items()} for name, found in logits.items()}
-    return [
-        *_dots_chart("Nonlocality", "mean distance, grid steps", distances),
-        *_dots_chart("Attention entropy", "nats", entropies),
-        *_dots_chart("Largest attention logit", "logit", largest),
-    ]
-
-
-def _fixed_cost_row(model: PageModel) -> dict[str, Any]:
-    """Return a row of `iso.cost_table` without the measurements that take time."""
-    _, height, width = model.config["input_size"]
-    cost = static_cost(model.model, model.config["input_size"])
-    return {"model": model.name, "height": height, "width": width, **cost}
+def _gating_sections(models: Sequence[PageModel]) -> list[Section]:
+    """Return the section of gates and spans, with the number of heads that have no span; none without gated layers."""
+    charts = _measure_charts(GATING, models)
+    if not charts:
+        return []
+    texts = []
+    for chart in charts[1:]:
+        for name, layers in chart.series.items():
+            if count := sum(value != value for heads in layers.values() for value in heads):
+                texts.append(
+                    f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
+                )
+    finding = "" if charts[0].constant_text() else findings.gates_finding(charts[0])
+    return [Section("Gates and spans", " ".join(texts), charts=charts, finding=finding, guide=guides.GATES)]
 
 
 def _cost_sections(models: Sequence[PageModel], measure_speed: bool) -> list[Section]:
     """Return the cost of each model at the page's image size; with speed and peak memory if asked for."""
     size = models[0].config["input_size"][-2:]
+    rows: Sequence[CostRow]
     if measure_speed:
         rows = list(cost_table({m.name: m.model for m in models}, [size]))
+        finding = findings.cost_finding([row for row in rows if row["batch"] == rows[0]["batch"]])
     else:
-        rows = [_fixed_cost_row(m) for m in models]
-    finding = cost_finding([row for row in rows if row["batch"] == rows[0]["batch"]] if measure_speed else rows)
+        costs = [(m.name, static_cost(m.model, m.config["input_size"])) for m in models]
+        rows = [{"model": name, "height": size[0], "width": size[1], **cost} for name, cost in costs]
+        finding = findings.cost_finding(rows)
     sections = [Section("Cost", "Of one image.", fixed_cost_table(rows), finding=finding, guide=guides.COST)]
     if passes := pass_cost_table(rows):
         sections.append(Section("Cost per pass", table=passes, guide=guides.PASS_COST))
     if measure_speed:
-        text = "On this machine, the models in alternation."
-        problems = cost_problems(rows)
-        details = Details("Measurements that failed", problems) if problems else None
-        table, finding = batch_cost_table(rows), speed_finding(rows)
-        speed = Section("Speed and memory", text, table, details=details, finding=finding, guide=guides.SPEED)
-        sections.append(speed)
+        text, finding = "On this machine, the models in alternation.", findings.speed_finding(rows)
+        details = Details("Measurements that failed", problems) if (problems := cost_problems(rows)) else None
+        speed = Section("Speed and memory", text, batch_cost_table(rows), details=details, finding=finding)
+        sections.append(replace(speed, guide=guides.SPEED))
     return sections
 
 
@@ -166,10 +243,9 @@ def _attention_section(
     prefixes = [f"{model.name}: " if len(models) > 1 else "" for model in models]
     cards = []
     for i, image in enumerate(images):
-        lines = [f"{p}{m.predictions[i]}" for p, m in zip(prefixes, models, strict=True) if m.predictions[i]]
+        lines = [f"{p}{m.predictions[i]}" for p, m in zip(prefixes, models, strict=True) if m.predictions]
         cards.append(ImageCard(image.data_uri(), image.name, lines))
-    guide = guides.PREDICTIONS
-    return Section("Predictions", f"{framing} {reason}", images=cards, details=details, guide=guide)
+    return Section("Predictions", f"{framing} {reason}", images=cards, details=details, guide=guides.PREDICTIONS)
 
 
 def lead_text(sections: Sequence[Section]) -> str:
@@ -206,22 +282,27 @@ def _comparison_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
     sections = []
     if options.cka_batches:
         options.report_progress("CKA between layers")
+        charts = [
+            Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, cka.rows, cka.columns, cka.matrix.tolist())
+            for (a, b), cka in pairwise_cka({m.name: m.model for m in models}, options.cka_batches).items()
+        ]
         text = f"On {options.cka_images}." if options.cka_images else ""
-        found = pairwise_cka({m.name: m.model for m in models}, options.cka_batches)
-        charts = [cka_chart(names, matrix) for names, matrix in found.items()]
-        finding = similarity_finding(charts[0])
+        finding = findings.similarity_finding(charts[0])
         sections.append(Section("Layer similarity (CKA)", text, charts=charts, finding=finding, guide=guides.CKA))
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
-        evolution = Section("Feature evolution", text, charts=[evolution_chart(options.evolution)])
-        finding = evolution_finding(options.evolution)
-        sections.append(replace(evolution, finding=finding, guide=guides.EVOLUTION))
+        lines = {name: Line(range(1, len(of) + 1), list(of.values())) for name, of in options.evolution.items()}
+        chart, finding = (
+            Panel("Feature evolution", "layer k", "F_k", lines),
+            findings.evolution_finding(options.evolution),
+        )
+        sections.append(Section("Feature evolution", text, charts=[chart], finding=finding, guide=guides.EVOLUTION))
     if options.robustness:
         cells, measured, problems = options.robustness
         details = Details("Lines that could not be read", problems) if problems else None
         table = robustness_table(cells)
         robust = Section("Robustness", f"Images: {measured}.", table, charts=robustness_charts(cells), details=details)
-        finding = robustness_finding(shared_means(cells))
+        finding = findings.robustness_finding(shared_means(cells))
         sections.append(replace(robust, finding=finding, guide=guides.ROBUSTNESS))
     return sections
 
@@ -241,10 +322,10 @@ def _first_section(
         options.report_progress(f"attention of {m.name}")
         batch = batches[m.name]
         maps, problems[m.name] = capture_layer_maps(m.model, batch, layers, keep_exact=len(models) == 2)
-        gates_of = {name: values.tolist() for name, values in _values_or_empty(gates, m.model).items()}
+        gated = {chart.title: chart.series[m.name] for chart in _measure_charts(GATING[:1], [m])}
         outputs.append(class_logits(m.model, batch))
-        predictions = [""] * len(images) if outputs[-1] is None else name_classes(m.model, outputs[-1])
-        shown.append(ViewerModel(m.name, maps, gates_of, predictions))
+        predictions = () if outputs[-1] is None else name_classes(m.model, outputs[-1])
+        shown.append(ViewerModel(m.name, maps, gated.get("Gates", {}), predictions))
     section = _attention_section(shown, images, problems, framing_text(models[0].config), options.max_map_characters)
     return replace(section, finding=_page_finding(shown, outputs, images, section.viewer))
 
@@ -257,11 +338,11 @@ def _page_finding(
 ) -> str:
     """Return how far the outputs and the attention of two models are apart, or what one predicts, in sentences."""
     names = [model.name for model in models]
-    found = [outputs_finding(names, outputs)]
+    found = [findings.outputs_finding(names, outputs)]
     if not found[0]:
-        found = [predictions_finding(m.name, [image.name for image in images], m.predictions) for m in models]
+        found = [findings.predictions_finding(m.name, [image.name for image in images], m.predictions) for m in models]
     layers = viewer.data["layers"] if viewer else []
-    found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
+    found.append(findings.maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
     found += [f"{m.name} has no attention map to draw." for m in models if viewer and not m.maps]
     return " ".join(filter(None, found)) or "The models give no classes, and none of their attention can be drawn."
 
@@ -289,18 +370,15 @@ def analyze_sections(
     options = options or AnalyzeOptions()
     batches = {m.name: normalise_images(images, dict(m.config)).to(next(m.model.parameters())) for m in models}
     sections = [_first_section(models, images, batches, layers, options)]
-    if charts := _gating_charts(models):
-        finding = "" if charts[0].constant_text() else gates_finding(charts[0])
-        text = _centreless_text(models)
-        sections.append(Section("Gates and spans", text, charts=charts, finding=finding, guide=guides.GATES))
+    sections += _gating_sections(models)
     options.report_progress("attention statistics")
-    if charts := _attention_charts(models, batches, layers):
-        distances = Section("Attention distance and entropy", "On the images above.", charts=charts)
-        finding = distance_finding(charts[0].series)
-        sections.append(replace(distances, finding=finding, guide=guides.DISTANCE))
+    where = dict.fromkeys(batches, "*" if layers is None else layers)
+    if charts := _measure_charts(STATISTICS, models, batches, where):
+        finding = findings.distance_finding(charts[0].series)
+        distances = Section("Attention distance and entropy", "On the images above.", charts=charts, finding=finding)
+        sections.append(replace(distances, guide=guides.DISTANCE))
     sections += _comparison_sections(models, options)
     options.report_progress("cost")
     sections += _cost_sections(models, options.measure_speed)
-    texts = [guides.HISTORY] + [""] * (len(models) - 1)
-    histories = ((f"Model history: {m.name}", model_history(m)) for m in models)
-    return [*sections, *(Section(t, listing=h, guide=guide) for (t, h), guide in zip(histories, texts, strict=True))]
+    histories = [Section(f"Model history: {m.name}", listing=model_history(m)) for m in models]
+    return [*sections, replace(histories[0], guide=guides.HISTORY), *histories[1:]]

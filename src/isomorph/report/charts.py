@@ -231,8 +231,16 @@ class Paths(Chart):
             lines = [[(column, row) for row, column in path] for path in heads]
             series.append(_series(layer, lines, [(*line[-1], layer) for line in lines if line]))
             stops += [line[-1] if line else None for line in lines]
-        axes = (_axis(label, [-1.08 * self.reach, 1.08 * self.reach]) for label in ("column, grid steps", "row"))
-        return _plane(self, *axes, series, stops=stops, ordered=True, square=True)
+        limits = [-1.08 * self.reach, 1.08 * self.reach]
+        return _plane(
+            self,
+            _axis("column, grid steps", limits),
+            _axis("row", limits),
+            series,
+            stops=stops,
+            ordered=True,
+            square=True,
+        )
 
     def table(self) -> Table:
         rows = [

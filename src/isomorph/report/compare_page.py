@@ -1,102 +1,132 @@
 """The sections of the page of `isomorph compare`: the logs and checkpoints of runs, side by side."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from isomorph.analysis import GatingHistory
-from isomorph.errors import UserError
+from isomorph.analysis import GatingHistory, attention_entropy, nonlocality
 from isomorph.report import guides
-from isomorph.report.accuracy_cost import AccuracyPoint, accuracy_charts, points_table
-from isomorph.report.attention_history import MeasureHistories, head_range_line, history_panels
-from isomorph.report.charts import Chart, Line, Panel, Paths, Table, is_number
+from isomorph.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
 from isomorph.report.findings import accuracy_cost_finding, count_noun, gates_moved, runs_finding
 from isomorph.report.html import Details, Section
+from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog, best_top1
 from isomorph.terminal_tables import METRIC_FORMATS
+
+
+def points_table(points: Sequence[AccuracyPoint]) -> Table:
+    """Return a table with a row for each model, the cheapest first."""
+    rows = [
+        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
+        for p in sorted(points, key=lambda point: point.macs)
+    ]
+    return [["", "test set", "top-1 (%)", "GMACs per image", "parameters (M)"], *rows]
+
+
+def accuracy_charts(points: Sequence[AccuracyPoint]) -> list[Chart]:
+    """Return charts of top-1 against MACs and parameters, coloured by test set; none for fewer than two models."""
+    if len(points) < 2:
+        return []
+    charts: list[Chart] = []
+    for title, label, cost, scale in (
+        ("MACs", "GMACs per image", "macs", 1e9),
+        ("parameters", "parameters (M)", "parameters", 1e6),
+    ):
+        series = {
+            data: {p.name: (getattr(p, cost) / scale, p.top1) for p in points if p.data == data}
+            for data in dict.fromkeys(p.data for p in points)
+        }
+        charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
+    return charts
+
+
+class AttentionMeasure(NamedTuple):
+    """A number for each head of each attention layer: `of(model, loader)` returns {layer: (heads,)}."""
+
+    title: str
+    unit: str
+    of: Callable[..., dict[str, Tensor]]
+
+
+MEASURES = {
+    "nonlocality": AttentionMeasure("Nonlocality", "grid steps", nonlocality),
+    "entropy": AttentionMeasure("Attention entropy", "nats", attention_entropy),
+}
+"""Values of `isomorph compare --along`."""
+
+
+class MeasureHistory(NamedTuple):
+    """A measure at the epochs of a run. Shape: epochs (T,), values {layer: (T, heads)}"""
+
+    epochs: Tensor
+    values: dict[str, Tensor]
+
+
+MeasureHistories = Mapping[str, Mapping[str, MeasureHistory]]
+"""{measure: {run: MeasureHistory}}"""
+
+
+def head_range_line(epochs: Tensor, heads: Tensor) -> Line:
+    """Return the mean and range of a layer's heads, at the epochs at which any is finite. Shape: (T,), (T, heads)"""
+    known = heads.isfinite()
+    measured = known.any(1)
+    heads, known = heads[measured].double(), known[measured]
+    low, high = (heads.where(known, -sign * torch.inf) for sign in (-1, 1))
+    mean = heads.where(known, 0).sum(1) / known.sum(1)
+    return Line(*(values.tolist() for values in (epochs[measured], mean, low.amin(1), high.amax(1))))
+
+
+def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Tensor]) -> Panel:
+    """Return a chart of a number of each head along training: a line for each layer, with the range of its heads."""
+    lines = {layer: head_range_line(epochs, heads) for layer, heads in layers.items()}
+    return Panel(title, "epoch", unit, lines, ordered=True, resolution=1e-3)
+
+
+def history_panels(histories: MeasureHistories) -> list[Panel]:
+    """Return a chart for each measure and run: a line for each layer, the mean over its heads, with their range."""
+    return [
+        _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
+        for key, runs in histories.items()
+        for run, history in runs.items()
+    ]
+
+
+def history_tables(histories: MeasureHistories) -> list[Table]:
+    """Return a table for each measure and run: layers down, epochs across, means over heads."""
+    tables = []
+    for key, runs in histories.items():
+        for run, history in runs.items():
+            head = [f"{run}: {MEASURES[key].title.lower()} ({MEASURES[key].unit})"]
+            epochs = [f"epoch {epoch:g}" for epoch in history.epochs.tolist()]
+            rows = [[layer, *map(format_number, heads.nanmean(1).tolist())] for layer, heads in history.values.items()]
+            tables.append([[*head, *epochs], *rows])
+    return tables
+
+
+def histories_json(histories: MeasureHistories) -> dict[str, Any]:
+    """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, None for NaN."""
+    return {
+        key: {
+            run: {
+                "epochs": history.epochs.tolist(),
+                "layers": {
+                    layer: [[None if value != value else value for value in row] for row in heads.tolist()]
+                    for layer, heads in history.values.items()
+                },
+            }
+            for run, history in runs.items()
+        }
+        for key, runs in histories.items()
+    }
+
 
 MAX_CURVE_POINTS = 600
 """Longer curves are drawn as means over as many equal parts."""
-
-LogRows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class RunLog:
-    """The recipe and logs of a run, and a line for each file that is missing or damaged."""
-
-    name: str
-    recipe: Mapping[str, Any]
-    epochs: LogRows = field(repr=False)
-    steps: LogRows = field(repr=False)
-    monitor: LogRows = field(repr=False)
-    problems: list[str] = field(default_factory=list)
-
-
-def _read_jsonl(path: Path) -> tuple[LogRows, str]:
-    """Return the readable rows of a log, and a sentence on what is missing or damaged, empty for nothing."""
-    if not path.is_file():
-        return [], f"no {path.name}"
-    rows: LogRows = []
-    try:
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    except OSError as error:
-        return [], f"{path.name} cannot be read ({error.strerror})"
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        rows += [row] if isinstance(row, dict) else []
-    damaged = len(lines) - len(rows)
-    return rows, f"{damaged} of {len(lines)} lines of {path.name} cannot be read" if damaged else ""
-
-
-def _read_run(folder: Path) -> RunLog:
-    if not folder.is_dir():
-        what = "it is a file" if folder.exists() else "it does not exist"
-        raise UserError(f"{folder} is not the folder of a run: {what}")
-    (epochs, a), (steps, b), (monitor, c) = (
-        _read_jsonl(folder / f"{name}.jsonl") for name in ("log", "steps", "monitor")
-    )
-    recipe: Any = {}
-    problems = [a, b, c if monitor else ""]
-    try:
-        recipe = json.loads((folder / "recipe.json").read_text())
-    except FileNotFoundError:
-        problems.append("no recipe.json")
-    except (OSError, ValueError, RecursionError):
-        problems.append("recipe.json cannot be read")
-    recipe = recipe if isinstance(recipe, dict) else {}
-    if not (epochs or steps or recipe):
-        raise UserError(
-            f"{folder} is not the folder of a run: it has no readable log.jsonl, steps.jsonl or recipe.json"
-        )
-    return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, [line for line in problems if line])
-
-
-def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
-    """Read the recipes and logs of runs, finished or not; runs of the same name are named by their whole path.
-
-    >>> from pathlib import Path
-    >>> Path("run").mkdir()
-    >>> _ = Path("run/log.jsonl").write_text('{"epoch": 1, "loss": 2.3, "top1": 12.5}')
-    >>> iso.report.read_run_logs([Path("run")])[0].epochs
-    [{'epoch': 1, 'loss': 2.3, 'top1': 12.5}]
-
-    Raises: UserError for a path that is not the folder of a run, or is given twice.
-    """
-    logs = [_read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
-    names = [log.name for log in logs]
-    unique = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
-    if len(set(unique)) < len(unique):
-        raise UserError("a run is given twice; give each folder once")
-    return [replace(log, name=name) for name, log in zip(unique, logs, strict=True)]
 
 
 def curve(rows: LogRows, x: str, y: str) -> Line | None:
@@ -157,15 +187,9 @@ def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
     return charts
 
 
-def _recipe_group(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a group of fields of a recipe, empty where there is none."""
-    group = values.get(name)
-    return group if isinstance(group, Mapping) else {}
-
-
-def best_top1(log: RunLog) -> float | None:
-    """Return the highest top-1 of a run, None where none was measured."""
-    return max((row["top1"] for row in log.epochs if is_number(row.get("top1"))), default=None)
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return a group of fields of a recipe, empty for anything else: the file may be damaged."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _results_table(logs: Sequence[RunLog]) -> Table:
@@ -181,8 +205,8 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
         top = best_top1(log)
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         epochs = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = _recipe_group(log.recipe, "model")
-        rule = _recipe_group(model, "recast").get("rule")
+        model = _mapping(log.recipe.get("model"))
+        rule = _mapping(model.get("recast")).get("rule")
         recipe = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
         cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
         rows.append([log.name, *recipe, epochs, "-" if top is None else f"{top:.2f}", *cells, f"{seconds:,.0f}"])
@@ -214,18 +238,17 @@ def _recipe_differences(logs: Sequence[RunLog]) -> Table:
 
 
 def _gating_charts(gating: Mapping[str, GatingHistory]) -> list[Chart]:
-    """Return charts of gates, spans and centres along each run, a line or colour for each layer.
-
-    A run with one saved model has a chart of its centres only.
-    """
+    """Return charts of gates, spans and centres along each run; of a run with one saved model, its centres only."""
     charts: list[Chart] = []
     for run, history in gating.items():
-        moving = len(history.epochs) > 1
-        for title, unit, values in (("Gates", "sigma(gate)", history.gates), ("Spans", "1 / locality", history.spans)):
-            lines = {layer: head_range_line(history.epochs, heads) for layer, heads in values.items()}
-            panel = Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True, resolution=1e-3)
-            charts += [panel] * moving
-        title = f"Centres {'along training' if moving else 'at the end'}: {run}"
+        title = f"Centres at the end: {run}"
+        if len(history.epochs) > 1:
+            title = f"Centres along training: {run}"
+            for what, unit, values in (
+                ("Gates", "sigma(gate)", history.gates),
+                ("Spans", "1 / locality", history.spans),
+            ):
+                charts.append(_along_panel(f"{what} along training: {run}", unit, history.epochs, values))
         charts.append(Paths(title, {name: centre_paths(centres) for name, centres in history.centres.items()}))
     return charts
 

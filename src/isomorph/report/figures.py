@@ -12,10 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.report.attention_viewer import Viewer
+from isomorph.report.attention_viewer import LayerMaps, Viewer
 from isomorph.report.charts import Chart, Line, Panel
 from isomorph.report.html import Section
-from isomorph.report.layer_maps import LayerMaps
 
 INK, PALETTE = "#808890", ("#2f72d8", "#d9651c", "#25694e", "#d86dbe", "#655a21", "#8f8b8b")
 MAX_NUMBERED_COLUMNS = 12
@@ -85,22 +84,20 @@ def _as_svg(figure: Any) -> str:
 def draw_chart(chart: Chart, models: Sequence[str] = ()) -> Any:
     """Return a chart as a matplotlib figure, drawn within `style`; `models` of the page set the colours."""
     drawing = chart.drawing()
-    width, height, draw = 4.2, 2.7, _draw_plane
-    if drawing["kind"] == "matrix":
-        width, height, draw = (
-            _cell_width(drawing) * len(drawing["columns"]) + 2.2,
-            0.26 * len(drawing["rows"]) + 1.4,
-            _draw_matrix,
-        )
-    elif drawing["kind"] == "bars":
-        width, height, draw = 4.6, (0.14 * len(drawing["series"]) + 0.1) * len(drawing["groups"]) + 0.9, _draw_bars
-    elif names := drawing["x"].get("names"):
-        width = max(3.4, 0.36 * len(names) + 1.4)
-    elif drawing.get("square"):
-        width = height = 3.6
-    figure, axes = pyplot().subplots(figsize=(width, height))
-    draw(axes, drawing, models)
+    figure, axes = pyplot().subplots(figsize=_figure_size(drawing))
+    {"plane": _draw_plane, "bars": _draw_bars, "matrix": _draw_matrix}[drawing["kind"]](axes, drawing, models)
     return figure
+
+
+def _figure_size(drawing: Mapping[str, Any]) -> tuple[float, float]:
+    """Return width and height in inches."""
+    if drawing["kind"] == "matrix":
+        return _cell_width(drawing) * len(drawing["columns"]) + 2.2, 0.26 * len(drawing["rows"]) + 1.4
+    if drawing["kind"] == "bars":
+        return 4.6, (0.14 * len(drawing["series"]) + 0.1) * len(drawing["groups"]) + 0.9
+    if names := drawing["x"].get("names"):
+        return max(3.4, 0.36 * len(names) + 1.4), 2.7
+    return (3.6, 3.6) if drawing.get("square") else (4.2, 2.7)
 
 
 def _series_colours(drawing: Mapping[str, Any], models: Sequence[str]) -> list[Any]:

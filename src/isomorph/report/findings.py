@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from isomorph.analysis import GatingHistory
-from isomorph.report.accuracy_cost import AccuracyPoint
 from isomorph.report.attention_viewer import EQUAL_BOUNDS
 from isomorph.report.charts import Dots, Matrix, format_number, layer_means
+from isomorph.report.run_files import AccuracyPoint
 
 HeadValues = Mapping[str, Sequence[float]]
 """A number for each head: {layer: (heads,)}."""

@@ -1,9 +1,13 @@
-"""Image files, cut and resized as the models take them."""
+"""Images of a page: read and resized as the models take them, as data: URIs, and below each other."""
 
+import base64
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -11,7 +15,62 @@ from torch import Tensor
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import read_image
 from isomorph.errors import UserError
-from isomorph.report.attention_viewer import PageImage
+
+MAX_PNG_SIDE = 96
+"""Images with larger sides are embedded as JPEG, others as PNG."""
+_GAP = 6
+"""Pixels between images below each other."""
+_JPEG_QUALITY = 88
+
+
+def data_uri(content: bytes, kind: Literal["png", "jpeg"]) -> str:
+    """Return the content of an image file as a data: URI."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def image_uri(image: Image.Image, kind: Literal["png", "jpeg"] = "jpeg") -> str:
+    """Return an image as a data: URI."""
+    file = io.BytesIO()
+    image.save(file, kind, quality=_JPEG_QUALITY)
+    return data_uri(file.getvalue(), kind)
+
+
+def stack_images(images: Sequence[Image.Image], width: int) -> Image.Image:
+    """Return images of one size below each other on white, each reduced to at most a width."""
+    reduced = [_reduce(image, width) for image in images]
+    step = reduced[0].height + _GAP
+    canvas = Image.new("RGB", (reduced[0].width, step * len(reduced) - _GAP), "white")
+    for row, image in enumerate(reduced):
+        canvas.paste(image, (0, row * step))
+    return canvas
+
+
+def _reduce(image: Image.Image, width: int) -> Image.Image:
+    """Return an image reduced to at most a width."""
+    if image.width <= width:
+        return image
+    return image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.LANCZOS)
+
+
+@dataclass(frozen=True)
+class PageImage:
+    """An image on the page, cut and resized as the models take it.
+
+    Shape: pixels (C, H, W) in 0..1, C 1 or 3
+
+    >>> iso.report.PageImage("noise", torch.rand(3, 32, 48)).data_uri()[:22]
+    'data:image/png;base64,'
+    """
+
+    name: str
+    pixels: Tensor = field(repr=False)
+
+    def data_uri(self) -> str:
+        """Return the image as a data: URI."""
+        pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
+        colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
+        small = max(pixels.shape[1:]) <= MAX_PNG_SIDE
+        return image_uri(Image.fromarray(np.ascontiguousarray(colour)), "png" if small else "jpeg")
 
 
 def _read_image(path: Path, channels: int) -> Image.Image:

@@ -86,12 +86,6 @@ def class_logits(model: nn.Module, batch: Tensor) -> Tensor | None:
     return logits.float().cpu() if isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] > 1 else None
 
 
-def prediction_texts(model: nn.Module, batch: Tensor) -> list[str]:
-    """Return the most likely classes of each image with their probabilities; empty for a model without classes."""
-    logits = class_logits(model, batch)
-    return [""] * len(batch) if logits is None else name_classes(model, logits)
-
-
 def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSES) -> list[str]:
     """Return the `count` most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
     name = class_namer(model, logits.shape[1])

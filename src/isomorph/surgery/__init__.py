@@ -12,7 +12,7 @@ from isomorph.surgery.coverage import (
 )
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
-from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
+from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import Revert, revert
@@ -26,7 +26,7 @@ from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
-EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "PruneHeads": PruneHeads, "Revert": Revert, "Unstride": Unstride})
+EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "Prune": Prune, "Revert": Revert, "Unstride": Unstride})
 """Rules by name, as checkpoints store them: the registered ones, and those of `fuse`, `prune` and `unstride`."""
 
 __all__ = [
@@ -40,10 +40,9 @@ __all__ = [
     "ConvToGPSA",
     "Edit",
     "Fuse",
-    "Head",
     "LinearToPyramid",
     "NotEqual",
-    "PruneHeads",
+    "Prune",
     "Revert",
     "Rule",
     "RuleCoverage",
@@ -59,7 +58,7 @@ __all__ = [
     "fusible_modules",
     "model_coverage",
     "notes",
-    "prunable_heads",
+    "prunable_layers",
     "prune",
     "recalibrate",
     "recast",

@@ -19,11 +19,11 @@ from timm.layers import PatchDropout
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention
+from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.surgery.edited_attention import EditedAttention
 from isomorph.surgery.field_checks import check_grid
 
-GRID_LAYERS = (PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention, EditedAttention)
+GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, EditedAttention)
 """Layers that need the grid positions of their tokens."""
 
 GridSize = tuple[int, int]

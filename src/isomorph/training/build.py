@@ -32,9 +32,6 @@ from isomorph.training.recipe.recipe import Recipe
 
 Data = Source | Stream
 
-_RECAST_WEIGHTS = " (of the recast model), whose gates and other start values replace those of model.recast"
-"""Part of the message for weights of a model that is recast already."""
-
 
 def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True) -> nn.Module:
     """Create the base model with its weights, and unstride and recast it if `recast_now`.
@@ -43,17 +40,19 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     """
     arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
+    start = ""
     if part.name is None:
         assert part.weights is not None
         model, new = open_with_classes(part.weights, arguments)
-        model.isomorph_start = describe_loaded_weights(model, part.weights, new)  # type: ignore[assignment]
-        model = _recast_or_freeze(model, part, recast_now)
+        start = describe_loaded_weights(model, part.weights, new)
     else:
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
         record_base(model, {"name": part.name, **arguments})
-        model = (_start_from if part.weights else _recast_or_freeze)(model, part, recast_now)
-    messages = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
-    model.isomorph_start = "; ".join(messages)  # type: ignore[assignment]
+    if part.name and part.weights:
+        model, start = _start_from(model, part, recast_now)
+    else:
+        model = _recast_or_freeze(model, part, recast_now)
+    model.isomorph_start = "; ".join(filter(None, (start, *notes(model))))  # type: ignore[assignment]
     return model
 
 
@@ -62,8 +61,8 @@ def _recast_or_freeze(model: nn.Module, part: ModelPart, recast_now: bool) -> nn
     return apply_surgery(model, part) if recast_now else freeze(model, part.freeze, later=True)
 
 
-def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
-    """Load `model.weights` into the base model and apply the surgery, or into the model after its surgery.
+def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn.Module, str]:
+    """Load `model.weights` into the base model and apply the surgery, or into the model after its surgery; say which.
 
     The weights are those of the base model if names and shapes fit it, else those of the recast model.
 
@@ -71,7 +70,7 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
     """
     assert part.weights is not None
     path = local_file(part.weights)
-    contents, form = read_contents(path), " (of the model before its recast)" if part.recast else ""
+    contents = read_contents(path)
     state = strip_wrappers(contents.tensors)
     add_notes(model, *contents.notes)
     try:
@@ -79,32 +78,21 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
     except UserError as misfit:
         if not part.recast:
             raise
-        model, new = _fill_recast(model, part, state, misfit)
+        model = apply_surgery(model, part)
+        try:
+            new = load_state(model, dict(state), part.weights, fresh_head=True)
+        except UserError as error:
+            reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
+            raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
         if not recast_now:
             raise UserError(
                 f"model.weights {path} is recast already, but model.recast_epoch is {part.recast_epoch}; set "
                 "model.recast_epoch to 0, or give weights of the model before its recast"
             ) from None
-        model.isomorph_start = describe_loaded_weights(model, path, new, _RECAST_WEIGHTS)  # type: ignore[assignment]
-        return model
-    model.isomorph_start = describe_loaded_weights(model, path, new, form)  # type: ignore[assignment]
-    return _recast_or_freeze(model, part, recast_now)
-
-
-def _fill_recast(
-    model: nn.Module, part: ModelPart, state: dict[str, Any], misfit: UserError
-) -> tuple[nn.Module, list[str]]:
-    """Return the model after surgery with the weights of a recast model, and the names of its new tensors.
-
-    Raises: UserError, with the misfits of both the base and the recast model, when the weights do not fit.
-    """
-    model = apply_surgery(model, part)
-    assert part.weights is not None
-    try:
-        return model, load_state(model, dict(state), part.weights, fresh_head=True)
-    except UserError as error:
-        reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
-        raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
+        form = " (of the recast model), whose gates and other start values replace those of model.recast"
+        return model, describe_loaded_weights(model, path, new, form)
+    start = describe_loaded_weights(model, path, new, " (of the model before its recast)" if part.recast else "")
+    return _recast_or_freeze(model, part, recast_now), start
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from timm.data import Mixup
+from timm.task import TrainingTask
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -16,17 +17,15 @@ from isomorph.data.sources import read_image
 from isomorph.data.streams.stream import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.evaluation.accuracy import count_predictions, sum_counts
 from isomorph.evaluation.class_names import class_namer
 from isomorph.evaluation.input_sizes import check_image_size, evaluation_config
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.training.build import (
-    build_test_loader,
-    build_train_loader,
-    data_config,
-    open_sources,
-)
-from isomorph.training.objectives.objective import build_objective
-from isomorph.training.objectives.supervised import build_mixup
+from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
+from isomorph.training.objectives.distillation import build_distillation
+from isomorph.training.objectives.masked import pretraining_objective
+from isomorph.training.objectives.supervised import PenalisedTask, build_criterion
+from isomorph.training.objectives.token_labels import LabelMapMixup, build_token_labelling
 from isomorph.training.recipe.part import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
@@ -65,14 +64,29 @@ class Classification(Task):
         return build_train_loader(recipe, config, train, sampler)
 
     def mix(self, recipe: Recipe, model: nn.Module) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
-        maps = bool(recipe.token_labels and recipe.token_labels.maps)
-        return build_mixup(recipe.augment, getattr(model, "num_classes", 1000), maps)
+        augment = recipe.augment
+        if not augment.mixes:
+            return None
+        if recipe.token_labels and recipe.token_labels.maps:
+            return LabelMapMixup(augment.mixup, augment.cutmix)
+        classes = getattr(model, "num_classes", 1000)
+        return Mixup(augment.mixup, augment.cutmix, label_smoothing=augment.smoothing, num_classes=classes)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return build_test_loader(recipe, config, test, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        return build_objective(recipe, model, device)
+        if recipe.mask:
+            return pretraining_objective(recipe.mask, model, device)
+        criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
+        task: TrainingTask
+        if recipe.token_labels:
+            task = build_token_labelling(model, recipe.token_labels, recipe.augment, device, similarity)
+        elif recipe.distill:
+            task = build_distillation(model, recipe.distill, criterion, device)
+        else:
+            task = PenalisedTask(model, criterion, device, similarity)
+        return Objective(task, _measure_classes, lambda metrics: metrics["top1"])
 
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
@@ -90,6 +104,11 @@ class Classification(Task):
             for share, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
         ]
         return Prediction(rows, {".json": rows})
+
+
+def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+    """Return accuracy and calibration over the images of all processes."""
+    return sum_counts(runtime.gather(count_predictions(model, runtime.pad_batches(loader)))).metrics()
 
 
 CLASSIFICATION = Classification(Part())

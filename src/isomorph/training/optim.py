@@ -10,15 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
-from isomorph.layers import PSA, PrunedGPSA
-from isomorph.layers.position_gates import PositionGates
+from isomorph.layers.position_gates import TokenPositions
 from isomorph.layers.pyramid import Pyramid
 from isomorph.layers.tap_heads import PositionHeads
 from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
 
-_GATED = (PositionGates, PositionHeads, PrunedGPSA, PSA)
+_GATED = (TokenPositions, PositionHeads)
 """Layers with gates, centres or localities."""
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")

@@ -13,9 +13,9 @@ from isomorph.data.corruptions.dataset import fingerprint
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
+from isomorph.evaluation.accuracy import PredictionCounts
 from isomorph.evaluation.cost import measure_cost
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
-from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.evaluation.suites.imagenet.suites import NUM_CLASSES, open_suites
 from isomorph.evaluation.suites.robustness.results import weights_hash
 from isomorph.evaluation.suites.test_set import (

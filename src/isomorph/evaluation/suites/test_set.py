@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from isomorph.data.sources import Source, spaced_indices
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.accuracy import for_each_batch
-from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts, sum_counts
+from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, for_each_batch, sum_counts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import weight_matrix
-from isomorph.layers.pruned_gpsa import PrunedGPSA
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_init import init_from_affine, init_random
 from isomorph.layers.tap_heads import TapHeads
@@ -205,7 +204,7 @@ class _BoundRule:
         _, parent = self.parents.get(module, ("", None))
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads its weight without calling it"
-        if isinstance(parent, TapHeads | PrunedGPSA):
+        if isinstance(parent, TapHeads):
             return f"{type(parent).__name__} reads its weight without calling it"
         if getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS):
             return f"{type(parent).__name__} reads its weight without calling it"

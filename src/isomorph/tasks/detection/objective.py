@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.task_networks.detection_heads import Target
+from isomorph.training.objectives.distillation import renormalisation
 from isomorph.training.objectives.masked import PretrainingTask
-from isomorph.training.objectives.renormalisation import renormalisation
 
 
 class DetectionTask(PretrainingTask):

@@ -16,7 +16,7 @@ from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.report.html import ImageCard, Section, write_page
-from isomorph.report.image_uris import image_uri, stack_images
+from isomorph.report.page_images import image_uri, stack_images
 from isomorph.tasks.detection.dataset import DetectionSource, ImageRecord, decode_masks
 from isomorph.tasks.detection.metrics import Results, encode_mask, to_image
 from isomorph.tasks.detection.transforms import FitTransform

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.report.figures import pyplot, style
 from isomorph.report.html import ImageCard, Section, write_page
-from isomorph.report.image_uris import data_uri
+from isomorph.report.page_images import data_uri
 from isomorph.tasks.language.sentences import PadBatch
 from isomorph.terminal_tables import metric_table
 

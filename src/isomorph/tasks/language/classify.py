@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.data.formats.registry import data_root
-from isomorph.distributed import ALONE, REPEATED, Runtime
+from isomorph.distributed import ALONE, REPEATED, Runtime, to_device
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.glue import GLUE, GlueTask, Split, open_root, read_examples
@@ -18,7 +18,6 @@ from isomorph.tasks.language.sentences import Sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask, read_lines
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.step import to_device
 from isomorph.training.task import EvaluationOptions, Objective, Prediction
 
 

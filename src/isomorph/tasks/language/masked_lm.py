@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from isomorph.data.formats.registry import data_root
-from isomorph.distributed import REPEATED, Runtime, derive_seed
+from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.glue import open_root, training_sentences
@@ -21,7 +21,6 @@ from isomorph.tasks.language.task import LanguagePart, LanguageTask, divide, rea
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.part import Rate
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.step import to_device
 from isomorph.training.task import EvaluationOptions, Objective, Prediction
 
 IGNORED = -100

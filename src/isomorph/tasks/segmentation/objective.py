@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.images import IGNORE
-from isomorph.training.objectives.renormalisation import renormalisation
+from isomorph.training.objectives.distillation import renormalisation
 
 
 def pixel_cross_entropy(logits: Tensor, mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from isomorph.report.charts import Matrix
 from isomorph.report.html import ImageCard, Section, write_page
-from isomorph.report.image_uris import image_uri, stack_images
+from isomorph.report.page_images import image_uri, stack_images
 from isomorph.tasks.segmentation.images import IGNORE, MaskedImages
 from isomorph.tasks.segmentation.predict import Confusion
 from isomorph.terminal_tables import row_table

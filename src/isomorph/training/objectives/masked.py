@@ -1,8 +1,8 @@
 """Masked pre-training as timm tasks: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isomorph.checkpoints.autoencoder import load_autoencoder
+from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import training_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
-from isomorph.training.objectives.renormalisation import renormalisation
-from isomorph.training.recipe.mask_fields import MaskPart
+from isomorph.training.objectives.distillation import renormalisation
+from isomorph.training.recipe.objective_fields import MaskPart
+from isomorph.training.task import Objective
 
 SMOOTH_L1_BETA = 2.0
 """Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss."""
@@ -34,26 +37,45 @@ class PretrainingTask(TrainingTask):
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **arguments)
         return self
 
-    def compile(self, backend: str = "inductor", mode: str | None = None, **arguments: Any) -> nn.Module:
-        """Compile the trainable module, before it is wrapped."""
-        self.trainable_module = torch.compile(self.trainable_module, backend=backend, mode=mode, **arguments)  # type: ignore[assignment]
-        return self.trainable_module
+
+class _MaskedPretraining(PretrainingTask):
+    """Base class of the tasks that hide patches, by noise that is drawn unless it is given."""
+
+    metric: ClassVar[str]
+    """Name of the mean loss on test images."""
+
+    def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
+        """Return the autoencoder in the trained or averaged module."""
+        raise NotImplementedError
+
+    def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of the trained or averaged module, and the module's output."""
+        raise NotImplementedError
+
+    def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
+        if noise is None:
+            noise = self.autoencoder(unwrap_model(self.trainable_module)).draw_noise(input)
+        loss, output = self.loss(self.trainable_module, input, noise)
+        return {"loss": loss, "output": output}
 
 
-class MaskedTask(PretrainingTask):
+class MaskedTask(_MaskedPretraining):
     """MAE pre-training: mean squared error of the pixels of hidden patches.
 
     Source: MAE (He et al., 2022) section 3
     """
 
+    metric = "reconstruction"
+
     def __init__(self, autoencoder: MaskedAutoencoder, device: torch.device) -> None:
         super().__init__(autoencoder, device)
 
-    def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
-        autoencoder = unwrap_model(self.trainable_module)
-        noise = autoencoder.draw_noise(input) if noise is None else noise
-        prediction, mask = self.trainable_module(input, noise)
-        return {"loss": reconstruction_error(prediction, autoencoder.target(input), mask), "output": prediction}
+    def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
+        return module  # type: ignore[return-value]
+
+    def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        prediction, mask = module(images, noise)
+        return reconstruction_error(prediction, unwrap_model(module).target(images), mask), prediction
 
 
 class AlignedStudent(nn.Module):
@@ -92,7 +114,7 @@ class AlignedStudent(nn.Module):
         self.student.set_grad_checkpointing(enable)
 
 
-class GenericDistillationTask(PretrainingTask):
+class GenericDistillationTask(_MaskedPretraining):
     """Match the student's decoder features to those of a block of the teacher's decoder, at all patches.
 
     loss = smoothL1(linear(student's last decoder features), LayerNorm(teacher's features after `block`)), with the same
@@ -104,6 +126,8 @@ class GenericDistillationTask(PretrainingTask):
     Raises: UserError when the teacher's patches differ from the student's, it lacks the block, or it shares parameters.
     """
 
+    metric = "alignment"
+
     def __init__(
         self, student: MaskedAutoencoder, teacher: MaskedAutoencoder, device: torch.device, block: int = 4
     ) -> None:
@@ -111,7 +135,7 @@ class GenericDistillationTask(PretrainingTask):
         super().__init__(AlignedStudent(student, teacher.width), device)
         self.teacher, self.block = teacher.requires_grad_(False).eval().to(device), block
         self.teacher.ratio = student.ratio
-        scale, shift = _renormalisation(student, teacher)
+        scale, shift = renormalisation(*(training_config(model.encoder) for model in (student, teacher)))
         self.register_buffer("scale", scale.to(device), persistent=False)
         self.register_buffer("shift", shift.to(device), persistent=False)
 
@@ -126,19 +150,15 @@ class GenericDistillationTask(PretrainingTask):
         features = self.teacher.decoder_features(images * self.scale + self.shift, noise, self.block)
         return F.layer_norm(features, features.shape[-1:], eps=1e-6)
 
-    def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
-        noise = unwrap_model(self.trainable_module).student.draw_noise(input) if noise is None else noise
-        output = self.trainable_module(input, noise)
-        return {"loss": _alignment_loss(output, self.teacher_features(input, noise)), "output": output}
+    def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
+        return module.student  # type: ignore[return-value]
 
-
-def _alignment_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean smooth L1 loss: d^2 / (2 beta) for |d| < beta, else |d| - beta / 2."""
-    return F.smooth_l1_loss(output.to(target.dtype), target, beta=SMOOTH_L1_BETA)
+    def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        output, target = module(images, noise), self.teacher_features(images, noise)
+        return F.smooth_l1_loss(output.to(target.dtype), target, beta=SMOOTH_L1_BETA), output
 
 
 def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
-    """Raise UserError when the teacher does not fit the student."""
     blocks, size = len(teacher.decoder_blocks), tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
         raise UserError(f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}")
@@ -161,25 +181,7 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
         )
 
 
-def _renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> tuple[Tensor, Tensor]:
-    """Return the scale and shift from the student's to the teacher's images.
-
-    Shape: -> (1, C, 1, 1) each, or (1, 1, 1, 1) if the normalisations are the same
-    Raises: UserError when a pretrained_cfg has a mean and std of another number of channels.
-    """
-    configs = [torch.tensor([m.pretrained_cfg[key] for key in ("mean", "std")]) for m in (student, teacher)]
-    if torch.equal(*configs):
-        return torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
-    channels = student.encoder.in_chans
-    if any(stats.shape[1] != channels for stats in configs):
-        raise UserError(
-            f"images have {channels} channels; give student and teacher mean and std of {channels} in pretrained_cfg"
-        )
-    scale, shift = renormalisation(student.pretrained_cfg, teacher.pretrained_cfg)
-    return scale[None], shift[None]
-
-
-def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) -> PretrainingTask:
+def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) -> MaskedTask | GenericDistillationTask:
     """Return the pre-training task that the fields describe, for a ViT encoder.
 
     Raises: UserError when the encoder is not supported, or the teacher cannot be read or does not fit.
@@ -192,6 +194,18 @@ def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) 
     return GenericDistillationTask(autoencoder, teacher, device, part.block)
 
 
+def pretraining_objective(part: MaskPart, encoder: nn.Module, device: torch.device) -> Objective:
+    """Return the objective of masked pre-training; its result is the encoder. Raises: as `build_pretraining`."""
+    task = build_pretraining(part, encoder, device)
+    return Objective(
+        task,
+        measure=lambda module, loader, runtime: evaluate_pretraining(task, module, loader, runtime),
+        score=lambda metrics: -metrics[task.metric],
+        result=lambda module: task.autoencoder(module).encoder,
+        autoencoder=task.autoencoder,
+    )
+
+
 def _fixed_noise(positions: Iterable[int], patches: int, seed: int) -> Tensor:
     """Return noise that depends only on the seed and each image's position in the data. Shape: -> (images, patches)"""
     seeds = ((seed * 1_000_003 + position) % 2**32 for position in positions)  # generators take 32-bit seeds
@@ -199,62 +213,35 @@ def _fixed_noise(positions: Iterable[int], patches: int, seed: int) -> Tensor:
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
-def _count_images(images: Tensor, labels: Any = None, *_: Any) -> int:
-    """Return the number of images in a batch, without padding (labelled -1)."""
-    return int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
-
-
-def _masked_batches(
-    autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int, positions: Iterator[int]
-) -> Iterable[tuple[Tensor, Tensor, int]]:
-    """Yield images with their fixed noise, on the model's device, and their number without padding (labelled -1).
-
-    `positions` are those of the loader's images in the data.
-
-    Raises: UserError when the loader is empty.
-    """
-    device, images = autoencoder.mask_token.device, None
-    for images, *labels in loader:
-        height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
-        noise = _fixed_noise(islice(positions, len(images)), height * width, seed)
-        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), _count_images(images, *labels)
-    if images is None:
-        raise UserError("the loader has no batches; give it images to evaluate")
-
-
 @torch.no_grad()
-def evaluate_reconstruction(
-    model: MaskedAutoencoder, loader: Iterable[Any], seed: int = 0, positions: Iterator[int] | None = None
-) -> dict[str, float]:
-    """Return the mean reconstruction loss in eval mode; an image's mask depends only on its position and the seed.
-
-    `positions` are those of the loader's images in the data, by default 0, 1, 2 ...
-
-    Raises: UserError when the loader is empty.
-    """
-    total, seen = 0.0, 0
-    with eval_mode(model):
-        for images, noise, real in _masked_batches(model, loader, seed, positions or count(0)):
-            total += model.loss(images, noise).item() * real
-            seen += real
-    return {"reconstruction": total / seen, "images": seen}
-
-
-@torch.no_grad()
-def evaluate_alignment(
-    module: AlignedStudent,
-    task: GenericDistillationTask,
+def evaluate_pretraining(
+    task: MaskedTask | GenericDistillationTask,
+    module: nn.Module,
     loader: Iterable[Any],
+    runtime: Runtime = ALONE,
     seed: int = 0,
-    positions: Iterator[int] | None = None,
 ) -> dict[str, float]:
-    """Return the mean distillation loss in eval mode, of the trained or averaged module.
+    """Return the mean loss of the trained or averaged module in eval mode, over the images of all processes.
+
+    An image's mask depends only on its position in the data and the seed. This process's images are at rank, rank +
+    world, ...; those with the label -1 do not count.
 
     Raises: UserError when the loader is empty.
     """
-    total, seen = 0.0, 0
+    autoencoder, positions, total, seen = task.autoencoder(module), count(runtime.rank, runtime.world), 0.0, 0
+    device = autoencoder.mask_token.device
     with eval_mode(module):
-        for images, noise, real in _masked_batches(module.student, loader, seed, positions or count(0)):
-            total += _alignment_loss(module(images, noise), task.teacher_features(images, noise)).item() * real
+        for images, labels in runtime.pad_batches(loader):
+            height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
+            noise = _fixed_noise(islice(positions, len(images)), height * width, seed)
+            real = int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
+            total += (
+                task.loss(module, images.to(device, non_blocking=True), noise.to(device, non_blocking=True))[0].item()
+                * real
+            )
             seen += real
-    return {"alignment": total / seen, "images": seen}
+    parts = runtime.gather((total, seen))
+    if not seen:
+        raise UserError("the loader has no batches; give it images to evaluate")
+    images = sum(images for _, images in parts)
+    return {task.metric: sum(total for total, _ in parts) / images, "images": images}

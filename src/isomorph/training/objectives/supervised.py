@@ -1,21 +1,20 @@
-"""Classification and distillation as timm tasks, which hold the model, its loss and its averaged weights."""
+"""The loss of labels, and the penalty of Refiner's released code on similar attention maps of neighbouring blocks."""
 
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
-from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillationTask, TrainingTask
+from timm.task import ClassificationTask
 from torch import Tensor, nn
 
-from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import check_image_size
-from isomorph.training.objectives.map_similarity import PenalisedTask
-from isomorph.training.objectives.token_labels import LabelMapMixup
 from isomorph.training.recipe.fields import AugmentPart
-from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart
+from isomorph.training.recipe.objective_fields import MapSimilarityPart
+
+MIN_LENGTH = 1e-8
+"""Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity."""
 
 
 def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
@@ -25,91 +24,65 @@ def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
     return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
-def build_classification(
-    model: nn.Module,
-    augment: AugmentPart,
-    loss: str,
-    device: torch.device,
-    similarity: MapSimilarityPart | None = None,
-) -> ClassificationTask:
-    """Return a classification task, with a penalty on similar attention maps if `similarity` is given.
+def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Tensor:
+    """Return the mean cosine similarity of the attention maps of neighbouring blocks, over the heads of each entry.
 
-    Raises: UserError for a penalty on a model whose blocks do not pass their maps on.
+    mean over i < pairs, b, q, k of  a_i . a_i+1 / (|a_i| |a_i+1|),  a_i = A_i[b, :, q, k]
+
+    A block that passes on the map of the block before it has similarity 1, without a gradient. Only the given maps are
+    saved for the backward pass. `pairs` is the number of neighbouring pairs to compare, by default all.
+
+    Shape: maps of the blocks in order, each (B, nh, N, N) -> ()
+    Source: Refiner code
     """
-    return PenalisedTask(model, build_criterion(augment, loss), device, similarity)
+    neighbours = list(islice(pairwise(maps), pairs))
+    # keyed by identity, so that a map that is passed on is measured once
+    squares = {id(each): _squared_length(each) for pair in neighbours for each in pair}
+    total = maps[0].new_zeros((), dtype=torch.promote_types(maps[0].dtype, torch.float32))
+    for first, second in neighbours:
+        if first is second:
+            total = total + 1
+        else:
+            dots = (first * second).sum(1, dtype=total.dtype)  # (B, N, N)
+            total = total + (dots * (squares[id(first)] * squares[id(second)]).rsqrt()).mean()
+    return total / len(neighbours)
 
 
-class HardDistillationTask(LogitDistillationTask):
-    """Hard distillation: (1 - share) CE(student, label) + share CE(student, teacher's top class), on the same images.
+def _squared_length(maps: Tensor) -> Tensor:
+    """Return the squared norm over heads, at least MIN_LENGTH^2. Shape: (B, nh, N, N) -> (B, N, N)"""
+    dtype = torch.promote_types(maps.dtype, torch.float32)
+    return (maps * maps).sum(1, dtype=dtype).clamp_min(MIN_LENGTH**2)
 
-    Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; ConViT section 3, ConViT-S+
+
+class PenalisedTask(ClassificationTask):
+    """Classification with a penalty on similar attention maps: loss = criterion(f(x), y) + weight similarity.
+
+    Without `similarity` there is no penalty, and the model does not return its maps.
+
+    Raises: UserError for a model whose blocks do not pass their maps on, or with a single block.
     """
 
-    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
-        logits = self.trainable_module(input)
-        with torch.no_grad():
-            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
-            teacher_label = self.teacher(images).argmax(dim=-1)
-        task, teacher = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
-        loss = self.task_loss_weight * task + self.distill_loss_weight * teacher
-        return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
+    def __init__(
+        self, model: nn.Module, criterion: nn.Module, device: torch.device, similarity: MapSimilarityPart | None = None
+    ) -> None:
+        super().__init__(model, criterion=criterion, device=device, verbose=False)
+        self.similarity = similarity
+        if similarity and not getattr(model, "shares_maps", False):
+            raise UserError(
+                f"map_similarity needs blocks that pass their maps on, and {type(model).__name__} has none; train a "
+                "refined_vit_*_released, or a refined_vit_* with model.kwargs.share of at least 1"
+            )
+        if similarity and len(model.blocks) < 2:  # type: ignore[arg-type]
+            raise UserError("map_similarity needs at least two blocks; the model has one")
 
+    def predict(self, input: Tensor, **arguments: Any) -> tuple[Any, Tensor | float]:
+        """Return the output of the model for images, and the penalty on its attention maps."""
+        if self.similarity is None:
+            return self.trainable_module(input, **arguments), 0.0
+        output, maps = self.trainable_module(input, return_maps=True, **arguments)
+        return output, self.similarity.weight * neighbour_similarity(maps, self.similarity.pairs)
 
-def build_distillation(
-    model: nn.Module, teacher: nn.Module, part: DistillPart, augment: AugmentPart, loss: str, device: torch.device
-) -> TrainingTask:
-    """Return a task with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
-
-    Raises: UserError when the teacher has another number of classes, or the model lacks the distillation token.
-    """
-    theirs, own = (getattr(m, "num_classes", None) for m in (teacher, model))
-    if theirs != own:
-        raise UserError(
-            f"distill.teacher {part.teacher} has {theirs} classes, the model has {own}; give one of the same classes"
-        )
-    teacher = teacher.requires_grad_(False).to(device)
-    shared: dict[str, Any] = dict(
-        criterion=build_criterion(augment, loss),
-        task_loss_weight=1 - part.share,
-        temperature=part.temperature,
-        device=device,
-        verbose=False,
-    )
-    if part.token:
-        _require_distillation_token(model)
-        return TokenDistillationTask(model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared)
-    kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
-    return kind(model, teacher, **shared)
-
-
-def _require_distillation_token(model: nn.Module) -> None:
-    """Raise UserError when the model has no distillation token."""
-    if not hasattr(model, "set_distilled_training"):
-        raise UserError(
-            f"{type(model).__name__} has no distillation token; set distill.token false, or train a "
-            "deit_*_distilled_* or tdrl_vit_ti_distilled"
-        )
-
-
-def open_teacher(part: DistillPart) -> nn.Module:
-    """Return the teacher of a recipe. Raises: UserError when it cannot be opened."""
-    if part.kwargs and is_checkpoint_or_run(part.teacher):
-        raise UserError(
-            f"distill.teacher {part.teacher} is a checkpoint with its own arguments; leave distill.kwargs out"
-        )
-    return open_model(part.teacher, part.weights, **part.kwargs)
-
-
-@torch.no_grad()
-def check_teacher(teacher: nn.Module, model: nn.Module) -> None:
-    """Raise UserError when the teacher cannot process the images of the run."""
-    check_image_size(teacher.eval(), model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
-
-
-def build_mixup(augment: AugmentPart, num_classes: int, maps: bool = False) -> Mixup | None:
-    """Return timm's mixup and cutmix, or None if both are off; with `maps`, for labels that are label maps."""
-    if not augment.mixes:
-        return None
-    if maps:
-        return LabelMapMixup(augment.mixup, augment.cutmix)
-    return Mixup(augment.mixup, augment.cutmix, label_smoothing=augment.smoothing, num_classes=num_classes)
+    def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
+        logits, penalty = self.predict(input)
+        task = self.criterion(logits, target)
+        return {"loss": task + penalty, "output": logits, "task_loss": task}

@@ -13,7 +13,7 @@ from torchvision.ops import roi_align
 from isomorph.data.label_maps import MapLabels
 from isomorph.errors import UserError
 from isomorph.models.blockwise import Box
-from isomorph.training.objectives.map_similarity import PenalisedTask
+from isomorph.training.objectives.supervised import PenalisedTask
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 

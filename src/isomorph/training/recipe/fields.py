@@ -4,29 +4,14 @@ import difflib
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data.formats.registry import SOURCES, locate_folder
 from isomorph.data.streams.stream import STREAMS
 from isomorph.surgery import Anneal
-from isomorph.training.recipe.part import (
-    Count,
-    File,
-    Fraction,
-    NotNegative,
-    Part,
-    PartRate,
-    Positive,
-    Rate,
-    Size,
-)
+from isomorph.training.recipe.part import Count, File, Fraction, NotNegative, Part, PartRate, Positive, Rate, Size
 from isomorph.training.recipe.tasks import task_names
 
 MAX_WRITTEN_RATE = 10.0

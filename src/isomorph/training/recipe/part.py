@@ -1,14 +1,9 @@
 """The base class of the groups of recipe fields, and the types that several of them use."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[float, Field(gt=0)]
@@ -21,6 +16,7 @@ File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(va
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
 Size = Annotated[int, Field(ge=1, le=2**14)]
+Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Part(BaseModel):
@@ -36,9 +32,7 @@ class Part(BaseModel):
         return cls.model_fields
 
 
-def _as_list(value: Any) -> Any:
-    """Return a single glob as a list, and a list unchanged."""
-    return [value] if isinstance(value, str) else value
-
-
-Globs = Annotated[list[str], BeforeValidator(_as_list)]
+def part_of(hint: Any) -> type[Part] | None:
+    """Return the group of fields that a type stands for; None for the type of a single field."""
+    kinds = [hint, *get_args(hint)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)

@@ -5,27 +5,22 @@ suggests the closest name for an unknown field.
 """
 
 import difflib
-import json
-import re
-import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams.stream import STREAMS
 from isomorph.errors import UserError
 from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, OptimPart, ScalePart
-from isomorph.training.recipe.mask_fields import MaskPart
 from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
-from isomorph.training.recipe.parse import load_toml, load_yaml, read_text
-from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
+from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, MaskPart, TokenLabelPart
+from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate, part_of
 from isomorph.training.recipe.tasks import TaskPart, task_names
 
-P = typing.TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Part)
 
 
 class Recipe(Part):
@@ -92,78 +87,89 @@ class Recipe(Part):
     """Published result; for information only."""
     _shortened: str = PrivateAttr("")
 
-    @model_validator(mode="before")
-    @classmethod
-    def convert_old_fields(cls, values: Any) -> Any:
-        """Convert `tensorboard: true` of older recipes to `track: tensorboard`."""
-        if isinstance(values, dict) and isinstance(values.get("tensorboard"), bool):
-            values = {**values}
-            if values.pop("tensorboard"):
-                values.setdefault("track", "tensorboard")
-        return values
-
     @model_validator(mode="after")
     def check_fields(self) -> "Recipe":
-        if self.iterations:
-            self._check_iterations(self.iterations)
-        elif self.optim.warmup_epochs >= self.epochs:
-            raise ValueError(
-                f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
-            )
-        if self.augment.mixes and self.data.batch_size % 2:
-            raise ValueError(f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on")
-        if self.model.recast_epoch > self.epochs:
-            raise ValueError(f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}")
-        if self.model.recast_epoch and not (self.model.recast or self.model.unstride):
-            raise ValueError("model.recast_epoch needs a model.recast or model.unstride; give one, or leave it at 0")
-        if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
-            raise ValueError("model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false")
-        if self.model.recast_epoch and self.mask:
-            raise ValueError(
-                "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
-            )
-        if self.drop_path and "drop_path_rate" in self.model.kwargs:
-            raise ValueError("drop_path is also given as model.kwargs.drop_path_rate; give drop_path only")
-        if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
-            raise ValueError("monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp")
-        if self.augment.repeats > 1 and self.data.streamed:
-            raise ValueError(
-                f"augment.repeats {self.augment.repeats} does not work with {self.data.source}, a stream; leave it at 1"
-            )
-        if self.augment.scale[0] > self.augment.scale[1]:
-            raise ValueError("augment.scale must have the smaller fraction first")
-        if self.anneal and self.anneal.epochs > self.epochs:
-            raise ValueError(f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}")
-        objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
-        if len(objectives) > 1:
-            raise ValueError(f"{' and '.join(objectives)} exclude each other; give one of them")
-        if self.map_similarity and (self.distill or self.mask):
-            raise ValueError("map_similarity does not work with distill or mask; leave it out")
-        if self.mask and self.augment.mixes:
-            raise ValueError("mask trains without labels to mix; leave augment.mixup and augment.cutmix at 0")
-        if self.token_labels and self.loss == "sigmoid":
-            raise ValueError("token_labels works with the softmax loss only; leave loss at softmax")
-        if self.token_labels and self.token_labels.maps:
-            self._check_label_maps()
-        _check_task(self)
+        for problem in self._problems():
+            raise ValueError(problem)
         return self
 
-    def _check_iterations(self, iterations: int) -> None:
-        """Raise ValueError for schedules in epochs, or beyond the end, in a run of a given number of steps."""
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with fields that do not fit together."""
+        if self.iterations:
+            yield from self._iteration_problems(self.iterations)
+        elif self.optim.warmup_epochs >= self.epochs:
+            yield f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
+        if self.augment.mixes and self.data.batch_size % 2:
+            yield f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on"
+        if self.model.recast_epoch > self.epochs:
+            yield f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}"
+        if self.model.recast_epoch and not (self.model.recast or self.model.unstride):
+            yield "model.recast_epoch needs a model.recast or model.unstride; give one, or leave it at 0"
+        if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
+            yield "model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false"
+        if self.model.recast_epoch and self.mask:
+            yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
+        if self.drop_path and "drop_path_rate" in self.model.kwargs:
+            yield "drop_path is also given as model.kwargs.drop_path_rate; give drop_path only"
+        if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
+            yield "monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
+        if self.augment.repeats > 1 and self.data.streamed:
+            repeats = f"augment.repeats {self.augment.repeats}"
+            yield f"{repeats} does not work with {self.data.source}, a stream; leave it at 1"
+        if self.augment.scale[0] > self.augment.scale[1]:
+            yield "augment.scale must have the smaller fraction first"
+        if self.anneal and self.anneal.epochs > self.epochs:
+            yield f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}"
+        objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
+        if len(objectives) > 1:
+            yield f"{' and '.join(objectives)} exclude each other; give one of them"
+        if self.map_similarity and (self.distill or self.mask):
+            yield "map_similarity does not work with distill or mask; leave it out"
+        if self.mask and self.augment.mixes:
+            yield "mask trains without labels to mix; leave augment.mixup and augment.cutmix at 0"
+        if self.token_labels and self.loss == "sigmoid":
+            yield "token_labels works with the softmax loss only; leave loss at softmax"
+        if self.token_labels and self.token_labels.maps:
+            yield from self._label_map_problems()
+        yield from self._task_problems()
+
+    def _iteration_problems(self, iterations: int) -> Iterator[str]:
+        """Yield schedules in epochs, or beyond the end, in a run of a given number of steps."""
         if self.optim.warmup_epochs or self.anneal or self.model.recast_epoch:
-            raise ValueError(
+            yield (
                 "a run with iterations has no schedules in epochs; give optim.warmup_iterations instead of "
                 "warmup_epochs, and leave anneal and model.recast_epoch out"
             )
         if (self.optim.warmup_iterations or 0) >= iterations:
-            raise ValueError(f"optim.warmup_iterations must be below iterations {iterations}; lower it")
+            yield f"optim.warmup_iterations must be below iterations {iterations}; lower it"
 
-    def _check_label_maps(self) -> None:
-        """Raise ValueError for data or augmentation that label maps do not support."""
+    def _label_map_problems(self) -> Iterator[str]:
+        """Yield data or augmentation that label maps do not support."""
         if self.data.streamed:
-            raise ValueError(f"token_labels.maps needs images with file names; {self.data.source} has none")
+            yield f"token_labels.maps needs images with file names; {self.data.source} has none"
         if self.augment.crop_padding:
-            raise ValueError("token_labels.maps supports random resized crops only; leave augment.crop_padding at 0")
+            yield "token_labels.maps supports random resized crops only; leave augment.crop_padding at 0"
+
+    def _task_problems(self) -> Iterator[str]:
+        """Yield data or fields that the recipe's task does not take."""
+        source = self.data.source
+        if self.task is None:
+            if source not in (*SOURCES, *STREAMS):
+                yield f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}"
+            return
+        task, name = self.task.task, self.task.name
+        if source not in task.sources:
+            yield f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}"
+        yield from (f"{field} does not apply to {name}; leave it out" for field in task.unused if self._sets(field))
+        task.check_recipe(self)
+
+    def _sets(self, field: str) -> bool:
+        """True if a field such as `loss` or `data.size` differs from its default."""
+        part: Part = self
+        *groups, name = field.split(".")
+        for group in groups:
+            part = getattr(part, group)
+        return getattr(part, name) != type(part).model_fields[name].get_default()
 
     @property
     def shortened(self) -> str:
@@ -179,30 +185,6 @@ class Recipe(Part):
     def folder(self) -> Path:
         """Folder of the run: `out`, or runs/NAME."""
         return self.out or Path("runs") / self.name
-
-
-def _check_task(recipe: Recipe) -> None:
-    """Raise ValueError for data or fields that the recipe's task does not take."""
-    source = recipe.data.source
-    if recipe.task is None:
-        if source not in (*SOURCES, *STREAMS):
-            raise ValueError(f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}")
-        return
-    task, name = recipe.task.task, recipe.task.name
-    if source not in task.sources:
-        raise ValueError(f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}")
-    for field in task.unused:
-        if _is_changed(recipe, field):
-            raise ValueError(f"{field} does not apply to {name}; leave it out")
-    task.check_recipe(recipe)
-
-
-def _is_changed(part: Part, field: str) -> bool:
-    """True if a field such as `loss` or `data.size` differs from its default."""
-    *groups, name = field.split(".")
-    for group in groups:
-        part = getattr(part, group)
-    return getattr(part, name) != type(part).model_fields[name].get_default()
 
 
 CHANGEABLE: dict[str, Any] = {
@@ -224,28 +206,6 @@ CHANGEABLE: dict[str, Any] = {
 def identity_json(recipe: Recipe) -> str:
     """Return the recipe as JSON, without the fields that may change when a run is resumed."""
     return recipe.model_dump_json(exclude=CHANGEABLE)
-
-
-def add_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved recipe with defaults for fields added since; an invalid one is returned unchanged."""
-    try:
-        return json.loads(identity_json(Recipe.model_validate(_convert_old_fields(recipe))))
-    except ValidationError:
-        return recipe
-
-
-def _convert_old_fields(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved recipe of an older version with today's fields.
-
-    In old versions, schedules began at the first step, and augmentation magnitudes above 10 were clamped to 10.
-    """
-    optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
-    if optim.get("warmup_epochs"):
-        optim.setdefault("schedule_from", "start")
-    policy = augment.get("auto_augment") or ""
-    if policy.startswith("rand") and "-mmax" not in policy:
-        augment["auto_augment"] = re.sub(r"-m\d{2,}", "-m10", policy)
-    return {**recipe, "optim": optim, "augment": augment}
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -310,34 +270,15 @@ def fields_of(groups: list[str], values: Any) -> dict[str, Any]:
     part: Any = Recipe
     for group in groups:
         values = values.get(group) if isinstance(values, dict) else None
-        kinds = typing.get_args(part.model_fields[group].annotation) or (part.model_fields[group].annotation,)
-        part = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), Part)
+        part = part_of(part.model_fields[group].annotation) or Part
     return part.documented_fields(values)
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
-    try:
-        text = read_text(path)
-        values = load_toml(text) if path.suffix == ".toml" else load_yaml(text)
-    except UserError as error:
-        raise UserError(f"cannot read recipe {path}: {error}") from None
-    except FileNotFoundError:
-        raise UserError(f"cannot read recipe {path}: there is no such file") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
-    return values
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
     """Return Markdown with a line per field: option, description, default; groups follow under their names."""
     lines, groups = [], []
     for name, field in part.documented_fields().items():
-        kinds = [field.annotation, *typing.get_args(field.annotation)]
-        group = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
-        if group:
+        if group := part_of(field.annotation):
             title = " ".join((group.__doc__ or "").split("\n\n")[0].split())
             groups.append(
                 f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{document_fields(group, f'{prefix}{name}.')}"

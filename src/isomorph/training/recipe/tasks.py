@@ -76,7 +76,6 @@ def register_task(name: str, task: str | type[RecipeTask]) -> None:
 
 
 def _register_installed_tasks() -> None:
-    """Register the tasks that installed packages offer."""
     for entry in entry_points(group=ENTRY_POINTS):
         register_task(entry.name, entry.value)
 

@@ -11,12 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from isomorph.checkpoints.optimizer_state import (
-    GROUP_PREFIX,
-    load_optimizer,
-    owner_name,
-    split_optimizer,
-)
+from isomorph.checkpoints.optimizer_state import GROUP_PREFIX, load_optimizer, owner_name, split_optimizer
 from isomorph.distributed import seed_everything
 from isomorph.surgery import notes
 from isomorph.training.build import apply_surgery

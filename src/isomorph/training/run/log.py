@@ -1,4 +1,4 @@
-"""The log files of a run, its environment, and its terminal output."""
+"""What a run reports: log files, its environment, curves in TensorBoard or Weights & Biases, and terminal output."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.terminal_tables import count_of
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.tracking import Tracker, open_tracker
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 """Log files with one JSON object per line."""
+
+WANDB_ID = "wandb-id.txt"
+"""File in the folder of a run with the id of its wandb run, so that a resumed run continues it."""
 
 
 def describe_environment(runtime: Runtime) -> dict[str, Any]:
@@ -44,13 +48,88 @@ def describe_environment(runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def check_tracker(recipe: Recipe) -> None:
+    """Raise UserError when the package that draws the curves is not installed.
+
+    A folder of curves with its name, such as wandb/ in the working folder, is not the package: it has no origin.
+    """
+    if recipe.track and ((spec := find_spec(recipe.track)) is None or spec.origin is None):
+        raise UserError(f"track: {recipe.track} is not installed; run pip install {recipe.track}, or leave track out")
+
+
+class TensorBoard:
+    """TensorBoard's event files in `tensorboard/` of the run's folder; steps to be repeated are dropped from them."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here, as it imports all of tensorboard
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def add(self, group: str, step: int, values: dict[str, float]) -> None:
+        """Add a point to each of the curves `group/name`; the step of the group "epoch" is the epoch."""
+        for name, value in values.items():
+            self.writer.add_scalar(f"{group}/{name}", value, step)
+
+    def close(self, failed: bool) -> None:
+        """Write what is buffered; `failed` is True for a run that stopped before its end."""
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """One wandb run for each run folder, with the recipe as its config.
+
+    Every group of curves has an axis of its own, so a resumed run draws the steps that it repeats over the old ones.
+
+    Source: https://docs.wandb.ai (wandb.init, define_metric, log, finish)
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        import wandb
+
+        file = recipe.folder / WANDB_ID
+        known = file.read_text().strip() if file.is_file() else None
+        try:
+            self.run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "isomorph"),
+                name=recipe.name,
+                id=known,
+                resume="allow",
+                dir=str(recipe.folder),
+                config=recipe.model_dump(mode="json"),
+                allow_val_change=True,
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"wandb cannot start: {reason}; run wandb login, or set WANDB_MODE=offline") from None
+        write_atomically(file, lambda path: path.write_text(f"{self.run.id}\n"))
+        for group, axis in (("train", "step"), ("epoch", "epoch")):
+            self.run.define_metric(f"{group}/*", step_metric=f"{group}/{axis}")
+
+    def add(self, group: str, step: int, values: dict[str, float]) -> None:
+        axis = "epoch" if group == "epoch" else "step"
+        self.run.log({f"{group}/{name}": value for name, value in {**values, axis: step}.items()})
+
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+def open_tracker(recipe: Recipe, step: int) -> TensorBoard | WeightsAndBiases | None:
+    """Return the tracker that a recipe asks for, or None; `step` is the last one that is done.
+
+    Raises: UserError when wandb cannot start.
+    """
+    if recipe.track is None:
+        return None
+    return TensorBoard(recipe.folder, step) if recipe.track == "tensorboard" else WeightsAndBiases(recipe)
+
+
 class Journal:
     """Writer of a run's logs, tracked curves and terminal output; only the leading process writes."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
         self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
         self.console = Console(file=ClosableStream(sys.stdout), quiet=not (show and runtime.is_main))  # type: ignore[arg-type]
-        self.tracker: Tracker | None = None
+        self.tracker: TensorBoard | WeightsAndBiases | None = None
 
     def open(self, epoch: int, step: int) -> None:
         """Write recipe and environment, and remove log rows of steps that will be repeated.
@@ -61,8 +140,7 @@ class Journal:
             return
         for name in LOGS:
             if damaged := _truncate_log(self.folder / name, epoch, step):
-                lines = "1 line" if damaged == 1 else f"{damaged} lines"
-                self.say(f"{self.recipe.name}: removed {lines} of {name} that cannot be read")
+                self.say(f"removed {count_of(damaged, 'line')} of {name} that cannot be read")
         self.tracker = open_tracker(self.recipe, step)
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
@@ -83,9 +161,7 @@ class Journal:
 
     def report_unreadable(self, problems: list[str]) -> None:
         """Print the number of unreadable images so far, and list them in unreadable.txt."""
-        self.say(
-            f"{self.recipe.name}: {len(problems)} unreadable images so far, listed in {self.folder}/unreadable.txt"
-        )
+        self.say(f"{len(problems)} unreadable images so far, listed in {self.folder}/unreadable.txt")
         if self.runtime.is_main:
             text = "".join(f"{problem}\n" for problem in problems)
             write_atomically(self.folder / "unreadable.txt", lambda file: file.write_text(text))
@@ -104,8 +180,13 @@ class Journal:
             self.tracker.close(failed=error[0] is not None)
 
     def say(self, text: str) -> None:
-        """Print a message on the terminal."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Print a message after the name of the run."""
+        self.show(f"{self.recipe.name}: {text}")
+
+    def show(self, *lines: str) -> None:
+        """Print lines on the terminal."""
+        for line in lines:
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, title: str, done: int, total: int) -> Iterator[Any]:

@@ -1,38 +1,27 @@
 """The training loop: steps, evaluation after each epoch, snapshots, and resumption."""
 
+import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.checkpoints.snapshot import rename_damaged
-from isomorph.distributed import open_runtime
+from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.terminal_tables import count_of
 from isomorph.training.classification import recipe_task
 from isomorph.training.optim import group_table
+from isomorph.training.parallel import no_gradient_sync
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.folder_lock import lock_folder
-from isomorph.training.run.guards import (
-    NOT_FINITE,
-    StopRequest,
-    raise_on_signals,
-    stop_requests,
-)
+from isomorph.training.run.guards import NOT_FINITE, StopRequest, lock_folder, raise_on_signals, stop_requests
 from isomorph.training.run.late_recast import recast_run
 from isomorph.training.run.log import Journal
-from isomorph.training.run.monitor import (
-    StepMonitor,
-    all_finite,
-    divergence_error,
-    raise_if_stopped,
-    save_snapshot,
-)
+from isomorph.training.run.monitor import StepMonitor, divergence_error, raise_if_stopped, save_snapshot
 from isomorph.training.run.open import open_run
 from isomorph.training.run.state import Run
-from isomorph.training.run.step import train_step
 
 MIN_SECONDS = 10.0
 """Epochs shorter than this many seconds are not checked for slow data loading."""
@@ -84,7 +73,7 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     with ExitStack() as stack:
         with raise_on_signals():
             if warning := stack.enter_context(lock_folder(recipe.folder, runtime)):
-                journal.say(f"{recipe.name}: {warning}")
+                journal.say(warning)
             run = open_run(recipe, runtime)  # writes nothing
         return _complete(run, journal)
 
@@ -93,7 +82,7 @@ def _complete(run: Run, journal: Journal) -> Result:
     """Train the remaining epochs of a run and save its model. Raises: as `train`."""
     recipe = run.recipe
     if run.progress.closed == run.epochs and run.has_written(recipe.folder / "model.safetensors"):
-        journal.say(f"{recipe.name}: already complete in {recipe.folder}")
+        journal.say(f"already complete in {recipe.folder}")
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
     with stop_requests() as request, journal:
         journal.open(run.progress.closed, run.progress.step)
@@ -115,25 +104,24 @@ def _print_start(run: Run, journal: Journal) -> None:
     """Print size, device and parameter groups of the run, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
     for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
-        journal.say(f"{recipe.name}: {message}; using the one before it")
+        journal.say(f"{message}; using the one before it")
     steps = run.order.steps
     begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
     cut = f", {run.iterations:,} in all" if run.iterations % steps else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
     journal.say(
-        f"{recipe.name}: {begin}{count_of(run.epochs, 'epoch')} of {count_of(steps, 'step')}{cut}, "
+        f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(steps, 'step')}{cut}, "
         f"{count_of(run.order.images, 'image')}, on {runtime.device}{shared}"
     )
     if run.start and not progress.step:
-        journal.say(f"{recipe.name}: {run.start}")
+        journal.say(run.start)
     if recipe.shortened:
-        journal.say(f"{recipe.name}: {recipe.shortened}")
+        journal.say(recipe.shortened)
     if recipe.data.test_images:
-        journal.say(f"{recipe.name}: evaluating on {recipe.data.test_images:,} test images only (data.test_images)")
+        journal.say(f"evaluating on {recipe.data.test_images:,} test images only (data.test_images)")
     if run.order.batch < recipe.data.batch_size:
-        journal.say(f"{recipe.name}: batches of {run.order.batch}, as there are only {run.order.images:,} images")
-    for line in group_table(run.optimizer, recipe.optim):
-        journal.say(line)
+        journal.say(f"batches of {run.order.batch}, as there are only {run.order.images:,} images")
+    journal.show(*group_table(run.optimizer, recipe.optim))
 
 
 def recast_when_due(run: Run, journal: Journal) -> Run:
@@ -141,9 +129,8 @@ def recast_when_due(run: Run, journal: Journal) -> Run:
     if run.progress.recast or run.progress.closed < run.recipe.model.recast_epoch:
         return run
     run, message = recast_run(run)
-    journal.say(f"{run.recipe.name}: {message}")
-    for line in group_table(run.optimizer, run.recipe.optim):
-        journal.say(line)
+    journal.say(message)
+    journal.show(*group_table(run.optimizer, run.recipe.optim))
     return run
 
 
@@ -163,17 +150,53 @@ def train_epoch(
         monitor.after_step(waited, images)
         advance()
     seconds = time.perf_counter() - start
-    if seconds > MIN_SECONDS:
-        _warn_about_waiting(run, journal, monitor.waited / seconds)
+    if seconds > MIN_SECONDS and monitor.waited / seconds > MAX_WAITING and not run.warned:
+        run.warned = True
+        advice = f"raise data.workers (now {run.recipe.data.workers})"
+        journal.say(f"{monitor.waited / seconds:.0%} of the time was spent waiting for images; {advice}")
     return run.runtime.mean(run.total) / steps
 
 
-def _warn_about_waiting(run: Run, journal: Journal, share: float) -> None:
-    """Print a warning, once per process, if training waits for images."""
-    if share > MAX_WAITING and not run.warned:
-        run.warned = True
-        advice = f"raise data.workers (now {run.recipe.data.workers})"
-        journal.say(f"{run.recipe.name}: {share:.0%} of the time was spent waiting for images; {advice}")
+def train_step(run: Run) -> tuple[float, Any]:
+    """Train one step on this process's parts of a batch; return the seconds spent loading, and the last inputs.
+
+    Random draws (mixing, dropout) are seeded by seed, step and part, so they do not depend on the number of processes.
+    """
+    recipe, step, parts = run.recipe, run.progress.step, run.share.own
+    since = step - recipe.model.recast_epoch * run.order.steps
+    anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
+    if anneal:
+        anneal.apply(run.trained, since)
+    run.scheduler.step_update(step)
+    run.optimizer.zero_grad()
+    waited = 0.0
+    for part in parts:
+        start = time.perf_counter()
+        inputs, targets, problems = run.next_part()
+        waited += time.perf_counter() - start
+        run.note_unreadable(problems)
+        seed_everything("step", recipe.seed, step, part)
+        with no_gradient_sync(run.task) if part != parts[-1] else nullcontext():
+            run.total += backward(run, inputs, targets)
+    if recipe.optim.clip_grad:
+        nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
+    run.optimizer.step()
+    run.task.update_ema(step)
+    if anneal:
+        for model in filter(None, (run.trained, run.averaged)):
+            anneal.set_slopes(model, since + 1)
+    return waited, inputs
+
+
+def backward(run: Run, inputs: Any, targets: Any) -> Tensor:
+    """Add the gradients of one part of a batch; return its contribution to the mean loss of the step."""
+    inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
+    if run.mix:
+        inputs, targets = run.mix(inputs, targets)
+    with run.runtime.autocast():
+        loss = run.task(inputs, targets)["loss"] / len(run.share.own)
+    loss.backward()
+    return loss.detach()
 
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
@@ -182,7 +205,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     epoch, start = progress.closed + 1, time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
     metrics = {"loss": loss, **(run.measure() if due else {})}
-    if not all_finite(metrics):
+    if not all(map(math.isfinite, metrics.values())):
         raise divergence_error(run, NOT_FINITE, "the evaluation after it")
     if due:
         progress.metrics = metrics
@@ -204,4 +227,4 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     text = "".join(
         f"{name} {metrics[name]:{form}}  " for name, form in recipe_task(recipe).printed.items() if name in metrics
     )
-    journal.say(f"{recipe.name}: epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")
+    journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")

@@ -3,6 +3,7 @@
 import math
 import signal
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +11,55 @@ from torch import Tensor, nn
 from isomorph.analysis import branch_similarity, logit_stats
 from isomorph.checkpoints.snapshot import list_snapshots
 from isomorph.errors import UserError
-from isomorph.training.run.guards import (
-    LOSS_WINDOW,
-    NOT_FINITE,
-    Diverged,
-    Stopped,
-    StopRequest,
-)
+from isomorph.layers.pyramid import Pyramid
+from isomorph.training.run.guards import LOSS_WINDOW, NOT_FINITE, Diverged, Stopped, StopRequest
 from isomorph.training.run.log import Journal
-from isomorph.training.run.rotation import Rotation
 from isomorph.training.run.state import Run
 
 MONITORED_IMAGES = 32
 """Images of a batch on which attention is monitored."""
+
+
+class Rotation:
+    """Measures the angle by which a step turns the scale-free weights of each pyramid.
+
+    Adam turns such a weight by about the learning rate in each step, whatever its gradient; the angle is its effective
+    learning rate. Under fsdp the rows of this process are measured.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        pyramids = {name: module for name, module in model.named_modules() if isinstance(module, Pyramid)}
+        self.weights: dict[str, list[Any]] = {
+            name: [layer.weight for layer in p.scale_free_layers] for name, p in pyramids.items()
+        }
+        self.before: dict[str, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Store the directions of the weights before a step."""
+        self.before = {name: [_directions(w).clone() for w in weights] for name, weights in self.weights.items()}
+
+    @torch.no_grad()
+    def angles(self) -> dict[str, float]:
+        """Return the mean angle, in radians, between the stored rows and the present ones, and forget the stored ones.
+
+        Layers without rows have none, and nothing has without a call of `remember` before.
+        """
+        found = {}
+        for name, before in self.before.items():
+            chords = [(_directions(w) - old).norm(dim=1) for w, old in zip(self.weights[name], before, strict=True)]
+            rows = torch.cat(chords) if chords else torch.empty(0)
+            if len(rows):
+                found[name] = (2 * torch.asin((rows / 2).clamp(max=1))).mean()
+        self.before = {}
+        values = torch.stack(list(found.values())).tolist() if found else []  # one transfer from the device
+        return dict(zip(found, values, strict=True))
+
+
+def _directions(weight: Tensor) -> Tensor:
+    """Return the rows of a weight at length 1. Shape: (out, *) -> (out, C)"""
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    return nn.functional.normalize(local.flatten(1).float(), dim=1)
 
 
 class StepMonitor:
@@ -197,8 +234,3 @@ def raise_if_stopped(run: Run, number: int) -> None:
     if number:
         where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
         raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
-
-
-def all_finite(metrics: dict[str, float]) -> bool:
-    """Return True if all metrics are finite."""
-    return all(math.isfinite(value) for value in metrics.values())

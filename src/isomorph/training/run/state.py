@@ -14,22 +14,13 @@ from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.autoencoder import write_autoencoder
 from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import write_model
 from isomorph.checkpoints.open import load
-from isomorph.checkpoints.optimizer_state import (
-    AVERAGED_PREFIX,
-    MODEL_PREFIX,
-    model_tensors,
-    split_optimizer,
-)
-from isomorph.checkpoints.snapshot import (
-    IntactSnapshot,
-    write_snapshot,
-)
+from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX, model_tensors, split_optimizer
+from isomorph.checkpoints.snapshot import IntactSnapshot, write_snapshot
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.streams.loader import workers_of_part
@@ -37,10 +28,7 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.training.classification import recipe_task
 from isomorph.training.parallel import gathered_state_dict
-from isomorph.training.recipe.recipe import (
-    Recipe,
-    identity_json,
-)
+from isomorph.training.recipe.recipe import Recipe, identity_json
 from isomorph.training.run.guards import LossGuard
 from isomorph.training.task import Objective
 
@@ -143,15 +131,11 @@ class Run:
         gathered = self.runtime.gather(self.progress.unreadable)
         self.progress.unreadable = list(dict.fromkeys(text for each in gathered for text in each))
 
-    def loader(self) -> DataLoader[Any]:
-        """Return the loader of the remaining training samples, from the next step on."""
-        deals = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
-        return recipe_task(self.recipe).train_loader(self.recipe, self.config, self.train, deals)
-
     def next_part(self) -> Any:
         """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
-        if self.batches is None:
-            self.batches = iter(self.loader())
+        if self.batches is None:  # the first since the run began or resumed: the loader starts at the next step
+            deals = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
+            self.batches = iter(recipe_task(self.recipe).train_loader(self.recipe, self.config, self.train, deals))
         return next(self.batches)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

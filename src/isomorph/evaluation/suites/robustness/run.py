@@ -14,8 +14,8 @@ from isomorph.data.corruptions.dataset import CLEAN, CorruptedImages, image_load
 from isomorph.data.sources import Source
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
+from isomorph.evaluation.accuracy import PredictionCounts, sum_counts
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.prediction_counts import PredictionCounts, sum_counts
 from isomorph.evaluation.suites.robustness.cells import CellOptions, CellProgress, open_cells
 from isomorph.evaluation.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
 from isomorph.evaluation.suites.robustness.published import open_published

@@ -1,0 +1,82 @@
+"""Distillation from a teacher on the same images (DeiT), as timm tasks; images in another model's normalisation."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
+from torch import Tensor, nn
+
+from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import check_image_size
+from isomorph.training.recipe.objective_fields import DistillPart
+
+
+def renormalisation(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return scale and shift from images in one normalisation to another: std / std', (mean - mean') / std'.
+
+    Both are data configs with `mean` and `std`. Shape: -> (C, 1, 1) each
+    """
+    (mean, std), (their_mean, their_std) = (
+        [torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std")] for config in (own, theirs)
+    )
+    return std / their_std, (mean - their_mean) / their_std
+
+
+def open_teacher(part: DistillPart) -> nn.Module:
+    """Return the teacher of a recipe. Raises: UserError when it cannot be opened."""
+    if part.kwargs and is_checkpoint_or_run(part.teacher):
+        raise UserError(
+            f"distill.teacher {part.teacher} is a checkpoint with its own arguments; leave distill.kwargs out"
+        )
+    return open_model(part.teacher, part.weights, **part.kwargs)
+
+
+class HardDistillationTask(LogitDistillationTask):
+    """Hard distillation: (1 - share) CE(student, label) + share CE(student, teacher's top class), on the same images.
+
+    Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; ConViT section 3, ConViT-S+
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.trainable_module(input)
+        with torch.no_grad():
+            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            teacher_label = self.teacher(images).argmax(dim=-1)
+        task, teacher = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
+        loss = self.task_loss_weight * task + self.distill_loss_weight * teacher
+        return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
+
+
+def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device) -> TrainingTask:
+    """Return a task with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
+
+    Raises: UserError when the teacher cannot be opened or process the images, or has another number of classes, or the
+    model lacks the distillation token.
+    """
+    teacher = open_teacher(part).eval()
+    check_image_size(teacher, model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
+    theirs, own = (getattr(m, "num_classes", None) for m in (teacher, model))
+    if theirs != own:
+        raise UserError(
+            f"distill.teacher {part.teacher} has {theirs} classes, the model has {own}; give one of the same classes"
+        )
+    teacher = teacher.requires_grad_(False).to(device)
+    shared: dict[str, Any] = dict(
+        criterion=criterion,
+        task_loss_weight=1 - part.share,
+        temperature=part.temperature,
+        device=device,
+        verbose=False,
+    )
+    if not part.token:
+        kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
+        return kind(model, teacher, **shared)
+    if not hasattr(model, "set_distilled_training"):
+        raise UserError(
+            f"{type(model).__name__} has no distillation token; set distill.token false, or train a "
+            "deit_*_distilled_* or tdrl_vit_ti_distilled"
+        )
+    return TokenDistillationTask(model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared)
