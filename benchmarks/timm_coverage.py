@@ -231,24 +231,24 @@ def has_no_map(reason):
 
 
 def cell(total):
-    """Accepted of all modules of the rule's kind in a family."""
-    return f"{total['accepted']:,} of {total['modules']:,}" if total and total["modules"] else "-"
+    """Accepted of all modules of the rule's kind in a family: "all", "12 of 20", or "-" where it has none."""
+    if not total or not total["modules"]:
+        return "-"
+    return "all" if total["accepted"] == total["modules"] else f"{total['accepted']:,} of {total['modules']:,}"
 
 
 def markdown(result):
     """The table of the documentation: a row for each family."""
-    rules = ("ConvToGPSA", "LinearToPyramid", "AttentionToRefined", "AttentionToGPSA", "AttentionToRelative")
-    lines = [
-        ["family", "models", *(f"`{rule}`" for rule in rules), "verified, largest deviation", "most common reason"]
-    ]
+    head = "family, models, `ConvToGPSA`, edits of maps, `AttentionToRelative`, verified, why not attention"
+    lines = [head.split(", ")]
     lines.append(["---"] * len(lines[0]))
     for family, found in result["families"].items():
-        checked = result["verified"].get(family, {})
+        checked, rules = result["verified"].get(family, {}), found["rules"]
         deviations = [rule["deviation"] for rule in checked.get("rules", {}).values() if "deviation" in rule]
         worst = f"`{checked['model']}`, {max(deviations):.0e}" if deviations else ""
-        attention = found["rules"]["AttentionToGPSA"]["reasons"] or found["rules"]["ConvToGPSA"]["reasons"]
-        cells = [cell(found["rules"].get(rule)) for rule in rules]
-        lines.append([family, str(found["models"]), *cells, worst, next(iter(attention), "")])
+        edits = " / ".join(dict.fromkeys(cell(rules.get(name)) for name in ("AttentionToRefined", "AttentionToGPSA")))
+        cells = [cell(rules.get("ConvToGPSA")), edits, cell(rules.get("AttentionToRelative"))]
+        lines.append([family, str(found["models"]), *cells, worst, next(iter(rules["AttentionToGPSA"]["reasons"]), "")])
     return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
 
 
