@@ -83,16 +83,20 @@ def command_line_page() -> str:
 
 
 def shared_options(body: str) -> tuple[str, str]:
-    """Return a section of the options that four commands or more have, and the commands with these by name only."""
-    option = re.compile(r"^\* `(--[a-z-]+).*\n(?: +.*\n)*", re.MULTILINE)
-    count = Counter(match[0] for match in option.finditer(body))
-    shared = {text: option.match(text)[1] for text, times in count.items() if times > 3}  # type: ignore[index]
+    """Return a section of the options that three commands or more have, and the commands with these by name only."""
+    option = re.compile(r"^\* `(--[a-z-]+|[A-Z]+\b).*\n(?: +.*\n)*", re.MULTILINE)
+    shared: dict[str, str] = {}  # of several texts for one name, the most frequent
+    for text, times in Counter(match[0] for match in option.finditer(body)).most_common():
+        name = option.match(text)[1]  # type: ignore[index]
+        if times > 2 and name not in shared.values():
+            shared[text] = name
     parts = []
     for command in re.split(r"(?=^## )", body, flags=re.MULTILINE):
         names = [shared[match[0]] for match in option.finditer(command) if match[0] in shared]
         rest = option.sub(lambda match: "" if match[0] in shared else match[0], command).rstrip()
         line = f"\n\n[Shared options](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}."
-        parts.append(rest.removesuffix("**Parameters**:").rstrip() + (line if names else ""))
+        rest = re.sub(r"\*\*(Arguments|Parameters)\*\*:\s*(?=\*\*|\Z)", "", rest).rstrip()
+        parts.append(rest + (line if names else ""))
     return "## Options of several commands\n\n" + "".join(shared), "\n\n".join(filter(None, parts))
 
 
