@@ -28,7 +28,7 @@ from containers import (
     write_tar,
 )
 from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
-from isomorph.data.formats import tar_index as shards
+from isomorph.data.formats import tar as shards
 from isomorph.data.formats.naming import PackedStrings, contains_word
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source, class_fraction

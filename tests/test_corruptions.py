@@ -26,7 +26,7 @@ from isomorph.data.corruptions.dataset import (
     image_loader,
     image_transform,
 )
-from isomorph.data.corruptions.digital import gaussian_blur_matrix, mirror_indices, sample_bilinear
+from isomorph.data.corruptions.imagenet_c import gaussian_blur_matrix, mirror_indices, sample_bilinear
 from isomorph.data.sources import Source
 
 ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
@@ -151,7 +151,7 @@ def test_a_picture_without_a_drop_stays_a_picture():
 
 
 def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
-    from isomorph.data.corruptions.weather import FROST_TEXTURES, frost, frost_texture
+    from isomorph.data.corruptions.imagenet_c import FROST_TEXTURES, frost, frost_texture
 
     assert "frost6.jpg" not in FROST_TEXTURES
     black = np.zeros((400, 300, 3), np.uint8)
@@ -163,7 +163,7 @@ def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
 
 
 def test_replacing_at_once_is_replacing_one_by_one():
-    from isomorph.data.corruptions.blur import copy_nearby_pixels
+    from isomorph.data.corruptions.imagenet_c import copy_nearby_pixels
 
     original = drawing(20)
     for reach in (1, 2, 3):

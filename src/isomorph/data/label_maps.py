@@ -3,7 +3,7 @@
 import os
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from isomorph.data.sources import ImageLike, ImageSubset, Source
+from isomorph.data.sources import Source, image_name
 from isomorph.errors import UserError, first_line
 
 _LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
@@ -81,21 +81,19 @@ class LabelMapSource(Source):
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
         super().__init__(source.images, source.labels, source.classes, source.shards)
         self.ids, self.split, self.folder, self.num_classes = source.ids, source.split, folder, num_classes
-        _check_files_exist(folder, self._folders_and_files())
+        _check_files_exist(folder, map(self._relative_path, range(len(self))))
         self.shape = _load_label_map(self._path(0), num_classes).shape
-
-    def _folders_and_files(self) -> Iterator[tuple[str, str]]:
-        """Yield the folder and file name of every image's label map."""
-        for index in range(len(self)):
-            folder, _, file = self._relative_path(index).rpartition("/")
-            yield folder, file
 
     def _relative_path(self, index: int) -> str:
         """Return the path of a label map below the folder: the class, then what follows the class in the image's name.
 
         The whole name follows the class where the name does not contain it.
         """
-        name, owner = _file_name(self.images, index), self.classes[int(self.labels[index])]
+        name, owner = image_name(self.images, index), self.classes[int(self.labels[index])]
+        if name is None:
+            raise UserError(
+                "token_labels.maps needs images with file names: data.source imagefolder, tar or webdataset"
+            )
         *folders, file = name.split("/")
         below = folders[folders.index(owner) :] if owner in folders else [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
@@ -118,19 +116,7 @@ class LabelMapSource(Source):
         return image, MapLabels(int(self.labels[index]), self.label_map(index), box, flipped)
 
 
-def _file_name(images: Sequence[ImageLike], index: int) -> str:
-    """Return the name of an image below its folder, or in its tar file.
-
-    Raises: UserError for images without names.
-    """
-    if isinstance(images, ImageSubset):
-        return _file_name(images.images, int(images.indices[index]))
-    if not hasattr(images, "file_name"):
-        raise UserError("token_labels.maps needs images with file names: data.source imagefolder, tar or webdataset")
-    return images.file_name(index)
-
-
-def _check_files_exist(folder: Path, names: Iterable[tuple[str, str]]) -> None:
+def _check_files_exist(folder: Path, paths: Iterable[str]) -> None:
     """Raise a UserError with the first missing file and the number of them; each folder is listed once."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt")
@@ -139,10 +125,9 @@ def _check_files_exist(folder: Path, names: Iterable[tuple[str, str]]) -> None:
     def files_in(below: str) -> frozenset[str]:
         return frozenset(os.listdir(folder / below)) if (folder / below).is_dir() else frozenset()
 
-    missing = [(below, file) for below, file in names if file not in files_in(below)]
+    missing = [path for path in paths if path.rpartition("/")[2] not in files_in(path.rpartition("/")[0])]
     if missing:
-        first = folder / missing[0][0] / missing[0][1]
-        raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {first}")
+        raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {folder / missing[0]}")
 
 
 def _load_label_map(path: Path, num_classes: int) -> Tensor:
@@ -159,17 +144,13 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
         raise UserError(f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)")
     if not loaded.isfinite().all():
         raise UserError(f"{path} is not a label map: it has values that are not finite")
-    _check_class_numbers(path, loaded[1].double(), num_classes)
-    return loaded
-
-
-def _check_class_numbers(path: Path, classes: Tensor, num_classes: int) -> None:
-    """Raise a UserError for classes that are not whole numbers from 0 to below `num_classes`."""
+    classes = loaded[1].double()
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():
         raise UserError(
             f"{path} has class {classes[wrong][0]:g}; classes must be whole numbers from 0 to {num_classes - 1}"
         )
+    return loaded
 
 
 def _format_shape(shape: Sequence[int]) -> str:

@@ -72,21 +72,14 @@ def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corr
     try:
         from imagecorruptions import corrupt as package
 
-        from isomorph.data.corruptions import blur as corruptions_blur
-        from isomorph.data.corruptions import digital as corruptions_digital
-        from isomorph.data.corruptions import weather as corruptions_weather
+        from isomorph.data.corruptions import imagenet_c
     except ImportError as error:
         broken = "" if isinstance(error, ModuleNotFoundError) else f" ({first_line(error)})"
         raise UserError(
             f"corruptions need the package imagecorruptions{broken}; {install_hint('corruptions')}"
         ) from None
-    modules = (corruptions_blur, corruptions_digital, corruptions_weather)
-    return package, {
-        name: getattr(module, name)
-        for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-        for module in modules
-        if hasattr(module, name)
-    }
+    names = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
+    return package, {name: getattr(imagenet_c, name) for name in names if hasattr(imagenet_c, name)}
 
 
 def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0) -> int:

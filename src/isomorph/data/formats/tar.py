@@ -1,31 +1,258 @@
-"""Image folders and webdataset shards inside tar files, never unpacked."""
+"""Image folders and webdataset shards inside tar files, never unpacked: a tar is indexed once, then read by offset.
 
+The index of a tar (names, offsets, sizes, labels) is cached in `$XDG_CACHE_HOME/isomorph/shards` (else `~/.cache`)
+and written again when the tar's size or modification time changes.
+"""
+
+import hashlib
+import io
 import json
-from collections.abc import Iterable, Sequence
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from isomorph.data.formats.naming import (
     SPLITS,
+    PackedStrings,
     check_folder,
     check_known_classes,
     contains_word,
+    is_image_name,
 )
-from isomorph.data.formats.tar_index import (
-    ShardIndex,
-    TarImages,
-    UnlabelledError,
-    index_shards,
-)
-from isomorph.data.sources import ImageSubset, Source, consecutive_ranges
-from isomorph.errors import UserError
+from isomorph.data.sources import ImageLike, ImageSubset, Source, consecutive_ranges
+from isomorph.errors import UserError, first_line
 
+_INDEX_VERSION = 2
+_COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""The first bytes of files compressed by gzip, bzip2, xz and zstandard."""
+_IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 _CLASS_LIST_KEYS = ("classes", "class_names", "classnames", "names")
 """Keys under which a JSON file next to the shards may list the names of the classes."""
+
+
+class TarMember(NamedTuple):
+    """A file inside a tar file: `size` bytes from `offset` on; a label of -1 means none."""
+
+    name: str
+    offset: int
+    size: int
+    label: int = -1
+
+
+class _FileStamp(NamedTuple):
+    """Path, size and modification time of a tar when it was indexed."""
+
+    path: str
+    size: int
+    modified: int
+
+
+class TarIndex(NamedTuple):
+    """The images of one tar. Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none."""
+
+    stamp: _FileStamp
+    names: PackedStrings
+    numbers: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The label of each image. Shape: (n,) int64"""
+        return self.numbers[2]
+
+
+class _OpenFile:
+    """An open file that closes when nothing refers to it; read by position, so processes and threads may share it."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@lru_cache(maxsize=128)
+def _open_tar(stamp: _FileStamp) -> _OpenFile:
+    """Open a tar; a process keeps the latest 128 open. Raises: UserError when the file has changed since indexing."""
+    file = _OpenFile(stamp.path)
+    status = os.fstat(file.descriptor)
+    if (status.st_size, status.st_mtime_ns) != (stamp.size, stamp.modified):
+        raise UserError(f"{stamp.path} has changed since it was opened; restart to read the new file")
+    return file
+
+
+class TarImages(Sequence[ImageLike]):
+    """The images of indexed tars, one tar after the other, each read by its offset."""
+
+    def __init__(self, indices: Sequence[TarIndex]) -> None:
+        self.stamps = [index.stamp for index in indices]
+        self.names = [index.names for index in indices]
+        self.ends = np.cumsum([len(index.names) for index in indices], dtype=np.int64)
+        self.offsets, self.sizes = np.concatenate([index.numbers[:2] for index in indices], 1)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        size, offset = int(self.sizes[index]), int(self.offsets[index])
+        data = os.pread(_open_tar(self.stamps[self._locate(index)[0]]).descriptor, size, offset)
+        if len(data) != size:
+            raise OSError(f"the file ends after {len(data)} of its {size} bytes")
+        return data
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the number of an image's tar, and its index in the tar."""
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        return number, index - (int(self.ends[number - 1]) if number else 0)
+
+    def name(self, index: int) -> str:
+        return f"{self.stamps[self._locate(index)[0]].path}:{self.file_name(index)}"
+
+    def file_name(self, index: int) -> str:
+        """Return the name of an image inside its tar."""
+        number, member = self._locate(index)
+        return self.names[number][member]
+
+
+def index_tars(paths: Sequence[Path], samples: bool = False) -> list[TarIndex]:
+    """Return the index of each tar, from the cache where it is still valid.
+
+    It has all images, or with `samples` those of webdataset samples, with their labels.
+
+    Raises: UserError when a tar cannot be read, is cut short or compressed, or a sample has no label.
+    """
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(partial(_index_tar, samples=samples), paths))
+
+
+def _index_tar(path: Path, samples: bool) -> TarIndex:
+    try:
+        status = path.stat()
+        stamp = _FileStamp(str(path.absolute()), status.st_size, status.st_mtime_ns)
+        if index := _load_index(stamp, samples):
+            return index
+        with open(path, "rb") as file:
+            if file.read(6).startswith(_COMPRESSED_PREFIXES):
+                raise UserError(f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar")
+            file.seek(0)
+            members = list(_iter_samples(file, path) if samples else _iter_images(file))
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
+    numbers = np.array([member[1:] for member in members], np.int64).reshape(-1, 3).T
+    index = TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers)
+    _save_index(index, samples)
+    return index
+
+
+def _cache_file(stamp: _FileStamp, samples: bool) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = f"{'samples' if samples else 'images'} {stamp.path}"
+    return base / "isomorph" / "shards" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.npz"
+
+
+def _load_index(stamp: _FileStamp, samples: bool) -> TarIndex | None:
+    """Return the cached index of this tar if it is of the file as it is now; else None."""
+    try:
+        with open(_cache_file(stamp, samples), "rb") as file, np.load(file, allow_pickle=False) as saved:
+            if saved["stamp"].tolist() == [_INDEX_VERSION, stamp.size, stamp.modified]:
+                return TarIndex(stamp, PackedStrings(saved["block"], saved["ends"]), saved["numbers"])
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+        pass  # missing or damaged
+    return None
+
+
+def _save_index(index: TarIndex, samples: bool) -> None:
+    """Write the index to the cache in one piece; nothing is written without a writable cache folder."""
+    stamp, written = np.array([_INDEX_VERSION, index.stamp.size, index.stamp.modified]), io.BytesIO()
+    np.savez(written, stamp=stamp, block=index.names.block, ends=index.names.ends, numbers=index.numbers)
+    with suppress(OSError, RuntimeError):
+        target = _cache_file(index.stamp, samples)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            draft = Path(folder, target.name)
+            draft.write_bytes(written.getbuffer())
+            os.replace(draft, target)
+
+
+def _iter_members(file: BinaryIO, prefix: str = "") -> Iterator[TarMember]:
+    """Yield every file but hidden ones in a tar that starts where `file` stands; a tar inside is read as a folder.
+
+    Raises: tarfile.TarError when it is damaged, has no end, or has a link instead of an image.
+    """
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        while (entry := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every entry in memory
+            parts = [part for part in entry.name.split("/") if part not in ("", ".")]
+            if (entry.islnk() or entry.issym()) and is_image_name(entry.name):
+                hint = "pack it with --dereference --hard-dereference"
+                raise tarfile.ReadError(f"{entry.name} is a link to {entry.linkname}, not an image; {hint}")
+            if not entry.isreg() or any(part.startswith(".") for part in parts):
+                continue
+            name = prefix + "/".join(parts)
+            if name.endswith(".tar"):
+                file.seek(entry.offset_data)
+                yield from _iter_members(file, name.removesuffix(".tar") + "/")
+            else:
+                yield TarMember(name, entry.offset_data, entry.size)
+        file.seek(archive.offset)
+        end = file.read(tarfile.BLOCKSIZE)
+        if len(end) < tarfile.BLOCKSIZE or any(end):
+            raise tarfile.ReadError(f"no end of the archive where it should be (byte {archive.offset}): cut or damaged")
+
+
+def _iter_images(file: BinaryIO) -> Iterator[TarMember]:
+    return (member for member in _iter_members(file) if is_image_name(member.name))
+
+
+class UnlabelledError(UserError):
+    """Error of a sample without a label."""
+
+
+def _sample_key(member: TarMember) -> tuple[str, str]:
+    """Return folder and stem of a member: consecutive members with one key are a sample."""
+    folder, _, base = member.name.rpartition("/")
+    return folder, base.partition(".")[0]
+
+
+def _iter_samples(file: BinaryIO, path: Path) -> Iterator[TarMember]:
+    """Yield the image of each webdataset sample that has one, with its label.
+
+    Raises: UnlabelledError naming a sample without a label that is a number.
+    """
+    for _, members in groupby(_iter_members(file), _sample_key):
+        parts = {member.name.rpartition("/")[2].partition(".")[2].lower(): member for member in members}
+        image = next((parts[key] for key in _IMAGE_KEYS if key in parts), None)
+        if image is not None:
+            yield image._replace(label=_read_label(file, parts, f"{path}:{image.name}"))
+
+
+def _read_label(file: BinaryIO, parts: dict[str, TarMember], name: str) -> int:
+    """Return the label of a sample: a whole number from 0 in a .cls or .json file."""
+    given = ""
+    for key in filter(parts.__contains__, ("cls", "json")):
+        file.seek(parts[key].offset)
+        text = file.read(parts[key].size)
+        with suppress(ValueError, KeyError, TypeError):
+            label = int(text) if key == "cls" else json.loads(text)["label"]
+            if isinstance(label, int) and not isinstance(label, bool) and label >= 0:
+                return label
+        given = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
+    raise UnlabelledError(
+        f"{name} has no label: next to it must be a .cls file with the number of the class, "
+        f'or a .json file with "label"{given}'
+    )
 
 
 def tar(split: str, root: Path) -> Source:
@@ -71,9 +298,9 @@ class _SplitArchives:
         return self.path not in self.files
 
     @cached_property
-    def indices(self) -> list[ShardIndex]:
+    def indices(self) -> list[TarIndex]:
         """The index of each tar."""
-        return index_shards(self.files, "images")
+        return index_tars(self.files)
 
     @cached_property
     def classes(self) -> list[str]:
@@ -142,12 +369,12 @@ def webdataset(split: str, root: Path) -> Source:
     return Source(TarImages(indices), labels, classes, consecutive_ranges(len(index.labels) for index in indices))
 
 
-def _index_labelled_shards(choices: Sequence[Sequence[Path]]) -> list[ShardIndex]:
+def _index_labelled_shards(choices: Sequence[Sequence[Path]]) -> list[TarIndex]:
     """Return the indices of the first set of shards that has labels. Raises: UserError when none has."""
     for shards in choices[:-1]:
         with suppress(UnlabelledError):
-            return index_shards(shards, "samples")
-    return index_shards(choices[-1], "samples")
+            return index_tars(shards, samples=True)
+    return index_tars(choices[-1], samples=True)
 
 
 def _shards_by_split(root: Path) -> dict[str, list[list[Path]]]:
