@@ -125,7 +125,7 @@ def default_text(field: Any) -> str:
 
 def field_rows(part: Any, prefix: str) -> list[list[str]]:
     """Return the rows of the fields of a group that are not groups themselves."""
-    from isomorph.training.recipe.part import part_of
+    from isomorph.training.recipe.fields import part_of
 
     fields = part.documented_fields().items()
     return [
@@ -142,7 +142,7 @@ def field_rows(part: Any, prefix: str) -> list[list[str]]:
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
     """Return a section for a group of fields, and for each group in it."""
-    from isomorph.training.recipe.part import part_of
+    from isomorph.training.recipe.fields import part_of
 
     title = f"## {prefix.rstrip('.')}" if prefix else "## The run"
     lead = [] if not prefix else [first_line(part.__doc__)]

@@ -16,7 +16,7 @@ from isomorph.data.loaders import eval_loader, eval_transform, train_loader
 from isomorph.distributed import Runtime, to_device
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.training.recipe import tasks
-from isomorph.training.recipe.part import Part, Positive
+from isomorph.training.recipe.fields import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS, find_task, register_task
 from isomorph.training.task import EvaluationOptions, Objective, Task, recorded_task, task_of

@@ -26,7 +26,7 @@ from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
 from isomorph.training.objectives.supervised import PenalisedTask, build_criterion
 from isomorph.training.objectives.token_labels import LabelMapMixup, build_token_labelling
-from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
 

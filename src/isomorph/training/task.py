@@ -23,7 +23,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
-from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.recipe.tasks import open_task
 

@@ -26,7 +26,7 @@ from isomorph.tasks.detection.page import predict_file, write_detections
 from isomorph.tasks.detection.transforms import TrainTransform
 from isomorph.tasks.image_sets import share_loader
 from isomorph.training.build import build_model
-from isomorph.training.recipe.part import Count, NotNegative, Part, Positive
+from isomorph.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
 

@@ -29,8 +29,7 @@ from isomorph.tasks.diffusion.noise_schedule import (
 )
 from isomorph.training.build import build_model, build_test_loader, open_sources, share_loader
 from isomorph.training.objectives.masked import PretrainingTask
-from isomorph.training.recipe.fields import AugmentPart
-from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.fields import AugmentPart, Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Task
 

@@ -19,7 +19,7 @@ from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.glue import open_root, training_sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.training.objectives.masked import PretrainingTask
-from isomorph.training.recipe.part import Rate
+from isomorph.training.recipe.fields import Rate
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction
 

@@ -19,7 +19,7 @@ from isomorph.errors import UserError
 from isomorph.tasks.image_sets import share_loader
 from isomorph.tasks.language.attention_page import write_attention
 from isomorph.tasks.language.sentences import PadBatch, check_tokenizer, open_tokenizer
-from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Task
 

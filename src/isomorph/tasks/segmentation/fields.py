@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from isomorph.training.recipe.part import File, Fraction, NotNegative, Part, Positive, Size
+from isomorph.training.recipe.fields import File, Fraction, NotNegative, Part, Positive, Size
 
 
 def _as_pair(value: Any) -> Any:

@@ -1,21 +1,114 @@
-"""Recipe fields of data, augmentation, optimiser, annealing and scale."""
+"""Groups of recipe fields: the task, data, augmentation, optimiser, annealing and scale; and the types of fields."""
 
 import difflib
 import math
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data.formats.registry import SOURCES, locate_folder
 from isomorph.data.streams.stream import STREAMS
+from isomorph.errors import UserError
 from isomorph.surgery import Anneal
-from isomorph.training.recipe.part import Count, File, Fraction, NotNegative, Part, PartRate, Positive, Rate, Size
-from isomorph.training.recipe.tasks import task_names
+from isomorph.training.recipe.tasks import TASKS, RecipeTask, find_task, open_task, task_names
+
+Positive = Annotated[float, Field(gt=0)]
+PartRate = Annotated[float, Field(gt=0, validate_default=True)]
+"""Learning rate of a parameter group: a number, or a multiple of lr like `10x` (`OptimPart.resolve_multiple`)."""
+NotNegative = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Epochs = Annotated[int, Field(ge=1, le=100_000)]
+Size = Annotated[int, Field(ge=1, le=2**14)]
+Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 MAX_WRITTEN_RATE = 10.0
 """Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x."""
+
+
+class Part(BaseModel):
+    """Base class of the groups of fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
+
+    @classmethod
+    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
+        """Return the fields by name, as `--help` lists them; only those that fit the values, if these are given."""
+        return cls.model_fields
+
+
+def part_of(hint: Any) -> type[Part] | None:
+    """Return the group of fields that a type stands for; None for the type of a single field."""
+    kinds = [hint, *get_args(hint)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
+
+
+def _named_fields(values: Any) -> type[Part] | None:
+    """Return the fields of the task that the values of a recipe's group name; None for no task, or an unknown one."""
+    name = values.get("name") if isinstance(values, dict) else None
+    try:
+        return cast(type[Part], find_task(name).fields) if isinstance(name, str) else None
+    except UserError:
+        return None
+
+
+class TaskPart(Part):
+    """Task to train for, other than image classification; its fields follow."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    """Name of the task, e.g. segmentation."""
+
+    @field_validator("name")
+    @classmethod
+    def check_name(cls, name: str) -> str:
+        try:
+            find_task(name)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return name
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_own_fields(cls, values: Any) -> Any:
+        """Check the fields of the named task, and add its defaults."""
+        part = _named_fields(values)
+        if part is None:
+            return values
+        given = {name: value for name, value in values.items() if name != "name"}
+        return {"name": values["name"], **part.model_validate(given).model_dump()}
+
+    @cached_property
+    def task(self) -> RecipeTask:
+        """The task with its options."""
+        return open_task(self.name, self.model_extra or {})
+
+    @classmethod
+    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
+        """Return the name, and the fields of the task that the values name, or of all tasks.
+
+        The description of a field that several tasks have is each one's.
+        """
+        if part := _named_fields(values):
+            return cls.model_fields | part.model_fields
+        found: dict[str, FieldInfo] = dict(cls.model_fields)
+        for task in TASKS:
+            for name, field in find_task(task).fields.model_fields.items():
+                text = f"{task}: {field.description}"
+                default = field.get_default(call_default_factory=True)
+                described = f"{found[name].description} {text}" if name in found else text
+                found[name] = FieldInfo(annotation=Any, default=default, description=described)
+        return found
 
 
 class DataPart(Part):

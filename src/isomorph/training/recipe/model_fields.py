@@ -10,7 +10,7 @@ from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
 from isomorph.surgery.rules.registry import RULES, build_rule, rule_options
-from isomorph.training.recipe.part import File, Globs, Part
+from isomorph.training.recipe.fields import File, Globs, Part
 
 
 class RecastPart(Part):

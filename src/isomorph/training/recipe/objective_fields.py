@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from isomorph.training.recipe.part import Count, File, Fraction, NotNegative, Part, Positive, Rate, Size
+from isomorph.training.recipe.fields import Count, File, Fraction, NotNegative, Part, Positive, Rate, Size
 
 
 class TokenLabelPart(Part):

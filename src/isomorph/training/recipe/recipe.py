@@ -14,11 +14,25 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams.stream import STREAMS
 from isomorph.errors import UserError
-from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, OptimPart, ScalePart
+from isomorph.training.recipe.fields import (
+    AnnealPart,
+    AugmentPart,
+    Count,
+    DataPart,
+    Epochs,
+    File,
+    NotNegative,
+    OptimPart,
+    Part,
+    Positive,
+    Rate,
+    ScalePart,
+    TaskPart,
+    part_of,
+)
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, MaskPart, TokenLabelPart
-from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate, part_of
-from isomorph.training.recipe.tasks import TaskPart, task_names
+from isomorph.training.recipe.tasks import task_names
 
 P = TypeVar("P", bound=Part)
 

@@ -1,16 +1,13 @@
-"""The tasks that a recipe can name, and its group of fields `task`; without it a recipe is of image classification."""
+"""The tasks that a recipe can name; without a name it is of image classification."""
 
 from difflib import get_close_matches
-from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol
 
-from pydantic import ConfigDict, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
 from isomorph.errors import UserError
-from isomorph.training.recipe.part import Part
 
 ENTRY_POINTS = "isomorph.tasks"
 """Group of the entry points by which other packages offer tasks."""
@@ -19,14 +16,14 @@ ENTRY_POINTS = "isomorph.tasks"
 class RecipeTask(Protocol):
     """What a recipe needs to know about a task; `isomorph.training.Task` has it all."""
 
-    fields: ClassVar[type[Part]]
+    fields: ClassVar[type[BaseModel]]
     """The fields of the recipe's group `task`, besides its name."""
     sources: ClassVar[tuple[str, ...]]
     """Values of data.source that the task takes."""
     unused: ClassVar[tuple[str, ...]]
     """Recipe fields, or groups of fields, that do not apply to the task."""
 
-    def __init__(self, options: Part) -> None: ...
+    def __init__(self, options: Any) -> None: ...
 
     def check_recipe(self, recipe: Any) -> None:
         """Raise ValueError for fields of a recipe that do not fit together."""
@@ -89,62 +86,3 @@ def open_task(name: str, options: dict[str, Any]) -> RecipeTask:
 def task_names(source: str) -> list[str]:
     """Return the names of the tasks that take a data source."""
     return [name for name in TASKS if source in find_task(name).sources]
-
-
-def _named_fields(values: Any) -> type[Part] | None:
-    """Return the fields of the task that the values of a recipe's group name; None for no task, or an unknown one."""
-    name = values.get("name") if isinstance(values, dict) else None
-    try:
-        return find_task(name).fields if isinstance(name, str) else None
-    except UserError:
-        return None
-
-
-class TaskPart(Part):
-    """Task to train for, other than image classification; its fields follow."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-    """Name of the task, e.g. segmentation."""
-
-    @field_validator("name")
-    @classmethod
-    def check_name(cls, name: str) -> str:
-        try:
-            find_task(name)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-        return name
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_own_fields(cls, values: Any) -> Any:
-        """Check the fields of the named task, and add its defaults."""
-        part = _named_fields(values)
-        if part is None:
-            return values
-        given = {name: value for name, value in values.items() if name != "name"}
-        return {"name": values["name"], **part.model_validate(given).model_dump()}
-
-    @cached_property
-    def task(self) -> RecipeTask:
-        """The task with its options."""
-        return open_task(self.name, self.model_extra or {})
-
-    @classmethod
-    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
-        """Return the name, and the fields of the task that the values name, or of all tasks.
-
-        The description of a field that several tasks have is each one's.
-        """
-        if part := _named_fields(values):
-            return cls.model_fields | part.model_fields
-        found: dict[str, FieldInfo] = dict(cls.model_fields)
-        for task in TASKS:
-            for name, field in find_task(task).fields.model_fields.items():
-                text = f"{task}: {field.description}"
-                default = field.get_default(call_default_factory=True)
-                described = f"{found[name].description} {text}" if name in found else text
-                found[name] = FieldInfo(annotation=Any, default=default, description=described)
-        return found

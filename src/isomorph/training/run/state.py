@@ -93,8 +93,9 @@ class Run:
     @property
     def lanes(self) -> int:
         """Number of lanes of a stream, which must be the same when resuming within an epoch; 0 without a stream."""
-        each = workers_of_part(self.share, max(self.recipe.data.workers, 1))
-        return self.share.total * each if self.recipe.data.streamed else 0
+        if not self.recipe.data.streamed:
+            return 0
+        return self.share.total * workers_of_part(self.share, max(self.recipe.data.workers, 1))
 
     @property
     def counts(self) -> dict[str, int]:
