@@ -22,7 +22,7 @@ from isomorph.deployment.artefact import load_artefact
 from isomorph.deployment.onnx_model import build_onnx
 from isomorph.deployment.program import name_failure, prepare, trace
 from isomorph.deployment.shapes import parse_dynamic, plan_shapes
-from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.evaluation.suites.robustness.cells import weights_hash
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear")
 CONFIG |= dict(crop_pct=0.9, crop_mode="center", label_names=("cat", "dog"))

@@ -14,7 +14,7 @@ from isomorph.cli.options import CheckpointOptions
 from isomorph.data.sources import image_name
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.suites.robustness.inputs import prepare_inputs
+from isomorph.evaluation.suites.robustness.images import prepare_inputs
 from isomorph.evaluation.suites.test_data import evaluation_data, open_test_images, open_training_images, sample_images
 from isomorph.recipes import parse_overrides
 from isomorph.training.build import open_sources

@@ -29,7 +29,7 @@ from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.suites.robustness.results import (
+from isomorph.evaluation.suites.robustness.cells import (
     _IDENTITY_KEYS,
     CellFile,
     read_results,

@@ -22,8 +22,8 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
-from isomorph.evaluation.suites.robustness import results as robustness_journal
-from isomorph.evaluation.suites.robustness.published import ImageNetC
+from isomorph.evaluation.suites.robustness.cells import weights_hash
+from isomorph.evaluation.suites.robustness.images import ImageNetC
 from isomorph.evaluation.suites.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
@@ -196,11 +196,6 @@ def test_a_part_of_the_suite_is_not_called_the_suite(net):
     assert [row[0] for row in severity_table(found)[1:]] == ["speckle_noise", "extra"]
 
 
-def test_it_is_public():
-    assert "robustness" in iso.__all__
-    assert callable(iso.robustness)
-
-
 def test_workers_and_batches_change_nothing(net):
     source = source_of()
     plain = iso.robustness(net, source, **FEW)
@@ -262,21 +257,6 @@ def test_another_models_file_is_refused(net, tmp_path):
         iso.robustness(net, source, **{**one, "out": tmp_path})
 
 
-def test_a_file_from_before_ece_is_read(net, tmp_path):
-    source, out = source_of(), tmp_path / "cells.jsonl"
-    iso.robustness(net, source, **FOG, out=out)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    out.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "ece"}) + "\n" for line in lines))
-    found = iso.robustness(net, source, **ONE, out=out)
-    assert "ece" in found["cells"][0]
-    assert "ece" not in found["clean"]
-    both = dict(corruptions=["fog", "brightness"], severities=[1, 3])
-    again = iso.robustness(net, source, **both, out=out, baseline=out)
-    assert ["ece" in cell for cell in again["cells"]] == [False, True, True, True]
-    assert summary_lines(again)
-    assert severity_table(again)
-
-
 def test_a_label_beyond_the_classes_is_refused(net):
     net.reset_classifier(3)
     net.num_classes = 10  # what it says of itself is not what its head gives
@@ -286,13 +266,13 @@ def test_a_label_beyond_the_classes_is_refused(net):
 
 def test_weights_tell_models_apart(net):
     other = timm.create_model("cifar_resnet20", pretrained=False)
-    first = robustness_journal.weights_hash(net)
+    first = weights_hash(net)
     other.load_state_dict(net.state_dict())
-    assert robustness_journal.weights_hash(other) == first
+    assert weights_hash(other) == first
     with torch.no_grad():
         next(other.parameters()).view(-1)[0] += 1e-3
-    assert robustness_journal.weights_hash(other) != first
-    assert robustness_journal.weights_hash(net.half()) != first
+    assert weights_hash(other) != first
+    assert weights_hash(net.half()) != first
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -381,10 +361,10 @@ def test_a_fixed_grid_is_fitted_to_another_size(tmp_path):
     torch.manual_seed(0)
     small = dict(img_size=32, patch_size=8, embed_dim=12, depth=1, num_heads=2, num_classes=10)
     vit = timm.create_model("vit_tiny_patch16_224", pretrained=False, **small)
-    before, out = robustness_journal.weights_hash(vit), tmp_path / "cells.jsonl"
+    before, out = weights_hash(vit), tmp_path / "cells.jsonl"
     found = iso.robustness(vit, source_of(), **ONE, size=(64, 48), out=out)
     assert found["size"] == [64, 48]
-    assert robustness_journal.weights_hash(vit) == before == found["weights"]
+    assert weights_hash(vit) == before == found["weights"]
     assert vit.patch_embed.img_size == (32, 32)
     fitted = timm.create_model("vit_tiny_patch16_224", pretrained=False, **small)
     fitted.load_state_dict(vit.state_dict())
@@ -425,15 +405,6 @@ def test_the_published_folder(published):
     assert cell.labels.tolist() == [0, 0, 0, 1, 1, 1]
     other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
     assert other["cells"][0]["top1"] == 100
-
-
-def test_published_images_of_an_older_file_were_chosen_in_another_way(published, tmp_path):
-    out = tmp_path / "cells.jsonl"
-    options = dict(folder=published, corruptions=["fog"], severities=[1], limit=2, out=out)
-    iso.robustness(Brightness(), **options)
-    out.write_text(out.read_text().replace(", evenly spaced over the classes", ""))
-    with pytest.raises(iso.UserError, match=r"cells of Brightness with other images, .* give another --out"):
-        iso.robustness(Brightness(), **options)
 
 
 @pytest.fixture

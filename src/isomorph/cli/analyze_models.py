@@ -17,7 +17,7 @@ from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
-from isomorph.evaluation.suites.robustness.results import read_results, weights_hash
+from isomorph.evaluation.suites.robustness.cells import read_results, weights_hash
 from isomorph.evaluation.suites.test_data import default_data, images_on_device, open_test_images, sample_images
 from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table, lead_text
 from isomorph.report.html import Section, write_page

@@ -11,8 +11,8 @@ from isomorph.cli.progress import track_steps
 from isomorph.deployment import Artefact
 from isomorph.distributed import Runtime
 from isomorph.evaluation import evaluation_config, throughput
-from isomorph.evaluation.suites.imagenet.locate import SuiteLocation
-from isomorph.evaluation.suites.imagenet.suites import NUM_CLASSES, Suite, find_suites, open_located
+from isomorph.evaluation.suites.imagenet import NUM_CLASSES, Suite, find_suites, open_located
+from isomorph.evaluation.suites.locate import SuiteLocation
 from isomorph.evaluation.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
 from isomorph.evaluation.suites.test_data import evaluation_data
 from isomorph.evaluation.suites.test_set import TestSet, check_num_classes, no_progress

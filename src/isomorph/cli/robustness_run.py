@@ -14,9 +14,8 @@ from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
 from isomorph.evaluation.suites.robustness import measure_classifier
-from isomorph.evaluation.suites.robustness.cells import CellOptions, wanted_cells
-from isomorph.evaluation.suites.robustness.published import open_published
-from isomorph.evaluation.suites.robustness.results import read_result
+from isomorph.evaluation.suites.robustness.cells import CellOptions, read_result
+from isomorph.evaluation.suites.robustness.images import open_published
 from isomorph.evaluation.suites.robustness.scores import Cells, metric_name, metric_of, severity_table, summary_lines
 from isomorph.evaluation.suites.test_data import open_test_images
 from isomorph.report.robustness_page import write_robustness
@@ -30,7 +29,7 @@ def check_published_files(
 ) -> None:
     """Raise UserError if published corrupted images are asked for, and files of them are missing."""
     if published := open_published(suite, folder and folder.expanduser()):
-        published.check_files(wanted_cells(corruptions or None, severities or SEVERITIES, extra))
+        published.check_files(choose_cells(corruptions, severities, extra, None, None).wanted())
 
 
 def choose_cells(

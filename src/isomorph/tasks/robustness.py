@@ -21,8 +21,7 @@ from isomorph.data.sources import Source
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.suites.robustness import measure_classifier
-from isomorph.evaluation.suites.robustness.cells import CellOptions, ProgressCallback, open_cells
-from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.evaluation.suites.robustness.cells import CellOptions, ProgressCallback, open_cells, weights_hash
 from isomorph.training.task import EvaluationOptions, ImagesWithTruth, Task, task_of, task_record
 
 _PICTURES = "files at their own size, corrupted, then as in testing"

@@ -16,8 +16,8 @@ from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts
 from isomorph.evaluation.cost import measure_cost
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
-from isomorph.evaluation.suites.imagenet.suites import NUM_CLASSES, open_suites
-from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.evaluation.suites.imagenet import NUM_CLASSES, open_suites
+from isomorph.evaluation.suites.robustness.cells import weights_hash
 from isomorph.evaluation.suites.test_set import (
     BatchProgress,
     TestSet,

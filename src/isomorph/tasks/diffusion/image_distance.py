@@ -25,7 +25,7 @@ from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, install_hint
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.evaluation.suites.robustness.cells import weights_hash
 from isomorph.models.download import is_connection_error, is_reachable
 
 INCEPTION = "inception"

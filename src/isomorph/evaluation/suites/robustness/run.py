@@ -16,10 +16,13 @@ from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts, sum_counts
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.suites.robustness.cells import CellOptions, CellProgress, open_cells
-from isomorph.evaluation.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
-from isomorph.evaluation.suites.robustness.published import open_published
-from isomorph.evaluation.suites.robustness.results import weights_hash
+from isomorph.evaluation.suites.robustness.cells import CellOptions, CellProgress, open_cells, weights_hash
+from isomorph.evaluation.suites.robustness.images import (
+    PUBLISHED_SIZE,
+    RobustnessInputs,
+    open_published,
+    prepare_inputs,
+)
 from isomorph.layers.eval_mode import eval_mode
 
 _Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]

@@ -1,1 +1,0 @@
-"""ImageNet's test suites: folders, classes and labels."""
