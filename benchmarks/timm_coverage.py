@@ -22,7 +22,7 @@ import isomorph as iso
 from interleave import RESULTS
 from isomorph.surgery.attention_layers import FACTS
 from isomorph.surgery.coverage import cover_models, family_of, summarise_coverage, timm_models
-from isomorph.surgery.rules.registry import RULES
+from isomorph.surgery.rule import RULES
 
 ODD, MOST = (97, 129), 6
 """Height and width that models are tried on first, and most modules that ConvToGPSA and LinearToPyramid recast.

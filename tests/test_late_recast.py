@@ -47,8 +47,8 @@ class Identity:
     atol: ClassVar[float] = 0.0
     kind: ClassVar[type] = nn.Conv2d
 
-    def accepts(self, module):
-        return True
+    def reason(self, module):
+        return None
 
     def build(self, module):
         return copy.deepcopy(module)

@@ -168,7 +168,7 @@ def test_sizes_are_read_from_the_tensors(tmp_path):
     opened = open_own(save(tmp_path / "vit.pth", vit.state_dict()), arch="vit_tiny_patch16_224")
     assert same(opened, vit)
     assert evaluation_config(opened)["input_size"] == (1, 96, 96)
-    assert opened.isomorph_base == {
+    assert opened.isomorph_record.base == {
         **dict(name="vit_tiny_patch16_224", num_classes=3, in_chans=1, patch_size=8, depth=2, img_size=[96, 96])
     }
 

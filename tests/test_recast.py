@@ -65,8 +65,8 @@ def test_a_rule_needs_no_kind():
     class Widen:
         atol = 0.0
 
-        def accepts(self, module):
-            return isinstance(module, nn.ReLU)
+        def reason(self, module):
+            return None if isinstance(module, nn.ReLU) else "it is not a ReLU"
 
         def build(self, module):
             return nn.GELU()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.surgery.rules.registry import RULES, rule_options
+from isomorph.surgery.rule import RULES, rule_options
 from isomorph.training.recipe.recipe import document_fields, validate
 
 TOY = '''
@@ -46,8 +46,8 @@ class LinearToDoubled:
     atol: ClassVar[float] = 1e-5
     kind: ClassVar[type[nn.Module]] = nn.Linear
 
-    def accepts(self, module):
-        return type(module) is nn.Linear
+    def reason(self, module):
+        return None if type(module) is nn.Linear else "it is not an nn.Linear"
 
     def build(self, module):
         return Doubled(module)
@@ -120,8 +120,8 @@ class Kept:
 
     atol: ClassVar[float] = 0.0
 
-    def accepts(self, module: nn.Module) -> bool:
-        return True
+    def reason(self, module: nn.Module) -> str | None:
+        return None
 
     def build(self, module: nn.Module) -> nn.Module:
         return module
@@ -167,7 +167,7 @@ def test_what_is_not_a_rule_is_rejected():
 
     for wrong, said in (
         (Mutable, "frozen dataclass"),
-        (Empty, "give it atol, accepts, build"),
+        (Empty, "give it atol, reason, build"),
         (ConvToGPSA, "already"),
     ):
         with pytest.raises(iso.UserError, match=said):

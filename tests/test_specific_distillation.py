@@ -82,7 +82,7 @@ def test_a_pre_trained_encoder_gets_a_token(layout, tmp_path):
     kwargs = SMALL | dict(layout=layout, num_classes=7)
     part = ModelPart(name="tdrl_vit_ti_distilled", kwargs=kwargs, weights=tmp_path / "mae.pth")
     model = build_model(part, 7).eval()
-    new = model.isomorph_start.partition("new: ")[2]
+    new = model.isomorph_record.start.partition("new: ")[2]
     assert {"dist_token", "head_dist.weight"} <= set(new.replace(" and ", ", ").split(", "))
     torch.testing.assert_close(model.pos_embed[:, [0, 2, 3, 4, 5]], encoder.pos_embed)
     assert not model.pos_embed[:, 1].any()

@@ -431,7 +431,7 @@ class TestCheckpoint:
         assert iso.load_weights(other, path, fresh_head=True) == head
         tensors = sum("num_batches" not in name for name in given.state_dict())
         said = f"weights: {tensors - 2} tensors from {path}; new: linear.weight, linear.bias"
-        assert build_model(ModelPart(name="cifar_resnet20", weights=path), 3).isomorph_start == said
+        assert build_model(ModelPart(name="cifar_resnet20", weights=path), 3).isomorph_record.start == said
         assert describe_loaded_weights(other, "x", list("abcdef")).endswith("; new: a, b, c, d and 2 more")
 
     def test_misfits_are_named(self, tmp_path):

@@ -47,19 +47,19 @@ def test_weights_of_both_forms_are_taken(name, tmp_path):
     assert iso.edits(again) == iso.edits(model)
     assert torch.equal(again(x), model(x))
     recast = "recast" in part
-    assert ("(of the recast model)" in again.isomorph_start) == recast
+    assert ("(of the recast model)" in again.isomorph_record.start) == recast
     assert [n for n, p in again.named_parameters() if not p.requires_grad] == [
         n for n, p in model.named_parameters() if not p.requires_grad
     ]
     fresh = build_model(ModelPart(**part, weights=tmp_path / "before.safetensors"), 5).eval()
     assert iso.edits(fresh) == iso.edits(model)
-    assert ("(of the model before its recast)" in fresh.isomorph_start) == recast
+    assert ("(of the model before its recast)" in fresh.isomorph_record.start) == recast
     other = build_model(ModelPart(**part, weights=tmp_path / "after.safetensors"), 3).eval()
     assert other(x).shape == (2, 3)
-    assert "; new: " in other.isomorph_start
+    assert "; new: " in other.isomorph_record.start
     heads = {"linear.weight", "linear.bias"} if part["name"].startswith("cifar") else {"head.weight", "head.bias"}
     if name != "head":
-        assert set(other.isomorph_start.partition("; new: ")[2].split(", ")) == heads
+        assert set(other.isomorph_record.start.partition("; new: ")[2].split(", ")) == heads
 
 
 def test_weights_of_neither_form_are_said_for_both(tmp_path):
@@ -77,7 +77,7 @@ def test_a_late_recast_wants_weights_of_before_it(tmp_path):
     iso.save(timm.create_model("cifar_resnet20", num_classes=5), tmp_path / "before.safetensors")
     model = build_model(ModelPart(**part, weights=tmp_path / "before.safetensors"), 5, recast_now=False)
     assert not iso.edits(model)
-    assert "before its recast" in model.isomorph_start
+    assert "before its recast" in model.isomorph_record.start
     with pytest.raises(
         iso.UserError, match=r"is recast already, but model.recast_epoch is 2; set model.recast_epoch to"
     ):

@@ -147,7 +147,7 @@ def prepare() -> None:
         reason = " ".join(str(error).split())[:120]
         raise ImportError(f"torchvision does not work with this torch ({reason}); reinstall both together") from None
     import isomorph.models  # noqa: F401 (registers them)
-    from isomorph.surgery.rules.registry import register_installed_rules
+    from isomorph.surgery.rule import register_installed_rules
 
     register_installed_rules()
 

@@ -18,7 +18,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
-from isomorph.surgery.notes import add_notes
+from isomorph.surgery.record import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 """Settings of timm's training script that say which images the model expects."""

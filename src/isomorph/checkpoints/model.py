@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from isomorph.checkpoints.files import read_contents, short_reason, strip_wrappers, write_atomically
 from isomorph.checkpoints.rebuild import describe_model
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import unwrap_compiled
-from isomorph.surgery.notes import add_notes
 from isomorph.surgery.recast import check_model
+from isomorph.surgery.record import add_notes, unwrap_compiled
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:

@@ -30,7 +30,7 @@ from isomorph.checkpoints.snapshot import DamagedSnapshot, IntactSnapshot, newes
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.surgery import Edit, edits, replay
-from isomorph.surgery.notes import add_notes, notes
+from isomorph.surgery.record import add_notes, notes
 
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
 """How names of checkpoints end; a file of another name is one too, if it exists."""

@@ -21,7 +21,8 @@ from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import built_size
 from isomorph.models import create
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
-from isomorph.surgery.joint_projections import joint_candidates
+from isomorph.surgery.record import record, update_record
+from isomorph.surgery.where import joint_candidates
 
 _ALWAYS_ALLOWED_NUMEL = 2**20
 """Models of up to this many numbers are built however small their file is."""
@@ -59,9 +60,8 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
 
     They are those of `record_base`, else name, number of classes and input channels.
     """
-    recorded = getattr(model, "isomorph_base", None)
-    if recorded:
-        return recorded
+    if recorded := record(model).base:
+        return dict(recorded)
     config = getattr(model, "pretrained_cfg", None) or {}
     if not config.get("architecture"):
         raise UserError(f"{type(model).__name__} does not come from timm.create_model; give save() its base")
@@ -74,7 +74,7 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
 
 def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
     """Record on the model the timm.create_model arguments of its base, for `save`."""
-    model.isomorph_base = {key: value for key, value in base.items() if key != "pretrained"}  # type: ignore[assignment]
+    update_record(model, base={key: value for key, value in base.items() if key != "pretrained"})
     return model
 
 
@@ -98,7 +98,7 @@ def record_data(model: nn.Module, data: dict[str, Any]) -> None:
     config = {key: value for key, value in config.items() if key not in of_old_weights}
     model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
     if "input_size" in data:
-        model.isomorph_trained_size = True  # type: ignore[assignment]
+        update_record(model, trained_size=True)
 
 
 def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
@@ -134,10 +134,10 @@ def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, 
         for start, kept in ((plain, remaining), (plain, made), (base, made))
         for arguments in (start, {**now, **start}, {**start, **now})
     ]
-    for record in records[:-1]:
+    for candidate in records[:-1]:
         with suppress(UserError):
-            _check_rebuilds(model, *record)
-            return record
+            _check_rebuilds(model, *candidate)
+            return candidate
     _check_rebuilds(model, *records[-1])
     return records[-1]
 
@@ -176,7 +176,7 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
 def _comes_from_timm(model: nn.Module) -> bool:
     """True if timm.create_model can build the model before its edits."""
     config = getattr(model, "pretrained_cfg", None) or {}
-    return bool(getattr(model, "isomorph_base", None) or config.get("architecture"))
+    return bool(record(model).base or config.get("architecture"))
 
 
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
@@ -200,7 +200,7 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
             f"{kind.rpartition('.')[2]}(...)), or give a timm model with the same tensors as --arch"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
-    model.isomorph_edits = parts.edits  # type: ignore[assignment]
+    update_record(model, edits=parts.edits)
     record_data(model, parts.data)
     return model
 

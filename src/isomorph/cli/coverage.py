@@ -39,7 +39,7 @@ def coverage(
     with loading():
         from isomorph.cli.progress import progress_bar
         from isomorph.surgery.coverage import cover_models, summarise_coverage, timm_models
-        from isomorph.surgery.rules.registry import RULES
+        from isomorph.surgery.rule import RULES
     names = timm_models(models, family)
     rows: list[dict[str, Any]] = []
     with progress_bar("counting") as update:

@@ -55,7 +55,7 @@ def recast(
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import compare_outputs, edits_since
         from isomorph.surgery.recast import keeps_function
-        from isomorph.surgery.rules.registry import build_rule
+        from isomorph.surgery.rule import build_rule
     chosen = build_rule(rule, **asdict(fields))
     with spinner("recast") as show_step:
         show_step(f"loading {model}")

@@ -51,7 +51,7 @@ def _known_rules() -> tuple[dict[str, str], list[tuple[str, list[Any], str]]]:
         rows = tables()["rule_options"]
         return tables()["rules"], [(row["name"], _types(row), row["help"]) for row in rows]
     with loading():
-        from isomorph.surgery.rules.registry import rule_options, rule_texts
+        from isomorph.surgery.rule import rule_options, rule_texts
     return rule_texts(), [(option.name, option.kinds, option.help) for option in rule_options().values()]
 
 

@@ -10,7 +10,7 @@ import torch
 import isomorph as iso
 from isomorph.cli.tables import PATH
 from isomorph.evaluation.cost import count_parameters
-from isomorph.surgery.rules.registry import RuleOption, rule_options, rule_texts
+from isomorph.surgery.rule import RuleOption, rule_options, rule_texts
 from isomorph.training.recipe.recipe import Recipe, document_fields
 
 

@@ -24,9 +24,9 @@ from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
-from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.recast import check_model
+from isomorph.surgery.record import unwrap_compiled
 from isomorph.surgery.verify import InputDeviation
 from isomorph.terminal_tables import count_of
 

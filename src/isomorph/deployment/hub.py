@@ -30,8 +30,8 @@ from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
-from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import run_model
+from isomorph.surgery.record import unwrap_compiled
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}

@@ -18,9 +18,9 @@ from isomorph.deployment.same_padding import integer_same_padding
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.surgery import fuse, fusible_modules
-from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.fuse import recast_layers
 from isomorph.surgery.linear_chains import absorb_conv_biases
+from isomorph.surgery.record import unwrap_compiled
 
 _OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
 """An operator of torch in a message."""

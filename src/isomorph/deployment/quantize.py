@@ -27,8 +27,8 @@ from isomorph.deployment.quantize_report import QuantizeReport, describe_layers,
 from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
-from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.recast import check_model
+from isomorph.surgery.record import unwrap_compiled
 from isomorph.surgery.verify import verify
 from isomorph.surgery.where import nearest_names
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.model_inputs import Inputs
+from isomorph.surgery.record import record
 
 ImageSize = tuple[int, int]
 """Height and width."""
@@ -73,7 +74,7 @@ def built_size(model: nn.Module) -> ImageSize | None:
     size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
     if size is None or tuple(config.get("input_size") or ())[-2:] == tuple(size):
         return None
-    if getattr(model, "isomorph_trained_size", None) and not get_model_input_config(model)["fixed_input_size"]:
+    if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
         return None
     return size[0], size[1]
 

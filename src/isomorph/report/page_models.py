@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isomorph.evaluation.class_names import class_namer
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import edits
+from isomorph.surgery.record import record
 
 PREDICTED_CLASSES = 3
 """Classes that a prediction names."""
@@ -98,7 +99,7 @@ def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSE
 
 def model_history(model: PageModel) -> str:
     """Return what is recorded of how the model was made: its base, its edits in order, its recipe."""
-    base = getattr(model.model, "isomorph_base", None) or {
+    base = record(model.model).base or {
         "name": (getattr(model.model, "pretrained_cfg", None) or {}).get("architecture", type(model.model).__name__)
     }
     lines = ["base: " + json.dumps(base, default=str)]

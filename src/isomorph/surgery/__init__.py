@@ -2,7 +2,6 @@
 
 from collections import ChainMap
 
-from isomorph.surgery.acceptance import Acceptance, acceptance
 from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.coverage import (
     RuleCoverage,
@@ -11,22 +10,24 @@ from isomorph.surgery.coverage import (
     timm_models,
 )
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
-from isomorph.surgery.notes import notes
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
-from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
+from isomorph.surgery.recast import Acceptance, acceptance, recast, replay, targets
+from isomorph.surgery.record import Edit, edits, edits_since, notes
 from isomorph.surgery.revert import Revert, revert
+from isomorph.surgery.rule import RULES, Rule, build_rule, register_rule
 from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
-from isomorph.surgery.rules.registry import RULES, build_rule, register_rule
 from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
-EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "Prune": Prune, "Revert": Revert, "Unstride": Unstride})
+EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
+    RULES, {"Fuse": Fuse, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
+)
 """Rules by name, as checkpoints store them: the registered ones, and those of `fuse`, `prune` and `unstride`."""
 
 __all__ = [

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isomorph.errors import UserError
-from isomorph.surgery.acceptance import acceptance
-from isomorph.surgery.recast import Rule
-from isomorph.surgery.rules.registry import RULES
+from isomorph.surgery.recast import acceptance
+from isomorph.surgery.rule import RULES, Rule
 
 _FILLS: set[Any] = {
     *(Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_, Tensor.copy_, Tensor.erfinv_),

@@ -10,17 +10,18 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.compiled import copy_model, unwrap_compiled
-from isomorph.surgery.layer_checks import first_altered_part
 from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
-from isomorph.surgery.recast import Edit, match_original, replay
+from isomorph.surgery.plain_layers import first_altered_part
+from isomorph.surgery.recast import match_original, replay
+from isomorph.surgery.record import Edit, copy_model, unwrap_compiled
+from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import outermost_modules
 
 PYRAMIDS = (Pyramid, JointPyramid)
 
 
 @dataclass(frozen=True)
-class Fuse:
+class Fuse(Rule):
     """Rule that replaces a layer by the result of its method `fuse()`, with the same function in eval mode.
 
     Pyramids inside the module are fused first. In timm's units of a convolution and a BatchNorm, the bias of a fused
@@ -37,20 +38,20 @@ class Fuse:
 
     atol: ClassVar[float] = 1e-4
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module's `fuse()` can handle all layers inside it, or if it is a unit with a pyramid."""
-        return (callable(getattr(module, "fuse", None)) and not _is_blocked(module)) or _is_unit(module)
+    def reason(self, module: nn.Module) -> str | None:
+        """Return that the module's `fuse()` cannot handle all layers inside it and it is no unit with a pyramid."""
+        free = callable(getattr(module, "fuse", None)) and not _is_blocked(module)
+        return None if free or _is_unit(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return the fused form of a copy of the module in eval mode.
 
         Raises: UserError if the module has no `fuse()`, or overrides the forward that its `fuse()` is for.
         """
+        self.check(module)
         if _is_unit(module):
             return _build_unit(self, copy.deepcopy(module))
         kind = type(module)
-        if not self.accepts(module):
-            raise UserError(f"{kind.__name__} has no fused form")
         owner = next((base for base in kind.__mro__ if "fuse" in vars(base)), kind)
         # a subclass with its own forward may compute something that the inherited fuse() does not know
         if any("forward" in vars(base) for base in kind.__mro__[: kind.__mro__.index(owner)]):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.surgery.edited_attention import EditedAttention
-from isomorph.surgery.field_checks import check_grid
+from isomorph.surgery.rule import check_grid
 
 GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, EditedAttention)
 """Layers that need the grid positions of their tokens."""

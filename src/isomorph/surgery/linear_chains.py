@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.layers import AnnealedReLU
 from isomorph.layers.affine_chain import collapse_chain, weight_matrix
 from isomorph.layers.annealed import is_pointwise
-from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
+from isomorph.surgery.plain_layers import layer_mismatch, overridden_methods
 
 BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorm classes of torch and timm, a subclass before its base."""

@@ -13,10 +13,9 @@ from isomorph.layers.branched_conv import Unit, convolve_units
 from isomorph.layers.processes import sync_group
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.tokens import Window
-from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.fuse import Fuse
-from isomorph.surgery.layer_checks import overridden_methods
 from isomorph.surgery.linear_chains import absorb_conv_biases, is_plain_norm, linear_mismatch
+from isomorph.surgery.plain_layers import describe_attachments, overridden_methods
 
 _BRANCHES = ("conv_kxk.", "conv_scale", "identity")
 """How the names of the parts of a block's branches begin."""

@@ -1,5 +1,11 @@
-"""Layers of timm that compute a plain convolution or linear layer in another way: as the plain layer."""
+"""Whether a module is exactly the layer that a rule knows, and nothing is attached to it that would be lost.
 
+A submodule that a rule carries over may compute anything. One whose weights are copied must be the layer that the rule
+knows: the forward and the parameters of that class, as plain tensors, and nothing else; or a layer of timm that
+computes a plain convolution or linear layer in another way.
+"""
+
+import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -9,9 +15,141 @@ import torch.nn.functional as F
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
 from timm.layers.conv2d_same import Conv2dSame
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from isomorph.errors import UserError
 from isomorph.layers.same_padding import SamePadding
+
+OVERRIDABLE_METHODS = (
+    "forward",
+    "_conv_forward",
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+)
+"""Methods that decide what a module computes, saves and loads, and that a user may have patched on the instance."""
+
+
+def hooks_on(module: nn.Module) -> list[str]:
+    """Return the names of the hooks on one module, of all of torch's kinds.
+
+    Hooks that a rule's `attach` registers again (`reattached`) are left out.
+    """
+    # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
+    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
+    hooks_of_all_kinds = [hook for hooks in kinds for hook in hooks.values()]
+    return [_hook_name(hook) for hook in hooks_of_all_kinds if not _is_reattached(hook)]
+
+
+def _is_reattached(hook: Any) -> bool:
+    """True if surgery registered the hook itself and registers it again where it is needed."""
+    function = getattr(hook, "hook", None) or hook
+    return getattr(getattr(function, "__self__", function), "reattached", False)
+
+
+def _hook_name(hook: Any) -> str:
+    """Return the name of a hook's function, or the class of a hook object, without torch's wrapper."""
+    function = getattr(hook, "hook", None) or hook
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _own_methods(module: nn.Module) -> list[str]:
+    """Return the names of the methods that are set on the instance instead of the class, like a patched `forward`."""
+    return [name for name in OVERRIDABLE_METHODS if name in vars(module)]
+
+
+def describe_attachments(module: nn.Module) -> str | None:
+    """Return a description of the hooks, patched methods or parametrization of one module, or None."""
+    if hooks := hooks_on(module):
+        return f"hooks ({', '.join(dict.fromkeys(hooks))})"
+    if methods := _own_methods(module):
+        return f"a patched {' and a patched '.join(methods)}"
+    return "a parametrized weight" if is_parametrized(module) else None
+
+
+def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> None:
+    """Check that no hook, patched method or parametrization of a module is lost in its replacement.
+
+    It is not lost if the replacement has the submodule itself: the same class under the same name, with as many hooks
+    and the same patched methods.
+
+    Raises: UserError if one would be lost.
+    """
+    carried: dict[str, nn.Module] = dict(replacement.named_modules(remove_duplicate=False))
+    for path, part in original.named_modules(remove_duplicate=False):
+        other = carried.get(path)
+        carries = (
+            other is not None and type(other) is type(part) and _attachment_counts(other) == _attachment_counts(part)
+        )
+        if not carries and (attachments := describe_attachments(part)):
+            full = ".".join(filter(None, (name, path))) or "the model"
+            raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
+
+
+def _attachment_counts(module: nn.Module) -> tuple[int, list[str]]:
+    """Return the number of hooks of a module and the names of its patched methods."""
+    return len(hooks_on(module)), _own_methods(module)
+
+
+_CHECKED_ATTRIBUTES = (
+    *OVERRIDABLE_METHODS,
+    "__call__",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "__getattr__",
+    "__getattribute__",
+    "weight",
+    "bias",
+)
+"""Attributes of a class that decide what its modules compute, save and load."""
+
+_PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
+
+
+def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
+    """Return the names of the methods by which a module computes, saves or loads differently from the class `kind`."""
+    return [
+        name for name in _CHECKED_ATTRIBUTES if _class_attribute(type(module), name) is not _class_attribute(kind, name)
+    ]
+
+
+def _class_attribute(kind: type, name: str) -> object:
+    """Return an attribute of a class without calling descriptors, or None."""
+    return inspect.getattr_static(kind, name, None)
+
+
+def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
+    """Return how a module differs from a plain layer of the class `kind`, or None; `name` is the class in messages."""
+    if is_parametrized(module):
+        return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
+    if methods := " and ".join(overridden_methods(module, kind)):
+        return f"{type(module).__name__} overrides {methods} of {name}"
+    tensors = {n: t for n, t in {**module._parameters, **module._buffers}.items() if t is not None}
+    if extra := [n for n in (*tensors, *module._modules) if n not in ("weight", "bias")]:
+        return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
+    return next((reason for n, tensor in tensors.items() if (reason := _tensor_mismatch(n, tensor))), None)
+
+
+def first_altered_part(layer: nn.Module) -> str | None:
+    """Return the first linear layer or convolution inside a layer that is not plain, with the reason, or None."""
+    parts = [(path, part) for path, part in layer.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
+    return next(
+        (f"its {path}: {reason}" for path, part in parts if (reason := layer_mismatch(part, type(part), ""))), None
+    )
+
+
+def _tensor_mismatch(name: str, tensor: Tensor) -> str | None:
+    """Return why a tensor of a layer cannot be copied, or None."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return f"its {name} is not initialised yet; call the model once on a batch"
+    if type(tensor) not in (nn.Parameter, Tensor):
+        return f"its {name} is a {type(tensor).__name__}, not a plain tensor; recast before quantising or sharding"
+    if not tensor.is_floating_point():
+        return f"its {name} has dtype {tensor.dtype}, which is not a floating-point type"
+    return None
+
 
 _STANDARDISED = (ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame)
 

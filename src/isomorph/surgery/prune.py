@@ -9,10 +9,9 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.tap_heads import PositionHeads
-from isomorph.surgery.compiled import copy_model, unwrap_compiled
-from isomorph.surgery.field_checks import check_choice, check_number
-from isomorph.surgery.recast import Edit, check_model, replay
-from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.recast import check_model, replay
+from isomorph.surgery.record import Edit, copy_model, unwrap_compiled
+from isomorph.surgery.rule import Rule, check_choice, check_number
 from isomorph.surgery.where import Where, describe_where, matches_where, outermost_modules
 
 TOLERANCE = (0.0, 0.5)
@@ -26,7 +25,7 @@ _METHODS = {"position": "to_positional", "convolution": "tap_convolution", "atte
 
 
 @dataclass(frozen=True)
-class Prune(ExplainedRule):
+class Prune(Rule):
     """Rule that replaces a gated attention layer by a simpler one; `prune` chooses the form.
 
     Raises: UserError for an unknown form or a tolerance out of range; from `build`, for a layer without that form.
@@ -48,11 +47,11 @@ class Prune(ExplainedRule):
         check_number("tolerance", self.tolerance, TOLERANCE)
 
     @property
-    def atol(self) -> float:
+    def atol(self) -> float:  # type: ignore[override]
         """Largest difference that `verify` accepts by default: what heads and layers leave out adds up."""
         return min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
 
-    def rejection_reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be pruned, or None if it can."""
         if not isinstance(module, PositionHeads | GPSA):
             return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
@@ -62,7 +61,7 @@ class Prune(ExplainedRule):
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return the simpler layer. Raises: UserError with the reason if there is none."""
-        self.check_accepted(module)
+        self.check(module)
         method = getattr(module, _METHODS[self.becomes])
         return method(math.inf) if self.becomes == "attention" else method()
 

@@ -12,8 +12,8 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.moments import measure_moments
 from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.compiled import copy_model
 from isomorph.surgery.model_inputs import run_model
+from isomorph.surgery.record import copy_model
 from isomorph.surgery.where import outermost_modules
 
 

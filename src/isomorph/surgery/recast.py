@@ -5,23 +5,25 @@ The rule decides which modules can be recast, the user which of them are, with `
 checkpoint is rebuilt: create the base model, replay the edits, load the tensors.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.attachments import check_attached
-from isomorph.surgery.compiled import copy_model, unwrap_compiled
-from isomorph.surgery.joint_projections import JointPart, find_target, joint_parts
-from isomorph.surgery.notes import add_notes, notes
-from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
+from isomorph.surgery.plain_layers import check_attached
+from isomorph.surgery.record import Edit, add_notes, copy_model, edits, record, unwrap_compiled, update_record
+from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import (
+    JointPart,
     Where,
     describe_where,
+    find_target,
+    joint_parts,
+    list_names,
     matches_where,
     names_of_kind,
     nearest_names,
@@ -29,95 +31,9 @@ from isomorph.surgery.where import (
 )
 
 
-class Rule(Protocol):
-    """Protocol of the rules: replace a module by another that computes the same function.
-
-    A rule is a frozen dataclass, which prints, hashes and is stored with the model. Optional members:
-
-    - `kind: ClassVar`, a module class or a tuple of them: selected modules that the rule does not accept are an error
-      if they are of this kind, and skipped otherwise.
-    - `within(model) -> Rule` returns the rule completed with facts about the model.
-    - `attach(model)` connects the replacements to the rest of the model, with hooks for example, and removes
-      connections that a revert made unnecessary.
-    - `takes_parts = True`: globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule
-      receives as a `JointPart`.
-    - `keeps_function: bool`: False for options with which the outputs change; without it, the rule keeps the function.
-
-    Example:
-        >>> from dataclasses import dataclass
-        >>> from typing import ClassVar
-        >>> @dataclass(frozen=True)
-        ... class ReLUToLeakyReLU:
-        ...     atol: ClassVar[float] = 1e-5
-        ...     def accepts(self, module):
-        ...         return isinstance(module, torch.nn.ReLU)
-        ...     def build(self, module):
-        ...         return torch.nn.LeakyReLU(0.0)
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> new = iso.recast(cnn, ReLUToLeakyReLU(), where="layer3.*")
-        >>> iso.verify(cnn, new, torch.randn(1, 3, 32, 32)).passed
-        True
-    """
-
-    atol: ClassVar[float]
-    """Largest difference of the model's output that `verify` accepts by default."""
-
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module can be recast."""
-        ...
-
-    def build(self, module: nn.Module) -> nn.Module:
-        """Return the replacement, with new parameters.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A rule, and the names of the modules or parts of joint projections that it replaced.
-
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> edit = iso.edits(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv?"))[0]
-        >>> edit.names
-        ('layer3.0.conv1', 'layer3.0.conv2')
-    """
-
-    rule: Rule
-    names: tuple[str, ...]
-
-
 def keeps_function(rule: Rule) -> bool:
     """Return True if the rule, with its options, promises to keep the function."""
     return getattr(rule, "keeps_function", True)
-
-
-def edits(model: nn.Module) -> tuple[Edit, ...]:
-    """Return the edits by which the model was made from its base, oldest first.
-
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.edits(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))[0].names
-        ('linear',)
-        >>> iso.edits(cnn)
-        ()
-    """
-    return getattr(model, "isomorph_edits", ())
-
-
-def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
-    """Return the edits by which `model` was made from `base`.
-
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> wide = iso.recast(tcnn, iso.LinearToPyramid(), where="linear")
-        >>> [edit.names for edit in iso.surgery.edits_since(wide, tcnn)]
-        [('linear',)]
-    """
-    return edits(model)[len(edits(base)) :]
 
 
 _Target = nn.Module | JointPart
@@ -189,7 +105,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     selected = _without_covered(list(_unique_targets((n, m) for n, m in named if matches_where(where, n, m))))
     if not selected:
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
-    candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
+    candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.reason(m) is None]
     if not candidates:
         shown = [k for k in kind if not k.__module__.startswith("isomorph.layers")] or kind
         wanted = " and ".join(k.__name__ for k in shown) or "other modules"
@@ -197,8 +113,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         selection = f"{describe_where(where)} matches only other classes ({classes})"
         raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
     for name, module in candidates:
-        if not rule.accepts(module):
-            raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
+        if reason := rule.reason(module):
+            raise UserError(f"{name or 'the model'}: {type(given).__name__} cannot recast this module: {reason}")
     _check_not_nested([name for name, _ in candidates])
     return [name for name, _ in candidates]
 
@@ -233,15 +149,6 @@ def _class_name(kind: type, wanted: str) -> str:
     return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
 
-def _rejection_reason(rule: Rule, module: Any) -> str:
-    """Return why the rule does not accept the module: the error of its `build`."""
-    try:
-        rule.build(module)
-    except UserError as error:
-        return str(error)
-    return f"{type(rule).__name__} does not accept it"
-
-
 def _check_not_nested(names: Sequence[str]) -> None:
     """Check that no target is inside another.
 
@@ -251,6 +158,47 @@ def _check_not_nested(names: Sequence[str]) -> None:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
         if inner:
             raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
+
+
+class Acceptance(NamedTuple):
+    """Names of the modules that a rule accepts, and the reason for each module of its kind that it rejects.
+
+    >>> cnn = timm.create_model("resnet18", num_classes=3)
+    >>> iso.surgery.acceptance(cnn, iso.ConvToGPSA(), where="layer4.0.*").rejected
+    {}
+    """
+
+    accepted: list[str]
+    rejected: dict[str, str]
+
+
+def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
+    """Return which modules of the rule's kind that `where` selects are accepted, in the order of the model's modules.
+
+    Unlike `targets`, it raises no error for a module that the rule rejects.
+
+    Raises: UserError if the model is not a model.
+
+    >>> cnn = timm.create_model("convnext_atto")
+    >>> found = iso.surgery.acceptance(cnn, iso.ConvToGPSA())
+    >>> found.rejected["stem.0"]
+    'the 4x4 kernel has even sides, so no tap lies in its middle'
+    """
+    check_model(model)
+    model = unwrap_compiled(model)
+    bound = bind_rule(rule, model)
+    kinds = rule_kinds(bound)
+    accepted: list[str] = []
+    rejected: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not matches_where(where, name, module):
+            continue
+        reason = bound.reason(module)
+        if reason is None:
+            accepted.append(name)
+        elif isinstance(module, kinds):
+            rejected[name] = reason
+    return Acceptance(accepted, rejected)
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
@@ -326,7 +274,7 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             raise UserError(f"{name or 'the model'}: {error}") from None
         model = replace_module(model, path, original, match_original(replacement, original))
     add_notes(model, *restore_ties(model, tied))
-    model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
+    update_record(model, edits=(*edits(model), edit))
     for applied in edits(model):
         attach_rule(applied.rule, model)
     return model
@@ -343,7 +291,7 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     if any(map(_is_channels_last, original.parameters())):
         replacement.to(memory_format=torch.channels_last)
     if not name:
-        add_notes(replacement, *notes(model))
+        replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
     for alias in _module_names(model, original):
         model.set_submodule(alias, replacement)
@@ -357,3 +305,52 @@ def _is_channels_last(parameter: Tensor) -> bool:
 def _module_names(model: nn.Module, module: nn.Module) -> list[str]:
     """Return all names of a module in the model."""
     return [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
+
+
+def tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that two or more modules share; a module used twice counts once."""
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in _parameters_by_module(model):
+        names_of.setdefault(parameter, []).append(name)
+    return [names for names in names_of.values() if len(names) > 1]
+
+
+def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter under its name in each module that has it."""
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{leaf}" if path else leaf, parameter
+
+
+def restore_ties(model: nn.Module, before: list[list[str]]) -> tuple[str, ...]:
+    """Tie parameters again if name, shape and values are unchanged, and return a sentence for every lost tie.
+
+    `before`: result of `tied_parameters` before the modules of the model were replaced.
+    """
+    current, messages = dict(_parameters_by_module(model)), []
+    for names in before:
+        candidates = [current[name] for name in names if name in current]
+        shared = Counter(candidates).most_common(1)[0][0] if candidates else None
+        tied = [name for name in names if name in current and shared is not None and _are_equal(current[name], shared)]
+        for name in tied:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, shared)
+        if lost := [name for name in names if name not in tied]:
+            messages.append(_describe_lost_tie(lost, tied))
+    return tuple(messages)
+
+
+def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
+    """True if two parameters have the same shape, dtype, device and values (on the meta device there are none)."""
+    if a is b:
+        return True
+    same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return same_form and (a.is_meta or torch.equal(a, b))
+
+
+def _describe_lost_tie(lost: list[str], tied: list[str]) -> str:
+    """Return a sentence about parameters that no longer share one tensor."""
+    verb = "was" if tied and len(lost) == 1 else "were"
+    partners = f" to {list_names(tied)}" if tied else ""
+    return f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"

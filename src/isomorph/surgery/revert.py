@@ -8,11 +8,10 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import copy_model
-from isomorph.surgery.layer_checks import first_altered_part
-from isomorph.surgery.notes import add_notes
-from isomorph.surgery.recast import Edit, attach_rule, check_model, edits, replace_module
-from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
+from isomorph.surgery.plain_layers import first_altered_part
+from isomorph.surgery.recast import attach_rule, check_model, replace_module, restore_ties, tied_parameters
+from isomorph.surgery.record import Edit, add_notes, copy_model, edits, update_record
+from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import Where, describe_where, list_names, matches_where
 
 _REVERT_METHODS = ("to_conv", "to_attention")
@@ -25,7 +24,7 @@ def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
 
 
 @dataclass(frozen=True)
-class Revert:
+class Revert(Rule):
     """Rule that converts a recast layer back to its original form; `revert` checks that its function stays.
 
     Recorded where that form is not the class of the model's own layer: a plain convolution after one with standardised
@@ -41,16 +40,14 @@ class Revert:
 
     atol: ClassVar[float] = 1e-3
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module has an original form."""
-        return _revert_method(module) is not None
+    def reason(self, module: nn.Module) -> str | None:
+        """Return that the module has no original form, or None if it has one."""
+        return None if _revert_method(module) else f"{type(module).__name__} has no original form"
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return the original form, whatever the deviation. Raises: UserError if there is none."""
-        method = _revert_method(module)
-        if method is None:
-            raise UserError(f"{type(module).__name__} has no original form")
-        return method(math.inf)
+        self.check(module)
+        return _revert_method(module)(math.inf)  # type: ignore[misc]
 
 
 def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
@@ -98,7 +95,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
     last = Edit(Revert(), tuple(name for name in names if name in kept))
     changed = [*_without(edits(model), reverted - kept), last]
-    model.isomorph_edits = tuple(edit for edit in changed if edit.names)  # type: ignore[assignment]
+    update_record(model, edits=tuple(edit for edit in changed if edit.names))
     return model
 
 

@@ -7,14 +7,14 @@ from typing import ClassVar
 from timm.layers import BlurPool2d
 from torch import nn
 
-from isomorph.errors import UserError
-from isomorph.surgery.compiled import copy_model
-from isomorph.surgery.recast import Edit, replay, targets
+from isomorph.surgery.recast import replay, targets
+from isomorph.surgery.record import Edit, copy_model
+from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import Where
 
 
 @dataclass(frozen=True)
-class Unstride:
+class Unstride(Rule):
     """Rule that sets the stride of every convolution of a stage to 1, and removes its strided average pools.
 
     It changes the function. See `unstride`.
@@ -29,23 +29,21 @@ class Unstride:
     atol: ClassVar[float] = 0.0
     kind: ClassVar[type[nn.Module]] = nn.Module
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module has strides, and no pool that Unstride does not support."""
-        parts = list(module.modules())
-        return any(map(_is_strided, parts)) and not any(isinstance(part, nn.MaxPool2d | BlurPool2d) for part in parts)
+    def reason(self, module: nn.Module) -> str | None:
+        """Return that the module has no stride, or which pool is not supported, or None."""
+        if not any(map(_is_strided, module.modules())):
+            return "it has no stride to remove"
+        pools = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.MaxPool2d | BlurPool2d))
+        return next((f"it cannot remove the stride of {name} ({type(part).__name__})" for name, part in pools), None)
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return a copy of a stage without strides.
 
         Raises: UserError if the module has no stride, or a pool that is not supported.
         """
-        if not any(map(_is_strided, module.modules())):
-            raise UserError("Unstride cannot recast this module: it has no stride to remove")
+        self.check(module)
         stage = copy.deepcopy(module)
         for name, part in list(stage.named_modules()):
-            if isinstance(part, nn.MaxPool2d | BlurPool2d):
-                kind = type(part).__name__
-                raise UserError(f"Unstride cannot recast this module: it cannot remove the stride of {name} ({kind})")
             if isinstance(part, nn.Conv2d) and _is_strided(part):
                 part.stride = (1, 1)
             elif _is_strided(part) and not name:

@@ -11,11 +11,10 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import unwrap_compiled
-from isomorph.surgery.joint_projections import joint_parts
 from isomorph.surgery.model_inputs import Inputs, check_inputs, check_not_empty, describe_shape, run_model
-from isomorph.surgery.notes import notes
-from isomorph.surgery.recast import check_model, edits_since
+from isomorph.surgery.recast import check_model
+from isomorph.surgery.record import edits_since, notes, unwrap_compiled
+from isomorph.surgery.where import joint_parts
 
 
 def _max_or_inf(values: Iterable[float]) -> float:

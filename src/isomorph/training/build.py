@@ -26,7 +26,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
-from isomorph.surgery.notes import add_notes
+from isomorph.surgery.record import add_notes, update_record
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import Recipe
 
@@ -52,7 +52,7 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         model, start = _start_from(model, part, recast_now)
     else:
         model = _recast_or_freeze(model, part, recast_now)
-    model.isomorph_start = "; ".join(filter(None, (start, *notes(model))))  # type: ignore[assignment]
+    update_record(model, start="; ".join(filter(None, (start, *notes(model)))))
     return model
 
 

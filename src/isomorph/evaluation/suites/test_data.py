@@ -19,6 +19,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.surgery.record import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")
 """What timm writes as `source` into the config of a model that it has loaded: where its weights came from."""
@@ -37,7 +38,7 @@ def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
     """Record the folder of the data that a run's recipe names. It is not saved with the model."""
     data = recipe.get("data")
     root = data.get("root") if isinstance(data, Mapping) else None
-    model.isomorph_root = root if isinstance(root, str) else None  # type: ignore[assignment]
+    update_record(model, data_root=root if isinstance(root, str) else None)
 
 
 def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
@@ -45,7 +46,7 @@ def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | N
 
     None if that is unknown or no longer there.
     """
-    own: Any = None if data or root else getattr(model, "isomorph_root", None)
+    own: Any = None if data or root else record(model).data_root
     return Path(own) if own and Path(own).is_dir() else root
 
 

@@ -7,13 +7,12 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.surgery.mobileone import CombinedBlock, block_mismatch, combine, shared_window
-from isomorph.surgery.rules.explained_rule import ExplainedRule
-from isomorph.surgery.rules.registry import register_rule
+from isomorph.surgery.rule import Rule, register_rule
 
 
 @register_rule
 @dataclass(frozen=True)
-class BranchesToConv(ExplainedRule):
+class BranchesToConv(Rule):
     """Compute all branches of a MobileOne block as one convolution in training, as in inference: exact, and faster.
 
     Accepts MobileOneBlock of timm.models.byobnet (`mobileone_*`) with its branches. Weights and their names stay the
@@ -40,7 +39,7 @@ class BranchesToConv(ExplainedRule):
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = MobileOneBlock
 
-    def rejection_reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not isinstance(module, MobileOneBlock):
             kind = type(module)
@@ -54,6 +53,6 @@ class BranchesToConv(ExplainedRule):
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        self.check_accepted(module)
+        self.check(module)
         assert isinstance(module, MobileOneBlock)
         return combine(module)

@@ -10,18 +10,8 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
-from isomorph.surgery.field_checks import (
-    GATE,
-    LOCALITY,
-    WINDOW,
-    check_choice,
-    check_int,
-    check_number,
-)
-from isomorph.surgery.layer_checks import layer_mismatch
-from isomorph.surgery.plain_layers import plain_layer, with_same_padding
-from isomorph.surgery.rules.explained_rule import ExplainedRule
-from isomorph.surgery.rules.registry import register_rule
+from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, with_same_padding
+from isomorph.surgery.rule import GATE, LOCALITY, WINDOW, Rule, check_choice, check_int, check_number, register_rule
 
 NamedGating = Mapping[str, tuple[float, float]]
 """(locality, gate) for every value of `init`; the gate is the logit, before the sigmoid."""
@@ -70,7 +60,7 @@ CONTENT: Mapping[str, type[GatedLayer]] = {
 
 @register_rule
 @dataclass(frozen=True)
-class ConvToGPSA(ExplainedRule):
+class ConvToGPSA(Rule):
     """Replace a k x k convolution by gated positional self-attention with k*k heads (T-CNN eq. 4-7).
 
     Accepts any nn.Conv2d with an odd square kernel, dilation=1 and zero padding, with any stride and groups (depthwise
@@ -131,7 +121,7 @@ class ConvToGPSA(ExplainedRule):
             if self.window % 2 == 0:
                 raise UserError(f"window {self.window} has no position in its middle; use an odd number")
 
-    def rejection_reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         module = plain_layer(module)
         if not isinstance(module, nn.Conv2d):
@@ -155,7 +145,7 @@ class ConvToGPSA(ExplainedRule):
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        self.check_accepted(module)
+        self.check(module)
         return with_same_padding(module, self._build_attention(plain_layer(module)))
 
     def _build_attention(self, module: nn.Module) -> GatedLayer:

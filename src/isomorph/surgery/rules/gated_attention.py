@@ -12,14 +12,12 @@ from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.refined_attention import ATTENTION_PARTS
-from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
-from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
-from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.plain_layers import describe_attachments, layer_mismatch, overridden_methods
+from isomorph.surgery.rule import Rule, register_rule
 from isomorph.surgery.rules.gated import NamedGating, initial_gating
-from isomorph.surgery.rules.registry import register_rule
 
 ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
 """Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content."""
@@ -78,7 +76,7 @@ def _has_gpsa_parts(module: Attention) -> bool:
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToGPSA(ExplainedRule):
+class AttentionToGPSA(Rule):
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
     Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split into
@@ -145,7 +143,7 @@ class AttentionToGPSA(ExplainedRule):
         """Register the hooks that pass the grid of each image to the layers."""
         attach_grid(self, model)
 
-    def rejection_reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not self._edits_map(module):
             return grid_mismatch(self)
@@ -164,7 +162,7 @@ class AttentionToGPSA(ExplainedRule):
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        self.check_accepted(module)
+        self.check(module)
         if self._edits_map(module):
             locality, gate = initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
             make = partial(GatedMap, locality=locality, gate=gate)

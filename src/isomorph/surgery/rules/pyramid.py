@@ -4,7 +4,7 @@ import copy
 import difflib
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,8 +17,6 @@ from isomorph.layers.affine_chain import weight_matrix
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_init import init_from_affine, init_random
 from isomorph.layers.tap_heads import TapHeads
-from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
-from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
 from isomorph.surgery.linear_chains import (
     conv_padding,
     is_chain,
@@ -28,8 +26,8 @@ from isomorph.surgery.linear_chains import (
 from isomorph.surgery.mobileone import block_mismatch, combine, is_pointwise_block, merge_branches
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
-from isomorph.surgery.rectification import normalise_rectify
-from isomorph.surgery.rules.registry import register_rule
+from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
+from isomorph.surgery.where import JOINT_PARTS, JointPart, joint_parts
 
 _LOGIT_PROJECTIONS = {
     f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
@@ -54,9 +52,43 @@ def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> s
     return None
 
 
+_RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
+
+
+def _normalise_rectify(given: str | Mapping[str, str]) -> str:
+    """Return `rectify` as one string: a rectification, or NAME=RECTIFICATION pairs sorted by name.
+
+    Raises: UserError for an unknown rectification, or a name given twice.
+    """
+    pairs: list[Any] = [("", given)]
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif isinstance(given, str) and "=" in given:
+        pairs = [tuple(map(str.strip, pair.partition("=")[::2])) for pair in given.split(",")]
+    if not pairs or len(dict(pairs)) < len(pairs):
+        raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
+    for name, value in pairs:
+        if value not in _RECTIFICATIONS:
+            raise UserError(
+                f"rectify{f' of {name}' if name else ''} {value!r} is unknown; choose 'paper', 'batchnorm', 'rescale' "
+                "or 'none', or one for each layer, as in 'q=none,v=rescale'"
+            )
+    return ",".join(f"{name}={value}" if name else value for name, value in sorted(pairs))
+
+
+def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
+    """Return the equal parts of a joint projection as separate layers."""
+    width, bias = joint.out_features // parts, joint.bias is not None
+    layers = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
+    for name, parameter in joint.named_parameters():
+        for part, rows in zip(layers, parameter.detach().chunk(parts), strict=True):
+            setattr(part, name, nn.Parameter(rows.clone(), parameter.requires_grad))
+    return layers
+
+
 @register_rule
 @dataclass(frozen=True)
-class LinearToPyramid:
+class LinearToPyramid(Rule):
     """Replace a linear layer by a pyramid of Linear + BatchNorm branches, which trains better and fuses back (TDRL).
 
     Accepts:
@@ -105,6 +137,8 @@ class LinearToPyramid:
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
+    _parents: ClassVar[Mapping[nn.Module, tuple[str, nn.Module]]] = {}
+    """The last name and the parent of each module of a model; empty until `within`."""
 
     @property
     def keeps_function(self) -> bool:
@@ -114,36 +148,25 @@ class LinearToPyramid:
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
-        object.__setattr__(self, "rectify", normalise_rectify(self.rectify))
+        object.__setattr__(self, "rectify", _normalise_rectify(self.rectify))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
 
-    def within(self, model: nn.Module) -> "_BoundRule":
+    def within(self, model: nn.Module) -> "LinearToPyramid":
         """Return the rule with the last names of the model's layers, by which it recognises queries and keys.
 
         Raises: UserError if `rectify` names a layer that the model does not have.
         """
         parents = {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
         known = {name for name, _ in parents.values()} | {part.name for part in joint_parts(model).values()}
-        for name in self.rectify_by_name:
-            if name not in known:
+        for name in self._rectify_by_name:
+            if name and name not in known:
                 close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
                 near = f"; nearest names: {', '.join(close)}" if close else ""
                 raise UserError(f"rectify names {name}, but the model has no layer of that last name{near}")
-        return _BoundRule(self, parents)
-
-    @property
-    def rectify_by_name(self) -> dict[str, str]:
-        """The rectifications given for single layers, by last name."""
-        assert isinstance(self.rectify, str)
-        return dict(pair.split("=") for pair in self.rectify.split(",")) if "=" in self.rectify else {}
-
-    def rectification(self, name: str, joint: str = "") -> str:
-        """Return the rectification of a layer by its last name, or by that of its joint projection."""
-        assert isinstance(self.rectify, str)
-        if "=" not in self.rectify:
-            return self.rectify
-        return self.rectify_by_name.get(name) or self.rectify_by_name.get(joint) or "paper"
+        bound = copy.copy(self)
+        object.__setattr__(bound, "_parents", parents)
+        return bound
 
     def attach(self, model: nn.Module) -> None:
         """Make attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that is a pyramid."""
@@ -151,57 +174,21 @@ class LinearToPyramid:
             if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
                 setattr(module, SEPARATE_BIAS, True)
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module can be recast."""
-        return _BoundRule(self, {}).accepts(module)
-
-    def build(self, module: nn.Module) -> nn.Module:
-        """Return the pyramid that replaces a layer.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
-        return _BoundRule(self, {}).build(module)
-
-
-def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
-    """Return the equal parts of a joint projection as separate layers."""
-    width, bias = joint.out_features // parts, joint.bias is not None
-    layers = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
-    for name, parameter in joint.named_parameters():
-        for part, rows in zip(layers, parameter.detach().chunk(parts), strict=True):
-            setattr(part, name, nn.Parameter(rows.clone(), parameter.requires_grad))
-    return layers
-
-
-@dataclass(frozen=True)
-class _BoundRule:
-    """LinearToPyramid for one model, with the last name and the parent of each module."""
-
-    rule: LinearToPyramid
-    parents: Mapping[nn.Module, tuple[str, nn.Module]] = field(repr=False)
-
-    @property
-    def kind(self) -> tuple[type[nn.Module], ...]:
-        return self.rule.kind
-
-    def accepts(self, module: nn.Module | JointPart) -> bool:
-        return self.rejection_reason(module) is None
-
-    def rejection_reason(self, module: nn.Module | JointPart) -> str | None:
+    def reason(self, module: nn.Module | JointPart) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if isinstance(module, JointPart):
-            return self._part_rejection_reason(module)
+            return self._part_reason(module)
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
         if isinstance(module, nn.Sequential):
-            if is_chain(module, self.from_scratch):
+            if is_chain(module, annealed=self.init == "paper"):
                 return None
             if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
                 return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
             return "it contains more than linear layers and BatchNorm"
         if reason := linear_mismatch(plain_layer(module)):
             return reason
-        _, parent = self.parents.get(module, ("", None))
+        _, parent = self._parents.get(module, ("", None))
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads its weight without calling it"
         if isinstance(parent, TapHeads):
@@ -210,18 +197,12 @@ class _BoundRule:
             return f"{type(parent).__name__} reads its weight without calling it"
         return None
 
-    @property
-    def from_scratch(self) -> bool:
-        """True if pyramids are initialised at random instead of from the layers that they replace."""
-        return self.rule.init == "paper"
-
-    def _part_rejection_reason(self, part: JointPart) -> str | None:
-        """Return why a part of a joint projection cannot be recast, or None if it can."""
+    def _part_reason(self, part: JointPart) -> str | None:
         if isinstance(part.joint, JointPyramid):
             linear = type(part.joint.pyramids[part.names.index(part.name)]) is nn.Linear
             return None if linear else "it is already a pyramid"
-        problem = _joint_mismatch(part.joint, *self.parents.get(part.joint, ("", None)))
-        return f"{problem}; recast the whole layer" if problem else self.rejection_reason(part.joint)
+        problem = _joint_mismatch(part.joint, *self._parents.get(part.joint, ("", None)))
+        return f"{problem}; recast the whole layer" if problem else self.reason(part.joint)
 
     @torch.no_grad()
     def build(self, module: nn.Module | JointPart) -> nn.Module:
@@ -229,15 +210,14 @@ class _BoundRule:
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        if reason := self.rejection_reason(module):
-            raise UserError(f"LinearToPyramid cannot recast this module: {reason}")
+        self.check(module)
         if isinstance(module, JointPart):
             return self._build_part(module)
         if isinstance(module, MobileOneBlock):
             return self._build_block(module)
         if isinstance(module, nn.Sequential):
-            module = merge_chain(module, self.from_scratch)
-        name, parent = self.parents.get(module, ("", None))
+            module = merge_chain(module, annealed=self.init == "paper")
+        name, parent = self._parents.get(module, ("", None))
         plain = plain_layer(module)
         if isinstance(plain, nn.Conv2d):
             return with_same_padding(module, self._build_conv(plain, name))
@@ -258,18 +238,25 @@ class _BoundRule:
         parts[index] = match_original(pyramid, parts[index])
         return JointPyramid(parts).train(joint.training)
 
+    @property
+    def _rectify_by_name(self) -> dict[str, str]:
+        """The rectifications by the last name of a layer; that of all layers has the name ""."""
+        assert isinstance(self.rectify, str)
+        return dict(pair.rpartition("=")[::2] for pair in self.rectify.split(","))
+
     def _arguments(self, name: str, joint: str = "") -> dict[str, Any]:
         """Return layout and rectification for a layer, by its last name and that of its joint projection, if any."""
-        rectify = self.rule.rectification(name, joint)
+        given = self._rectify_by_name
+        rectify = next((given[key] for key in (name, joint, "") if key in given), "paper")
         if rectify == "paper":
             rectify = "batchnorm" if name in _LOGIT_PROJECTIONS or name in JOINT_PARTS else "rescale"
-        return dict(rectify=rectify, layout=self.rule.layout, rescale_by=self.rule.rescale_by)
+        return dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by)
 
     def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
         """Return the pyramid that replaces a linear layer."""
         weight = linear.weight
         pyramid = PyramidLinear(linear.in_features, linear.out_features, **self._arguments(name, joint)).to(weight)
-        if self.rule.init == "paper":
+        if self.init == "paper":
             init_random(pyramid)
         else:
             init_from_affine(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
@@ -282,7 +269,7 @@ class _BoundRule:
         assert padding is not None
         window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
         pyramid = PyramidConv2d(conv.in_channels, conv.out_channels, *window, **self._arguments(name)).to(conv.weight)  # type: ignore[arg-type]
-        if self.rule.init == "paper":
+        if self.init == "paper":
             init_random(pyramid)
         else:
             weight = weight_matrix(conv)

@@ -13,14 +13,12 @@ from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention,
 from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
-from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.attention_layers import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
-from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
-from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.plain_layers import describe_attachments
+from isomorph.surgery.rule import KERNEL, RATIO, Rule, check_bool, check_choice, check_int, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch, scale_mismatch
-from isomorph.surgery.rules.registry import register_rule
 
 Span = Literal["map", "spatial", "row+column"]
 """Values of the field `span`: what the kernel slides over."""
@@ -47,7 +45,7 @@ def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToRefined(ExplainedRule):
+class AttentionToRefined(Rule):
     """Replace the attention of a ViT by refined attention: the same weights, and a refiner after the softmax (Refiner).
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. The attention maps are
@@ -121,7 +119,7 @@ class AttentionToRefined(ExplainedRule):
         if self.span == "spatial":
             attach_grid(self, model)
 
-    def rejection_reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not isinstance(module, Attention):
             return edit_reason(module) or self._edit_mismatch(module)
@@ -159,7 +157,7 @@ class AttentionToRefined(ExplainedRule):
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        self.check_accepted(module)
+        self.check(module)
         if self._edits_map(module):
             return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
         assert isinstance(module, Attention)

@@ -9,16 +9,14 @@ from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
-from isomorph.surgery.field_checks import check_bool
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
-from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.rule import Rule, check_bool, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch
-from isomorph.surgery.rules.registry import register_rule
 
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToRelative(ExplainedRule):
+class AttentionToRelative(Rule):
     """Give the attention of a ViT a table of relative positions that starts at zero (CoAtNet).
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. Each head learns a scalar for
@@ -65,7 +63,7 @@ class AttentionToRelative(ExplainedRule):
         """Register the hooks that pass the grid of each image to the layers."""
         attach_grid(self, model)
 
-    def rejection_reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         return attention_mismatch(module) or grid_mismatch(self)
 
@@ -75,7 +73,7 @@ class AttentionToRelative(ExplainedRule):
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        self.check_accepted(module)
+        self.check(module)
         assert isinstance(module, Attention)
         assert self.grid_size is not None
         place: dict[str, Any] = dict(grid_size=self.grid_size, prefix_tokens=self.prefix_tokens)

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
-from isomorph.surgery.rules.registry import RULES, build_rule, rule_options
+from isomorph.surgery.rule import RULES, build_rule, rule_options
 from isomorph.training.recipe.fields import File, Globs, Part
 
 

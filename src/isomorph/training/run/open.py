@@ -29,6 +29,7 @@ from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import has_pyramids
 from isomorph.surgery.anneal import annealed_layers
+from isomorph.surgery.record import record
 from isomorph.training.build import Data, apply_surgery, plan_batches
 from isomorph.training.classification import recipe_task
 from isomorph.training.optim import build_optimizer, build_scheduler
@@ -72,7 +73,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
         header=header,
         progress=RunProgress(recast=recast),
         guard=LossGuard(recipe.divergence),
-        start=getattr(model, "isomorph_start", ""),
+        start=record(model).start,
         total=torch.zeros((), device=runtime.device, dtype=LOSS_DTYPES.get(runtime.device.type, torch.float64)),
     )
     if found:

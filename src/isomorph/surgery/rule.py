@@ -1,4 +1,4 @@
-"""The rules by name, and their fields as options of the command line and of recipes.
+"""What a rule is: why it rejects a module, what it builds, the bounds of its fields; and the rules by name.
 
 A rule's dataclass fields are the only place where its options stand. `register_rule` adds a rule; rules of installed
 packages are found by their entry point in the group `isomorph.rules`.
@@ -10,14 +10,160 @@ import inspect
 import textwrap
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Rule
+
+
+class Rule(Protocol):
+    """Protocol of the rules: replace a module by another that computes the same function.
+
+    A rule is a frozen dataclass, which prints, hashes and is stored with the model. Rules that derive from this class
+    have `accepts` and `check`, which follow from `reason`. Optional members:
+
+    - `kind: ClassVar`, a module class or a tuple of them: selected modules that the rule does not accept are an error
+      if they are of this kind, and skipped otherwise.
+    - `within(model) -> Rule` returns the rule completed with facts about the model.
+    - `attach(model)` connects the replacements to the rest of the model, with hooks for example, and removes
+      connections that a revert made unnecessary.
+    - `takes_parts = True`: globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule
+      receives as a `JointPart`.
+    - `keeps_function: bool`: False for options with which the outputs change; without it, the rule keeps the function.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from typing import ClassVar
+        >>> @dataclass(frozen=True)
+        ... class ReLUToLeakyReLU:
+        ...     atol: ClassVar[float] = 1e-5
+        ...     def reason(self, module):
+        ...         return None if isinstance(module, torch.nn.ReLU) else "it is not a ReLU"
+        ...     def build(self, module):
+        ...         return torch.nn.LeakyReLU(0.0)
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> new = iso.recast(cnn, ReLUToLeakyReLU(), where="layer3.*")
+        >>> iso.verify(cnn, new, torch.randn(1, 3, 32, 32)).passed
+        True
+    """
+
+    atol: ClassVar[float]
+    """Largest difference of the model's output that `verify` accepts by default."""
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
+        ...
+
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the replacement, with new parameters.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
+        ...
+
+    def accepts(self, module: nn.Module) -> bool:
+        """Return True if the module can be recast."""
+        return self.reason(module) is None
+
+    def check(self, module: Any) -> None:
+        """Check that the module can be recast. Raises: UserError with the reason if not."""
+        if reason := self.reason(module):
+            raise UserError(f"{type(self).__name__} cannot recast this module: {reason}")
+
+
+LOCALITY = (1e-4, 1e3)
+"""At 1,000 the attention to the next position is exp(-1000), 0 in float64; below 1e-4 it is nearly uniform."""
+
+GATE = (-1e3, 1e3)
+"""Bounds of the logit; beyond them the sigmoid is exactly 0 or 1 in float64."""
+
+RATIO = (0, 64)
+"""Attention maps for every head; Refiner uses up to 6."""
+
+KERNEL = (1, 127)
+"""Side of a kernel on attention maps; Refiner uses 3."""
+
+GRID = (1, 4096)
+"""Height and width of a grid of tokens."""
+
+WINDOW = (1, 127)
+"""Height and width of the window around a query."""
+
+PREFIX = (0, 4096)
+"""Number of tokens before the grid."""
+
+RESCALE = (1e-6, 1e6)
+"""N, where a sum of branches is divided by sqrt(N)."""
+
+
+def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
+    """Check that a value is a number within bounds.
+
+    Raises: UserError otherwise.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and bounds[0] <= value <= bounds[1]):
+        above = number and value <= 0 < bounds[0]
+        infinite = number and (value != value or abs(value) == float("inf"))
+        kind = "a number " if not number else "finite, " if infinite else "above 0, " if above else ""
+        raise UserError(f"{name} {_short_repr(value)} must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
+
+
+def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
+    """Check that a value is a whole number within bounds; the hint explains special values.
+
+    Raises: UserError otherwise.
+    """
+    if type(value) is not int or not bounds[0] <= value <= bounds[1]:
+        raise UserError(f"{name} {_short_repr(value)} must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Check that a value is true or false.
+
+    Raises: UserError otherwise.
+    """
+    if not isinstance(value, bool):
+        raise UserError(f"{name} {_short_repr(value)} must be true or false")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that a value is one of the choices.
+
+    Raises: UserError otherwise.
+    """
+    if not isinstance(value, str) or value not in choices:
+        *first, last = map(repr, choices)
+        raise UserError(f"{name} {_short_repr(value)} is unknown; choose {', '.join(first)} or {last}")
+
+
+def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
+    """Check a grid of tokens and the number of prefix tokens; None is allowed.
+
+    Raises: UserError otherwise.
+    """
+    if grid_size is not None:
+        if not isinstance(grid_size, Sequence) or isinstance(grid_size, str) or len(grid_size) != 2:
+            raise UserError(f"grid_size {_short_repr(grid_size)} must be (height, width)")
+        for name, size in zip(("height", "width"), grid_size, strict=True):
+            check_int(f"grid_size {name}", size, GRID)
+    if prefix_tokens is not None:
+        check_int("prefix_tokens", prefix_tokens, PREFIX)
+
+
+def _short_repr(value: Any) -> str:
+    """Return the repr of a value in at most 40 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no whole number of more than 4,300 digits
+        text = "of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
 
 ENTRY_POINTS = "isomorph.rules"
 """Group of the entry points by which other packages offer rules."""
@@ -47,7 +193,7 @@ def register_rule(rule: RuleType) -> RuleType:
 
     An installed package offers a rule with an entry point in the group `isomorph.rules`.
 
-    Raises: UserError if it is not a frozen dataclass with `atol`, `accepts` and `build`, or its name is taken.
+    Raises: UserError if it is not a frozen dataclass with `atol`, `reason` and `build`, or its name is taken.
 
     >>> iso.surgery.register_rule(iso.ConvToGPSA) is iso.ConvToGPSA  # registered already: nothing changes
     True
@@ -55,7 +201,7 @@ def register_rule(rule: RuleType) -> RuleType:
     name = getattr(rule, "__name__", str(rule))
     if not (dataclasses.is_dataclass(rule) and rule.__dataclass_params__.frozen):
         raise UserError(f"{name} is not a rule; make it a frozen dataclass")
-    if missing := [part for part in ("atol", "accepts", "build") if not hasattr(rule, part)]:
+    if missing := [part for part in ("atol", "reason", "build") if not hasattr(rule, part)]:
         raise UserError(f"{name} is not a rule; give it {', '.join(missing)}")
     if RULES.get(name, rule) is not rule:
         raise UserError(f"a rule named {name} is registered already; choose another name")
