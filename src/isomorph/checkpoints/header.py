@@ -171,7 +171,7 @@ def _build_edit(edit: _EditSchema, place: str) -> Edit:
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
         raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
-    known = [field.name for field in dataclasses.fields(rule)]
+    known = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
     for name in edit.fields:
         if name not in known:
             raise UserError(f"{place}.fields.{name} is not a field of {edit.rule}; it has {', '.join(known)}")
