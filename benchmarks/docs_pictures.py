@@ -131,8 +131,8 @@ def convit_heads(runs: Path) -> Any:
 
 def positional_map(locality: float, centre: tuple[float, float], grid: tuple[int, int]) -> np.ndarray:
     """Return the positional attention of one head from the query, by the layer's own closed form. Shape: -> grid"""
+    from isomorph.layers.gated.positions import centred_axis_attention
     from isomorph.layers.grid import axis_offsets
-    from isomorph.layers.positional_attention import centred_axis_attention
 
     rows, columns = (
         centred_axis_attention(axis_offsets(n, n), torch.tensor([c]), torch.tensor([locality]))[0]

@@ -18,7 +18,7 @@ from torch import nn
 import isomorph as iso
 from interleave import forward, interleaved, processor, saved_mib, show, step, update, with_value
 from isomorph.evaluation import saved_bytes
-from isomorph.layers import folded_taps, window_tiles
+from isomorph.layers.gated import folded_taps, window_tiles
 from naive import NaiveGPSA2d
 
 STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batch

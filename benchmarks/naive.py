@@ -13,7 +13,7 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.layers import GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear, RefinedAttention
-from isomorph.layers.refiner import Refiner
+from isomorph.layers.refined.refiner import Refiner
 from isomorph.surgery.mobileone import CombinedBlock
 
 

@@ -15,8 +15,8 @@ from timm.layers import Attention
 import isomorph  # noqa: F401 (its models join timm's registry)
 from interleave import forward, interleaved, saved_mib, show, step, write
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.refiner import MapConvolution, SpatialRefiner
-from isomorph.layers.released_refiner import ReleasedDLA
+from isomorph.layers.refined.refiner import MapConvolution, SpatialRefiner
+from isomorph.layers.refined.released import ReleasedDLA
 from naive import three_convolutions
 
 SHAPE = dict(dim=384, num_heads=12, qkv_bias=True)

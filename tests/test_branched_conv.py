@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-from isomorph.layers import moments
+from isomorph.layers.pyramid import moments
 from isomorph.surgery.mobileone import CombinedBlock, shared_window
 
 BLOCKS = ["stem", "stages.?.?", "stages.?.??"]

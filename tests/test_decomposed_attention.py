@@ -9,7 +9,7 @@ from timm.layers import Attention
 import isomorph as iso
 import references
 from isomorph.layers import DecomposedAttention
-from isomorph.layers.decomposed_attention import offset_vectors
+from isomorph.layers.relative.decomposed import offset_vectors
 
 
 def layer(window=None, grid_size=None, **kwargs):

@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 FOLDERS = "|".join(["tests", "benchmarks", *sorted(path.parent.name for path in SOURCES.glob("*/__init__.py"))])
 NAMED_FILE = re.compile(rf"`(?:src/isomorph/)?((?:{FOLDERS})/[a-z0-9_/]+\.py)(?::([\w.]+))?`")
-"""A file below the repository or src/isomorph, and a symbol in it: `layers/gpsa.py:GPSA.forward`."""
+"""A file below the repository or src/isomorph, and a symbol in it: `layers/gated/gpsa.py:GPSA.forward`."""
 
 
 def anchors(page):

@@ -10,8 +10,9 @@ import torch
 
 import references
 from command_line import SERVER
-from isomorph.layers import GPSA, PSA, GPSA2d, content_heads, gated_mix
-from isomorph.layers.positional_attention import attend_by_axis, attend_dense, attend_shared_values, kronecker
+from isomorph.layers import GPSA, PSA, GPSA2d
+from isomorph.layers.gated import gpsa2d, positions
+from isomorph.layers.gated.positions import attend_by_axis, attend_dense, attend_shared_values, kronecker
 
 GRIDS_2D = [  # height, width, kernel, stride, padding
     (7, 7, 3, 1, 1),
@@ -46,7 +47,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
 def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
-    monkeypatch.setattr(content_heads, "MAX_DENSE_PAIRS", FORMS[form])
+    monkeypatch.setattr(gpsa2d, "MAX_DENSE_PAIRS", FORMS[form])
     H, W, *sizes = grid
     layer = perturbed(GPSA2d(10, 6, *sizes).double())
     x = torch.randn(2, 10, H, W, dtype=torch.float64, requires_grad=True)
@@ -68,7 +69,7 @@ def test_gpsa2d_attention_is_the_map_of_the_formula(grid):
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 @pytest.mark.parametrize(("H", "W", "heads"), [(4, 4, 4), (5, 7, 9), (9, 3, 1), (10, 4, 4), (1, 5, 4)])
 def test_gpsa_is_the_papers_formula(H, W, heads, prefix, form, monkeypatch):
-    monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
+    monkeypatch.setattr(positions, "MAX_DENSE_TOKENS", FORMS[form])
     layer = perturbed(GPSA(36, heads, (H, W), qkv_bias=heads == 4, prefix_tokens=prefix).double())
     x = torch.randn(2, prefix + H * W, 36, dtype=torch.float64, requires_grad=True)
     expected = output_and_gradients(lambda x: references.gpsa(layer, x, (H, W)), x, layer)
@@ -137,11 +138,11 @@ def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_mix_has_both_derivatives(form, monkeypatch):
-    monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
+    monkeypatch.setattr(positions, "MAX_DENSE_TOKENS", FORMS[form])
     shapes = [(2, 6, 3, 2), (2, 6, 3, 2), (3, 2, 2), (3, 3, 3), (3,)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(gated_mix.gated_mix_by_axis, inputs)
-    assert torch.autograd.gradgradcheck(gated_mix.gated_mix_by_axis, inputs)
+    assert torch.autograd.gradcheck(positions.gated_mix_by_axis, inputs)
+    assert torch.autograd.gradgradcheck(positions.gated_mix_by_axis, inputs)
 
 
 def test_the_mix_keeps_nothing_but_its_arguments():
@@ -192,8 +193,8 @@ def layers_and_inputs():
 class TestTorchCitizens:
     @pytest.fixture(autouse=True)
     def prepare(self, which, form, monkeypatch):
-        monkeypatch.setattr(content_heads, "MAX_DENSE_PAIRS", FORMS[form])
-        monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
+        monkeypatch.setattr(gpsa2d, "MAX_DENSE_PAIRS", FORMS[form])
+        monkeypatch.setattr(positions, "MAX_DENSE_TOKENS", FORMS[form])
         self.layer, self.x = layers_and_inputs()[which]
 
     def test_autocast_keeps_geometry_in_float32(self):

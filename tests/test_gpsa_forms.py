@@ -9,11 +9,11 @@ from torch import nn
 
 import isomorph as iso
 import references
-from isomorph.layers import folded_taps as folded
-from isomorph.layers import window_gpsa2d, window_tiles
-from isomorph.layers.gpsa2d import GPSA2d
-from isomorph.layers.positional_conv import PositionalConv2d
-from isomorph.layers.window_gpsa2d import WindowGPSA2d
+from isomorph.layers.gated import folded_taps as folded
+from isomorph.layers.gated import window_gpsa2d, window_tiles
+from isomorph.layers.gated.gpsa2d import GPSA2d
+from isomorph.layers.gated.tap_heads import PositionalConv2d
+from isomorph.layers.gated.window_gpsa2d import WindowGPSA2d
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
 from torch_citizens import TorchCitizens

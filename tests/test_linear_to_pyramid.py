@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import isomorph as iso
 import references
 from isomorph.deployment.program import prepare
-from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.pyramid.base import Pyramid
 from law_rows import deviation, disturb
 
 

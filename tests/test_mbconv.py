@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import references
-from isomorph.layers import LayerNormMBConv, MBConv, mbconv
-from isomorph.layers.mbconv import BatchNormStem, FusedMBConv, LayerNormStem, MaxPool
+from isomorph.layers import LayerNormMBConv, MBConv
+from isomorph.layers.relative import mbconv
+from isomorph.layers.relative.mbconv import BatchNormStem, FusedMBConv, LayerNormStem, MaxPool
 
 SHAPES = {"same": (8, 8, 1), "wider": (6, 8, 1), "halves": (6, 8, 2), "halves only": (8, 8, 2)}
 SIZES = [(6, 8), (7, 5), (1, 3)]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from isomorph.layers import moments
-from isomorph.layers.moments import measure_moments
-from isomorph.layers.patch_moments import measure_patches
-from isomorph.layers.tokens import Window, read_tokens
+from isomorph.layers.pyramid import moments
+from isomorph.layers.pyramid.moments import measure_moments
+from isomorph.layers.pyramid.patch_moments import measure_patches
+from isomorph.layers.pyramid.tokens import Window, read_tokens
 
 CASES = [(1, 4, 6, 5), (2, 4, 5, 6), (4, 4, 3, 3), (1, 3, 1, 5), (1, 3, 4, 1), (2, 2, 1, 1), (1, 2, 2, 2)]
 

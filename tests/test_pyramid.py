@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import isomorph as iso
 import references
-from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear, moments
-from isomorph.layers.pyramid import Layout
+from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers.pyramid import moments
+from isomorph.layers.pyramid.base import Layout
 
 LAYOUTS = ["P-W1S", "P-W2S", "P-W3", "P-W4S", "R-D1W4", "R-D3W2S", "R-D5W1S", "naive-W3"]
 CONVS = {

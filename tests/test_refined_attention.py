@@ -16,9 +16,9 @@ from isomorph.layers import (
     SpatialAttention,
     attention_base,
 )
-from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
-from isomorph.layers.released_refiner import ReleasedDLA
-from isomorph.layers.reused_attention import ReusedAttention
+from isomorph.layers.refined.attention import ReusedAttention
+from isomorph.layers.refined.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
+from isomorph.layers.refined.released import ReleasedDLA
 
 HEADS, DIM = 4, 12
 FORMS = {

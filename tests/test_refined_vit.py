@@ -12,7 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.reused_attention import ReusedAttention
+from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.models.blockwise import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner

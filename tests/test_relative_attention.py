@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import references
-from isomorph.layers import PostRelativeAttention, RelativeAttention, relative_attention
-from isomorph.layers.relative_attention import attend_flex, attend_with_bias, expand_table, resize_table
+from isomorph.layers import PostRelativeAttention, RelativeAttention
+from isomorph.layers.relative import attention as relative_attention
+from isomorph.layers.relative.attention import attend_flex, attend_with_bias, expand_table, resize_table
 
 GRIDS = [(4, 3), (1, 5), (6, 6), (3, 2)]
 """As the table, one row, larger, smaller."""

@@ -8,7 +8,7 @@ from timm.layers import gen_relative_position_index
 from torch import nn
 
 import isomorph as iso
-from isomorph.layers.vit_relative_attention import add_prefix_bias
+from isomorph.layers.relative.attention import add_prefix_bias
 from isomorph.models.task_networks.upernet import UPerHead, average_cells
 from isomorph.training.optim import learning_rate_scales
 

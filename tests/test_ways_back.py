@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.mobileone import CombinedBlock
 from law_rows import (
     MAP,

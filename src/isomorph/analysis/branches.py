@@ -12,10 +12,10 @@ from isomorph.analysis.cka import hsic, matching_batches
 from isomorph.analysis.layer_attention import capture_inputs
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.affine_chain import collapse_chain
-from isomorph.layers.moments import measure_moments
-from isomorph.layers.pyramid import Pyramid
-from isomorph.layers.tokens import read_tokens
+from isomorph.layers.pyramid.affine_chain import collapse_chain
+from isomorph.layers.pyramid.base import Pyramid
+from isomorph.layers.pyramid.moments import measure_moments
+from isomorph.layers.pyramid.tokens import read_tokens
 from isomorph.surgery.where import outermost_modules
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GatedMap, PositionalAttention
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import PositionHeads
 from isomorph.surgery.edited_attention import attention_name
 from isomorph.surgery.where import outermost_modules
 

@@ -25,7 +25,7 @@ from isomorph.layers import (
     ViTRelativeAttention,
 )
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import PositionHeads
 from isomorph.operations import AppliedAttention, ReadMaps, Scores, images_per_chunk
 from isomorph.surgery.attention_layers import facts_of, heads_of, no_map_reason
 from isomorph.surgery.model_inputs import check_inputs

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, PositionalAttention, SpatialAttention, ViTRelativeAttention
+from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.token_heads import ViTCall
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import fit_grid
-from isomorph.layers.tap_heads import PositionHeads
-from isomorph.layers.vit_call import ViTCall
 from isomorph.surgery.attention_layers import facts_of, position_reason
 from isomorph.surgery.edited_attention import SIZE_NAMES, own_shapes
 from isomorph.surgery.grid_hooks import embedding_models

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isomorph.evaluation.input_sizes import inputs_like
 from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
-from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.model_inputs import run_model
 
 _COUNTED_BATCH = 2

@@ -5,7 +5,7 @@ from typing import Any
 from timm.layers import Attention
 from torch import Tensor
 
-from isomorph.layers.chunked import chunk_size
+from isomorph.layers.eager import chunk_size
 
 MAP_CHUNK_BYTES = 2 * 2**20
 """Most bytes of attention maps to form at a time on a CPU: maps that fit its cache are read twice as fast."""

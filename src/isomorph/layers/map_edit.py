@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.chunked import is_eager, is_functorch_tensor
-from isomorph.layers.gated_mix import gated_mix
+from isomorph.layers.eager import is_eager, is_functorch_tensor
+from isomorph.layers.gated.positions import gated_mix, geometry_dtype, kronecker, quadratic_axis_scores
+from isomorph.layers.gated.token_heads import PositionGates
 from isomorph.layers.grid import squarest_window, window_centres
 from isomorph.layers.map_grid import GridSize, fit_grid, key_offsets
-from isomorph.layers.position_gates import PositionGates
-from isomorph.layers.positional_attention import geometry_dtype, kronecker, quadratic_axis_scores
-from isomorph.layers.refiner import Expansion, MapConvolution, SpatialRefiner
+from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
 BLOCKED_SCORE = -100.0
 """Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100."""

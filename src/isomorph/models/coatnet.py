@@ -20,9 +20,16 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
-from isomorph.layers.chunked import is_functorch_tensor
-from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem, make_pool, make_shortcut
-from isomorph.layers.relative_attention import resize_table
+from isomorph.layers.eager import is_functorch_tensor
+from isomorph.layers.relative.attention import resize_table
+from isomorph.layers.relative.mbconv import (
+    BatchNormStem,
+    InvertedBottleneck,
+    LayerNormStem,
+    Stem,
+    make_pool,
+    make_shortcut,
+)
 from isomorph.models.staged import StagedNet
 from isomorph.models.variants import (
     ForeignCheckpoints,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
-from isomorph.layers.refiner import MapConvolution
-from isomorph.layers.reused_attention import ReusedAttention
+from isomorph.layers.refined.attention import ReusedAttention
+from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.models.variants import (
     ForeignCheckpoints,

@@ -1,6 +1,6 @@
 """Refined-ViT as released: the function, the sizes and the keys of the authors' public code and checkpoints.
 
-It differs from the paper's (`refined_vit.py`) in the refiner (`layers/released_refiner.py`), in residual branches whose
+It differs from the paper's (`refined_vit.py`) in the refiner (`layers/refined/released.py`), in residual branches whose
 input is halved and whose output is doubled, in a layer scale of 1e-5 on the MLP, and in a head that also classifies the
 patches.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.attention_base import factory_kwargs
-from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
+from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.models.refined_vit import ConvPatchEmbed, refined_cfg
 from isomorph.models.variants import (

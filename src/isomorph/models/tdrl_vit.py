@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.pyramid_init import init_from_affine
-from isomorph.layers.relative_attention import resize_table
+from isomorph.layers.pyramid.base import init_from_affine
+from isomorph.layers.relative.attention import resize_table
 from isomorph.models.variants import (
     ForeignCheckpoints,
     Variant,

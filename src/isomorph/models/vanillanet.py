@@ -17,7 +17,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.annealed import AnnealedPair, SeriesActivation
+from isomorph.layers.pyramid.annealed import AnnealedPair, SeriesActivation
 from isomorph.models.staged import StagedNet
 from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
 

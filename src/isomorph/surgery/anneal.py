@@ -11,7 +11,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, AnnealedReLU, GatedMap
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import PositionHeads
 from isomorph.surgery.rules.gated import CONV_GATING, check_gating, initial_gating
 from isomorph.surgery.rules.gated_attention import ATTENTION_GATING
 

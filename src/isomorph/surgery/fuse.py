@@ -9,7 +9,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import match_original, replay

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers import AnnealedReLU
-from isomorph.layers.affine_chain import collapse_chain, weight_matrix
-from isomorph.layers.annealed import is_pointwise
+from isomorph.layers.pyramid.affine_chain import collapse_chain, weight_matrix
+from isomorph.layers.pyramid.annealed import is_pointwise
 from isomorph.surgery.plain_layers import layer_mismatch, overridden_methods
 
 BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

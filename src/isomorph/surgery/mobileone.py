@@ -8,11 +8,10 @@ from timm.layers import ConvNormAct, register_notrace_module
 from timm.models.byobnet import MobileOneBlock
 from torch import Tensor, nn
 
-from isomorph.layers.affine_chain import uses_batch_statistics
-from isomorph.layers.branched_conv import Unit, convolve_units
-from isomorph.layers.processes import sync_group
-from isomorph.layers.pyramid_conv import PyramidConv2d
-from isomorph.layers.tokens import Window
+from isomorph.layers.pyramid.affine_chain import uses_batch_statistics
+from isomorph.layers.pyramid.conv import PyramidConv2d, Unit, convolve_units
+from isomorph.layers.pyramid.moments import sync_group
+from isomorph.layers.pyramid.tokens import Window
 from isomorph.surgery.fuse import Fuse
 from isomorph.surgery.linear_chains import absorb_conv_biases, is_plain_norm, linear_mismatch
 from isomorph.surgery.plain_layers import describe_attachments, overridden_methods

@@ -8,7 +8,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import PositionHeads
 from isomorph.surgery.recast import check_model, replay
 from isomorph.surgery.record import Edit, copy_model, unwrap_compiled
 from isomorph.surgery.rule import Rule, check_choice, check_number

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from isomorph.layers import JointPyramid
-from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.pyramid.base import Pyramid
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """A glob over module names, several globs, or a function (name, module) -> bool."""

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
-from isomorph.layers.position_gates import TokenPositions
-from isomorph.layers.pyramid import Pyramid
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.token_heads import TokenPositions
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part

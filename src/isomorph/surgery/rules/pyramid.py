@@ -13,10 +13,9 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.affine_chain import weight_matrix
-from isomorph.layers.pyramid import Layout
-from isomorph.layers.pyramid_init import init_from_affine, init_random
-from isomorph.layers.tap_heads import TapHeads
+from isomorph.layers.gated.tap_heads import TapHeads
+from isomorph.layers.pyramid.affine_chain import weight_matrix
+from isomorph.layers.pyramid.base import Layout, init_from_affine, init_random
 from isomorph.surgery.linear_chains import (
     conv_padding,
     is_chain,

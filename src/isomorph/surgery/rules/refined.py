@@ -11,8 +11,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, RefinedMap, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
-from isomorph.layers.refined_attention import attention_kwargs, copy_parts
-from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
+from isomorph.layers.refined.attention import attention_kwargs, copy_parts
+from isomorph.layers.refined.refiner import (
+    CrossKernel,
+    Expansion,
+    MapConvolution,
+    Refiner,
+    SpatialRefiner,
+    SquareKernel,
+)
 from isomorph.surgery.attention_layers import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid

@@ -8,7 +8,7 @@ from timm.layers import Attention
 from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
-from isomorph.layers.refined_attention import attention_kwargs, copy_parts
+from isomorph.layers.refined.attention import attention_kwargs, copy_parts
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.rule import Rule, check_bool, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isomorph.analysis import branch_similarity, logit_stats
 from isomorph.checkpoints.snapshot import list_snapshots
 from isomorph.errors import UserError
-from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.training.run.guards import LOSS_WINDOW, NOT_FINITE, Diverged, Stopped, StopRequest
 from isomorph.training.run.log import Journal
 from isomorph.training.run.state import Run

@@ -1,0 +1,1 @@
+"""Gated attention on tokens and on feature maps (ConViT, T-CNN)."""

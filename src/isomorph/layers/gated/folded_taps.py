@@ -1,0 +1,136 @@
+"""Position attention of tap heads as one convolution, where every head reads only a few positions.
+
+Far from the border a head reads the same soft kernel around every query. Beyond some reach its weights are below the
+precision of the numbers; the rest of all heads' kernels, weighted by their filters, is one convolution:
+
+    kernel[o, c, u, v] = sum_h filter_h[o, c] rows_h[u] columns_h[v]
+
+Queries whose reach crosses the border read a kernel that is normalised over fewer keys: each border row and column has
+one of its own, and the corners are computed head by head. With centres on the taps and a high locality, a layer is
+therefore the convolution that it was recast from, at the same cost.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isomorph.layers.eager import is_eager, is_functorch_tensor
+from isomorph.layers.gated.soft_taps import Range, TapAxis, soft_taps
+
+BY_HEAD_COST = 1.5
+"""Time of a multiplication head by head, relative to one of a convolution (measured by benchmarks/gpsa_stages.py)."""
+
+
+def head_reach(axis: TapAxis) -> float:
+    """Return the distance from a query beyond which no head's weight counts at the precision of the localities.
+
+    A weight counts if it is above a seventh of the precision, relative to the head's largest one.
+    """
+    smallest = 2 - math.log(torch.finfo(axis.centre.dtype).eps)
+    off_grid = axis.centre - axis.centre.round()
+    return (axis.centre.abs() + (smallest / axis.locality + off_grid.square()).sqrt()).max().item()
+
+
+def folded_reach(x: Tensor, rows: TapAxis, columns: TapAxis, filters: Tensor) -> tuple[int, int] | None:
+    """Return the reach of the heads along both axes, or None if a convolution of that reach costs more than its heads.
+
+    The reach is a fact about parameters, which a graph cannot branch on: it is read in eager mode, on a CPU.
+
+    Shape: x (B, C, H, W), filters (C_out, C / groups, nh)
+    """
+    if x.device.type != "cpu" or not is_eager() or is_functorch_tensor(x) or is_functorch_tensor(filters):
+        return None
+    found = []
+    for axis in (rows, columns):
+        reach = head_reach(axis)
+        if not reach < 2 * axis.keys:  # NaN too
+            return None
+        found.append(max(int(reach), axis.kernel_size // 2))
+    reach_rows, reach_columns = found
+    return (reach_rows, reach_columns) if _is_cheaper(x, rows, columns, found, filters) else None
+
+
+def _is_cheaper(x: Tensor, rows: TapAxis, columns: TapAxis, reach: list[int], filters: Tensor) -> bool:
+    """True if the convolution of this reach, with its border, costs less than all heads one by one."""
+    (B, C, H, W), (out, within, nh), Hq, Wq = x.shape, filters.shape, rows.queries, columns.queries
+    inner = [axis.interior(each) for axis, each in zip((rows, columns), reach, strict=True)]
+    if not all(first < last for first, last in inner):
+        return False
+    kernels = 1 + Hq + Wq - sum(last - first for first, last in inner)
+    folded = out * within * math.prod(2 * each + 1 for each in reach) * (B * Hq * Wq + nh * kernels)
+    return folded < BY_HEAD_COST * B * nh * (C * Hq * W * (H + Wq) + Hq * Wq * out * within)
+
+
+def fold_kernel(filters: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the kernel of all heads together.
+
+    Shape: filters (C_out, C / groups, nh), rows (nh, kh), columns (nh, kw) -> (C_out, C / groups, kh, kw)
+    """
+    each_head = rows[:, :, None] * columns[:, None, :]  # (nh, kh, kw)
+    return (filters @ each_head.flatten(1).to(filters.dtype)).unflatten(-1, each_head.shape[1:])
+
+
+def folded_taps(x: Tensor, rows: TapAxis, columns: TapAxis, reach: tuple[int, int], filters: Tensor) -> Tensor:
+    """Return the convolution of x with soft taps, of which none reads further than `reach`.
+
+    Shape: x (B, C, H, W), filters (C_out, C / groups, nh) -> (B, C_out, Hq, Wq)
+    """
+    axes = (rows, columns)
+    kernel = fold_kernel(filters, *(axis.window(far) for axis, far in zip(axes, reach, strict=True)))
+    y = F.conv2d(x, kernel, None, (rows.stride, columns.stride), _padding(axes, reach), groups=_groups(x, filters))
+    inner = [axis.interior(far) for axis, far in zip(axes, reach, strict=True)]
+    parts = [[(0, first), (first, last), (last, n)] for (first, last), n in zip(inner, y.shape[-2:], strict=True)]
+
+    def block(own: tuple[Range, Range]) -> Tensor:
+        if own == tuple(inner):
+            return y[:, :, slice(*own[0]), slice(*own[1])]
+        if own[0] != inner[0] and own[1] != inner[1]:
+            return _corner(x, axes, own, reach, filters)
+        line = 0 if own[1] == inner[1] else 1
+        lines = [_line(x, axes, line, query, reach, filters) for query in range(*own[line])]
+        return torch.cat(lines, 2 + line).narrow(3 - line, inner[1 - line][0], inner[1 - line][1] - inner[1 - line][0])
+
+    def join(blocks: list[Tensor], dim: int) -> Tensor:
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
+
+    high, wide = ([part for part in each if part[0] < part[1]] for each in parts)
+    return join([join([block((row, column)) for column in wide], -1) for row in high], -2)
+
+
+def _groups(x: Tensor, filters: Tensor) -> int:
+    return x.shape[1] // filters.shape[1]
+
+
+def _padding(axes: tuple[TapAxis, TapAxis], reach: tuple[int, int]) -> list[int]:
+    """Return the padding with which a convolution of this reach has the same queries."""
+    return [axis.padding + far - axis.kernel_size // 2 for axis, far in zip(axes, reach, strict=True)]
+
+
+def _line(
+    x: Tensor, axes: tuple[TapAxis, TapAxis], line: int, query: int, reach: tuple[int, int], filters: Tensor
+) -> Tensor:
+    """Return the outputs of one row (line 0) or column (line 1) of queries, as a convolution along it."""
+    axis, other = axes[line], axes[1 - line]
+    first, last = axis.keys_near((query, query + 1), reach[line])
+    maps = axis.unpadded_maps((query, query + 1), (first, last))[:, 0]  # (nh, keys)
+    across = other.window(reach[1 - line])
+    kernel = fold_kernel(filters, *((maps, across) if line == 0 else (across, maps)))
+    stride, padding = [other.stride] * 2, [_padding(axes, reach)[1 - line]] * 2
+    stride[line], padding[line] = 1, 0
+    near = x.narrow(2 + line, first, last - first)
+    if first == last:  # it reads the padding only
+        near, kernel = F.pad(near, (0, line, 0, 1 - line)), F.pad(kernel, (0, line, 0, 1 - line))
+    return F.conv2d(near, kernel, None, stride, padding, groups=_groups(x, filters))
+
+
+def _corner(
+    x: Tensor, axes: tuple[TapAxis, TapAxis], queries: tuple[Range, Range], reach: tuple[int, int], filters: Tensor
+) -> Tensor:
+    """Return the outputs of some queries, computed head by head from the keys that they reach."""
+    near = [axis.keys_near(own, far) for axis, own, far in zip(axes, queries, reach, strict=True)]
+    parts = zip(axes, queries, near, strict=True)
+    rows, columns = (axis.unpadded_maps(own, keys).to(x.dtype) for axis, own, keys in parts)
+    (up, down), (left, right) = near
+    return soft_taps(x[:, :, up:down, left:right], rows, columns, filters)

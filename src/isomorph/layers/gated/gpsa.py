@@ -1,0 +1,288 @@
+"""Gated positional self-attention on tokens (ConViT): attention initialised as a convolution and free to become global.
+
+    A_h = (1 - sigma(gate_h)) softmax(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(v_pos_h . r)
+
+ConViT eq. 7 then re-normalises each row; that divides a convex combination of two softmaxes by 1 and is left out.
+Differences from the released layer: position attention is computed once per grid instead of once per image, and in
+closed form (`positions.py`); content attention is `scaled_dot_product_attention`; grids may
+be rectangular.
+
+Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
+"""
+
+import copy
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, register_notrace_module
+from torch import Tensor, nn
+
+from isomorph.layers.eval_mode import relative_deviation
+from isomorph.layers.gated.positions import attend_positions, gated_mix, gated_mix_by_axis, kronecker
+from isomorph.layers.gated.token_heads import PositionGates, TokenHeads, TokenPositions, ViTCall, softmax_map
+from isomorph.layers.grid import squarest_window, window_centres
+
+
+@register_notrace_module
+class PositionalAttention(TokenHeads, TokenPositions):
+    """Attention on tokens whose heads attend by position alone, at a cost linear in the number of tokens.
+
+        y = proj(softmax(v_pos . (dx, dy, dx^2 + dy^2)) v)
+
+    It is `GPSA` with all gates at 1. Prefix tokens (class token, registers) have no position and attend by content
+    still: `q` are their queries, `k` the keys of all tokens. Arguments, `position`, `locality` and `centre` are those
+    of `GPSA`, but the number of heads need not be a square.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: ConViT eq. 7 with gate 1
+    Raises: ValueError if the number of heads does not divide C, or if N is not prefix_tokens + H W.
+
+    Example:
+        >>> layer = iso.layers.PositionalAttention(dim=32, num_heads=4, grid_size=(6, 8), prefix_tokens=1)
+        >>> layer(torch.randn(2, 49, 32)).shape
+        torch.Size([2, 49, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int] = (14, 14),
+        qkv_bias: bool = False,
+        prefix_tokens: int = 0,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
+        self.num_heads = num_heads
+        self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
+        self.q = nn.Linear(dim, dim, bias=qkv_bias) if prefix_tokens else None
+        self.k = nn.Linear(dim, dim, bias=qkv_bias) if prefix_tokens else None
+        self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.position = nn.Parameter(torch.empty(num_heads, 3))
+        self._set_position(self.tap_offsets(), locality=1.0)
+
+    def tap_offsets(self) -> Tensor:
+        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
+        return window_centres(squarest_window(self.num_heads))
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: 1. Shape: -> (nh,)"""
+        return torch.ones_like(self.position[:, 0])
+
+    def prefix_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries of the prefix tokens and keys of all. Shape: x (B, N, C) -> (B, nh, p, hd), (B, nh, N, hd)"""
+        assert self.q is not None
+        assert self.k is not None
+        q, k = self.split_heads(self.q(x[:, : self.prefix_tokens])), self.split_heads(self.k(x))
+        return self.normalise(q.transpose(1, 2), k.transpose(1, 2))
+
+    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        rows, columns = self.axis_maps(self.check_grid(x, grid_size))
+        v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
+        attended = attend_positions(v[:, p:], rows, columns)  # (B, H W, nh, hd)
+        if p:
+            q, k = self.prefix_queries_keys(x)
+            prefix = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, p, nh, hd)
+            attended = torch.cat([prefix, attended], dim=1)
+        return self.proj_drop(self.proj(attended.flatten(2)))
+
+    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        """Return the attention map that `forward` applies; it is formed only here.
+
+        Shape: x (B, N, C) -> (B, nh, N, N)
+        """
+        p = self.prefix_tokens
+        position = F.pad(kronecker(*self.axis_maps(self.check_grid(x, grid_size))), (p, 0)).to(x.dtype)  # (nh, H W, N)
+        position = position.expand(x.shape[0], -1, -1, -1)
+        return torch.cat([softmax_map(*self.prefix_queries_keys(x)), position], dim=2) if p else position
+
+
+class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]  # a ViT passes a mask too
+    """A `PositionalAttention` in place of timm's Attention in a ViT, with its norms of queries and keys.
+
+    In a recast model every call gets the grid of its image; `grid_size` is used for other calls and can be set.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: ConViT eq. 7 with gate 1
+    Raises: ValueError as PositionalAttention, or for a mask, which position attention cannot obey.
+
+    Example:
+        >>> layer = iso.layers.ViTPositionalAttention(dim=48, num_heads=3, grid_size=(4, 5), prefix_tokens=1)
+        >>> layer(torch.randn(2, 21, 48)).shape
+        torch.Size([2, 21, 48])
+    """
+
+
+@register_notrace_module
+class GPSA(TokenHeads, PositionGates):
+    """Self-attention that a transformer can start training with as if it were a convolution (ConViT).
+
+    Each head mixes content attention (which tokens are similar) with position attention (which tokens are near a fixed
+    offset), and learns how much of each to use:
+
+        y = proj((1 - s) softmax(q k^T / sqrt(hd)) v + s softmax(v_pos . (dx, dy, dx^2 + dy^2)) v),    s = sigmoid(gate)
+
+    Gating parameters, per head: `gate` sets the share of position attention, `locality` how sharply it peaks, `centre`
+    the offset (row, column) where it peaks. At initialisation head h attends to tap h of a sqrt(nh) x sqrt(nh) window,
+    as a convolution does. The parameter `position` holds v_pos, from which `locality` and `centre` are read.
+
+    `grid_size` (H, W) is the grid of the tokens; pass another one to `forward` at any call. `prefix_tokens` (class
+    token, registers) lead the sequence and have no position: they attend, and are attended to, by content only.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: ConViT eq. 5 and 7; differs: 1/sqrt(hd) as in its code, taps row-major, any rectangle, prefix tokens
+    Raises: ValueError if the number of heads is not a square or does not divide C, or if N is not prefix_tokens + H W.
+
+    Example:
+        >>> layer = iso.layers.GPSA(dim=32, num_heads=4, grid_size=(6, 8))
+        >>> layer(torch.randn(2, 48, 32)).shape
+        torch.Size([2, 48, 32])
+        >>> layer.centre.tolist()  # offset (row, column) of each head's tap
+        [[-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]]
+        >>> layer.set_gating(locality=2.0, gate=-1.0)  # sharper, but mostly content attention
+        >>> layer.attention(torch.randn(2, 20, 32), grid_size=(4, 5)).shape
+        torch.Size([2, 4, 20, 20])
+    """
+
+    positional_class: ClassVar[type[PositionalAttention]] = PositionalAttention
+    """What `to_positional` returns."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int] = (14, 14),
+        qkv_bias: bool = False,
+        prefix_tokens: int = 0,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
+        self.num_heads = num_heads
+        self.grid_size = grid_size
+        self.prefix_tokens = prefix_tokens
+        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.position = nn.Parameter(torch.empty(num_heads, 3))
+        self.gate = nn.Parameter(torch.empty(num_heads))
+        self.reset_attention()
+
+    @torch.no_grad()
+    def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
+        """Centre every head on its tap, set locality and gate, and set the values to the identity (ConViT eq. 5)."""
+        nn.init.eye_(self.v.weight)
+        self._set_position(self.tap_offsets(), locality)
+        self.set_gating(gate=gate)
+
+    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        q, k = self.qk(x).chunk(2, dim=-1)
+        return self.normalise(self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2))
+
+    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        rows, columns = self.axis_maps(self.check_grid(x, grid_size))
+        q, k = self.queries_keys(x)
+        v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
+        content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
+        mixed = gated_mix_by_axis(content[:, p:], v[:, p:], rows, columns, self.gate)
+        if p:
+            mixed = torch.cat([content[:, :p], mixed], dim=1)
+        return self.proj_drop(self.proj(mixed.flatten(2)))
+
+    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        """Return the attention map that `forward` applies; it is formed only here.
+
+        Shape: x (B, N, C) -> (B, nh, N, N)
+        """
+        grid_size = self.check_grid(x, grid_size)
+        q, k = self.queries_keys(x)
+        content = softmax_map(q, k)
+        p = self.prefix_tokens
+        position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
+        return torch.cat([content[:, :, :p], gated_mix(content[:, :, p:], position, self.gate)], dim=2)
+
+    @torch.no_grad()
+    def to_positional(self) -> PositionalAttention:
+        """Return the layer with all gates at 1: without queries and keys, but for those of prefix tokens."""
+        layer = self.positional_class(
+            self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens
+        ).to(self.v.weight)
+        if layer.q is not None and layer.k is not None:
+            for kind, joint in self.qk.named_parameters():
+                for part, rows in zip((layer.q, layer.k), joint.chunk(2), strict=True):
+                    getattr(part, kind).copy_(rows)
+        layer.position.copy_(self.position)
+        for name in ("v", "proj", "proj_drop", *(("q_norm", "k_norm") if self.prefix_tokens else ())):
+            if hasattr(self, name):
+                setattr(layer, name, copy.deepcopy(getattr(self, name)))
+        return layer.train(self.training)
+
+
+class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
+    """Gated positional self-attention to replace timm's Attention in a ViT, which can make a trained ViT more local.
+
+    With open gates (gate far below 0) it computes the same as the attention that it replaces; training can close the
+    gates. The formula and the gating parameters are those of `GPSA`. The number of heads need not be a square: heads
+    start at the taps of the rectangle closest to a square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm`
+    are those of the attention. In a recast model every call gets the grid of its image; `grid_size` is used for other
+    calls and can be set.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: ConViT eq. 7; differs: as GPSA, and prefix tokens attend by content only
+    Raises: ValueError for a mask, which position attention cannot obey.
+
+    Example:
+        >>> layer = iso.layers.ViTGPSA(dim=48, num_heads=6, grid_size=(4, 5), prefix_tokens=1)
+        >>> layer(torch.randn(2, 21, 48)).shape
+        torch.Size([2, 21, 48])
+        >>> layer.set_gating(gate=-20.0)  # open: content attention only
+        >>> type(layer.to_attention()).__name__
+        'Attention'
+    """
+
+    positional_class = ViTPositionalAttention
+
+    def tap_offsets(self) -> Tensor:
+        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
+        return window_centres(squarest_window(self.num_heads))
+
+    @torch.no_grad()
+    def to_attention(self, atol: float = 1e-3) -> Attention:
+        """Return the plain attention that this layer equals.
+
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
+        largest |output|) if it is above `atol`: some gates are not open.
+        """
+        dim, bias = self.v.in_features, self.v.bias is not None
+        attention = Attention(dim, self.num_heads, qkv_bias=bias)
+        attention.to(self.v.weight.device, self.v.weight.dtype).train(self.training)
+        attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
+        if self.qk.bias is not None and self.v.bias is not None:
+            attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
+        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
+            setattr(attention, name, copy.deepcopy(getattr(self, name)))
+        deviation = self.deviation_from(attention)
+        if not deviation <= atol:
+            raise ValueError(
+                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; "
+                "keep it, or open the gates with set_gating(gate=-15)"
+            )
+        attention.qkv.requires_grad_(self.qk.weight.requires_grad)
+        return attention
+
+    def deviation_from(self, attention: nn.Module) -> float:
+        """Return the largest |difference| to `attention`, relative to the largest |output| of `attention`.
+
+        Both run on standard normal tokens.
+        """
+        H, W = self.grid_size
+        return relative_deviation(self, attention, (1, self.prefix_tokens + H * W, self.v.in_features), self.v.weight)

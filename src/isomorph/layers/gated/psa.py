@@ -1,0 +1,108 @@
+"""Positional self-attention on tokens (ConViT eq. 4): content and position in one softmax, the ablation of GPSA.
+
+    A_h = softmax(q_h k_h^T / sqrt(hd) + v_pos_h . r)
+
+The larger of the two terms alone decides where a head attends. GPSA (`gpsa.py`) mixes two softmaxes instead, so that a
+gate can weigh them.
+
+Letters: B batch, N tokens, C channels, nh heads, hd head width.
+"""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+
+from isomorph.layers.gated.positions import geometry_dtype
+from isomorph.layers.gated.token_heads import TokenHeads, TokenPositions
+from isomorph.layers.grid import axis_offsets
+
+
+def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """Return v_pos . (dx, dy, dx^2 + dy^2) for every query and key, as the sum of a row part and a column part.
+
+    Shape: position (nh, 3) -> (nh, H W, H W)
+    """
+    dtype, device = geometry_dtype(position), position.device
+    along_x, along_y, square = position.to(dtype)[:, :, None, None].unbind(1)  # (nh, 1, 1) each
+    dy, dx = (axis_offsets(size, size, device=device, dtype=dtype) for size in grid_size)
+    rows, columns = along_y * dy + square * dy.square(), along_x * dx + square * dx.square()
+    bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
+    return bias.flatten(3).flatten(1, 2)  # (nh, H W, H W)
+
+
+@register_notrace_module
+class PSA(TokenHeads, TokenPositions):
+    """Self-attention with a learnt position score for each head, which can start out local like a convolution.
+
+    It is GPSA without the gate: each head adds the scores of content and position before one softmax.
+
+        y = proj(softmax(q k^T / sqrt(hd) + v_pos . (dx, dy, dx^2 + dy^2)) v)
+
+    Parameters, arguments and initialisation are those of GPSA without gates and prefix tokens: `position` holds v_pos,
+    and head h starts at tap h of a sqrt(nh) x sqrt(nh) window with sharpness `locality`. `grid_size` (H, W) is the grid
+    of the tokens; pass another one to `forward` at any call.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = H W
+    Source: ConViT eq. 4 and 5; differs: 1/sqrt(hd) as in GPSA; W_qry and W_key keep their usual initialisation, since
+    at 0 the gradient of each is 0 and they would stay there; taps row-major, any rectangle
+    Raises: ValueError if the number of heads is not a square or does not divide C, or if N is not H W.
+
+    Example:
+        >>> layer = iso.layers.PSA(dim=32, num_heads=4, grid_size=(6, 8))
+        >>> layer(torch.randn(2, 48, 32)).shape
+        torch.Size([2, 48, 32])
+        >>> layer.attention(torch.randn(1, 20, 32), grid_size=(4, 5)).shape
+        torch.Size([1, 4, 20, 20])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int] = (14, 14),
+        qkv_bias: bool = False,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
+        self.num_heads = num_heads
+        self.grid_size = grid_size
+        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.position = nn.Parameter(torch.empty(num_heads, 3))
+        self.reset_attention()
+
+    @torch.no_grad()
+    def reset_attention(self, locality: float = 1.0) -> None:
+        """Centre every head on its tap with the given locality, and set the values to the identity (ConViT eq. 5)."""
+        nn.init.eye_(self.v.weight)
+        self._set_position(self.tap_offsets(), locality)
+
+    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k
+
+    def position_bias(self, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
+        """Return the position scores, which are the same for all images. Shape: x (B, N, C) -> (1, nh, N, N)"""
+        return _quadratic_bias(self.position, self.check_grid(x, grid_size))[None]
+
+    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        bias = self.position_bias(x, grid_size)
+        q, k = self.queries_keys(x)
+        v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))  # (B, nh, N, hd)
+        return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
+
+    def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        """Return the attention map that `forward` applies; it is formed only here.
+
+        Shape: x (B, N, C) -> (B, nh, N, N)
+        """
+        bias = self.position_bias(x, grid_size)
+        q, k = self.queries_keys(x)
+        return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias.to(q.dtype), dim=-1)

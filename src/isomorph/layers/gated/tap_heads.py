@@ -1,0 +1,350 @@
+"""Heads of attention on feature maps, one for each tap of a convolution: geometry, filters and positions.
+
+`PositionalConv2d`, and the base that it shares with `GPSA2d`. Each head h forms a map of attention A_h over the
+zero-padded keys and applies the filter of its tap to what it gathers: y = sum_h A_h x weight_h + bias.
+
+Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads (one per tap), hd head width, Nq queries.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module, to_2tuple
+from torch import Tensor, nn
+
+from isomorph.layers.eval_mode import relative_difference
+from isomorph.layers.gated.folded_taps import folded_reach, folded_taps
+from isomorph.layers.gated.positions import compute_dtype, geometry_dtype, is_autocast_on, kronecker
+from isomorph.layers.gated.soft_taps import TapAxis, soft_taps
+from isomorph.layers.grid import conv_output_size, window_centres
+
+SOFTPLUS_BETA = 5.0
+"""Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""
+
+
+FAR = 64
+"""Offset from the nearest position up to which the attention of a head on a line is summed."""
+
+
+def inverse_softplus(value: float) -> float:
+    """Return the raw parameter whose softplus (beta 5) is `value`."""
+    return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
+
+
+def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
+    """Return the row and column of the tap of a window that is nearest to each centre. Shape: centre (nh, 2)"""
+    middle = kernel_size // 2
+    return (centre.round() + middle).clamp(0, 2 * middle).long()
+
+
+class TapHeads(nn.Module):
+    """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
+
+    With `groups`, a filter reads only the channels of its group, as in nn.Conv2d; all groups share the attention.
+
+    Raises: ValueError for an even or non-positive kernel size, or groups that do not divide the channels.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        bias: bool = True,
+        groups: int = 1,
+    ) -> None:
+        super().__init__()
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(f"groups {groups} do not divide {in_channels} input and {out_channels} output channels")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size {kernel_size} has no centre; use an odd number above 0")
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
+        self.stride: tuple[int, int] = to_2tuple(stride)
+        self.padding: tuple[int, int] = to_2tuple(padding)
+        self.groups = groups
+        self.num_heads = kernel_size**2
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size))
+        self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
+
+    @property
+    def head_width(self) -> int:
+        """Number of query and key channels of a head, with those that only some heads use."""
+        return -(-self.in_channels // self.num_heads)
+
+    def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
+        """Return the height and width of a feature map.
+
+        Raises: ValueError if its channels are not the layer's, if its dtype is not and autocast does not convert it, or
+            for a `query` that is no index of a query.
+        """
+        name = type(self).__name__
+        if x.ndim != 4:
+            raise ValueError(f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}")
+        if x.shape[1] != self.in_channels:
+            raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
+        if x.dtype != self.weight.dtype and not (is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4):
+            raise ValueError(
+                f"the weights of {name} are {self.weight.dtype}, its input is {x.dtype}; convert one of them"
+            )
+        H, W = x.shape[2], x.shape[3]
+        if query is not None and not 0 <= query < math.prod(self.query_grid(H, W)):
+            raise ValueError(f"query {query} must be from 0 to {math.prod(self.query_grid(H, W)) - 1}")
+        return H, W
+
+    def query_grid(self, H: int, W: int) -> tuple[int, int]:
+        """Return the height and width of the output for an H x W input.
+
+        Raises: ValueError for a feature map smaller than the window.
+        """
+        sizes = zip((H, W), self.stride, self.padding, strict=True)
+        Hq, Wq = (conv_output_size(n, self.kernel_size, stride, padding) for n, stride, padding in sizes)
+        return Hq, Wq
+
+    def query_positions(self, x: Tensor) -> Tensor:
+        """Return the features of x at the middle of every window. Shape: x (B, C, H, W) -> (B, C, Hq, Wq)"""
+        middle = self.kernel_size // 2
+        (sh, sw), (ph, pw) = self.stride, (padding - middle for padding in self.padding)
+        if (ph, pw) != (0, 0):  # negative padding crops
+            x = F.pad(x, (pw, pw, ph, ph))
+        return x[:, :, ::sh, ::sw].contiguous()
+
+    def scaled_filters(self, share: Tensor | None = None) -> Tensor:
+        """Return the filter of every head, scaled by a share of each. Shape: share (nh,) -> (C_out, C / groups, nh)"""
+        return self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
+
+    def with_bias(self, y: Tensor) -> Tensor:
+        """Add the bias, if there is one. Shape: y (B, C_out, Hq, Wq) -> the same"""
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
+
+    def apply_filters(self, columns: Tensor, H: int, W: int) -> Tensor:
+        """Apply each head's filter to what it has gathered. Shape: columns (B, C nh, Nq) -> (B, C_out, Hq, Wq)"""
+        filters = self.weight.flatten(1)[:, :, None]  # (C_out, C nh / groups, 1)
+        return F.conv1d(columns, filters, self.bias, groups=self.groups).unflatten(-1, self.query_grid(H, W))
+
+    def extra_repr(self) -> str:
+        size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        groups = "" if self.groups == 1 else f", groups={self.groups}"
+        return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{groups}"
+
+
+class PositionHeads(TapHeads):
+    """Base of layers whose heads attend by position: each around a centre of its own, with a sharpness of its own.
+
+    Gating parameters, per head: `locality` (positive through softplus of `raw_locality`) and `centre` (row, column).
+    Arguments as in `TapHeads`.
+    """
+
+    def __init__(self, *args: int | tuple[int, int] | bool | None, **kwargs: int | tuple[int, int] | bool) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.centre = nn.Parameter(torch.empty(self.num_heads, 2))
+        self.raw_locality = nn.Parameter(torch.empty(self.num_heads))
+
+    @torch.no_grad()
+    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
+        """Set the locality and the gate of every head; None leaves a parameter unchanged, and so does a missing gate.
+
+        Raises: ValueError if the locality is not above 0 and finite.
+        """
+        if locality is not None:
+            if not 0 < locality < math.inf:
+                raise ValueError(f"locality {locality} must be above 0 and finite")
+            self.raw_locality.fill_(inverse_softplus(locality))
+        if gate is not None and "gate" in self._parameters:
+            self._parameters["gate"].fill_(gate)  # type: ignore[union-attr]
+
+    @property
+    def locality(self) -> Tensor:
+        """Sharpness of each head's position attention; 1 / locality is the head's span (T-CNN Fig. 4B).
+
+        Shape: -> (nh,)
+        """
+        return F.softplus(self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA)
+
+    def axes(self, H: int, W: int) -> tuple[TapAxis, TapAxis]:
+        """Return the geometry of the heads along rows and along columns of an H x W map."""
+        centres, locality = self.centre.to(geometry_dtype(self.centre)).unbind(1), self.locality
+        rows, columns = (
+            TapAxis(size, self.kernel_size, self.stride[axis], self.padding[axis], centres[axis], locality)
+            for axis, size in enumerate((H, W))
+        )
+        return rows, columns
+
+    def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
+        """Return the position attention maps along rows and along columns, over the zero-padded keys.
+
+        Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)
+        """
+        rows, columns = self.axes(H, W)
+        return rows.maps(), columns.maps()
+
+    def position_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of position attention over the zero-padded keys, or the row of one query.
+
+        Shape: x (B, C, H, W) -> (nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        rows, columns = self.axis_maps(*self.check_map(x, query))
+        if query is not None:
+            row, column = divmod(query, columns.shape[1])
+            rows, columns = rows[:, row : row + 1], columns[:, column : column + 1]
+        return kronecker(rows, columns)
+
+    def unpadded_axis_maps(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the axis maps without the padded keys, whose values are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
+        rows, columns = (axis.unpadded_maps().to(dtype) for axis in self.axes(*x.shape[-2:]))
+        return rows, columns
+
+    def position_taps(self, values: Tensor, share: Tensor | None = None) -> Tensor:
+        """Return the sum over heads of position attention times values times filter, scaled by a share of each head.
+
+        Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        filters = self.scaled_filters(share).to(values.dtype)
+        axes = self.axes(*values.shape[-2:])
+        if reach := folded_reach(values, *axes, filters):
+            return folded_taps(values, *axes, reach, filters)
+        rows, columns = (axis.unpadded_maps().to(values.dtype) for axis in axes)
+        return soft_taps(values, rows, columns, filters)
+
+    @torch.no_grad()
+    def centre_on_taps(self) -> None:
+        """Centre every head on its tap."""
+        self.centre.copy_(window_centres((self.kernel_size, self.kernel_size)))
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would pull to 0: centres to the middle tap, gates to one half."""
+        return {"centre", "raw_locality", "gate"} & set(self._parameters)
+
+    @torch.no_grad()
+    def folded_filters(self) -> Tensor:
+        """Return the filter of every head on the input itself, in float64. Shape: -> (C_out, C / groups, nh)"""
+        return self.weight.flatten(2).double()
+
+    @torch.no_grad()
+    def to_conv(self, atol: float = 1e-3) -> nn.Conv2d:
+        """Return the convolution that this layer equals, with each head's filter at the tap nearest to its centre.
+
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal input, relative to the
+        largest |output|) if it is above `atol`: the layer attends by content, or heads have left their taps.
+        """
+        conv = self.tap_convolution()
+        deviation = self.deviation_from(conv)
+        if not deviation <= atol:
+            raise ValueError(
+                f"this {type(self).__name__} is no longer a convolution: the relative deviation is {deviation:.2g}, "
+                f"above {atol:g}; keep it as attention, or give a larger atol, which changes the outputs"
+            )
+        return conv
+
+    @torch.no_grad()
+    def off_tap_share(self) -> Tensor:
+        """Return the share of each head's position attention that is not on the tap nearest to its centre.
+
+        It is 1 for a head whose centre has left the window.
+
+        Shape: -> (nh,)
+        """
+        centre, locality, middle = self.centre.double(), self.locality.double(), self.kernel_size // 2
+        tap = nearest_taps(centre, self.kernel_size) - middle  # (nh, 2)
+        neighbours = torch.arange(-FAR, FAR + 1, dtype=torch.float64, device=centre.device)
+        distance = tap[..., None] + neighbours - centre[..., None]  # (nh, 2, neighbours)
+        share = torch.softmax(-locality[:, None, None] * distance.square(), dim=-1)[..., FAR].prod(1)
+        inside = (tap == centre.round()).all(1)
+        return torch.where(inside, 1 - share, 1.0)
+
+    @torch.no_grad()
+    def tap_convolution(self) -> nn.Conv2d:
+        """Return the convolution whose taps are the heads' filters, each at the tap nearest to the head's centre."""
+        conv = nn.Conv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            groups=self.groups,
+            bias=self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        rows, columns = nearest_taps(self.centre, self.kernel_size).unbind(1)
+        filters = self.folded_filters()
+        taps = filters.new_zeros(*filters.shape[:2], self.kernel_size**2)
+        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)  # heads on the same tap add up
+        conv.weight.copy_(taps.view_as(conv.weight))
+        if self.bias is not None and conv.bias is not None:
+            conv.bias.copy_(self.bias)
+        conv.requires_grad_(self.weight.requires_grad)
+        return conv.train(self.training)
+
+    def deviation_from(self, conv: nn.Conv2d) -> float:
+        """Return the largest |difference| to `conv`, relative to the largest |output| of `conv`.
+
+        Both run in float64 on standard normal input.
+        """
+        side = 4 * self.kernel_size + 3
+        probe = torch.randn(1, self.in_channels, side, side + 2, generator=torch.Generator().manual_seed(0))
+        probe = probe.to(self.weight.device, torch.float64)
+        expected, actual = (
+            torch.func.functional_call(module, {name: p.double() for name, p in module.named_parameters()}, (probe,))
+            for module in (conv, self)
+        )
+        return relative_difference(actual, expected)
+
+
+@register_notrace_module
+class PositionalConv2d(PositionHeads):
+    """A convolution whose taps can move and widen: self-attention by position alone, with a filter for each head.
+
+        y = sum_h P_h x weight_h + bias,    P_h = softmax(-locality_h |delta - centre_h|^2)
+
+    It is `GPSA2d` with all gates at 1 and without its values, which the filters contain. P_h is separable in rows and
+    columns, and the same for every image: no map is formed, and cost is linear in the number of positions. With high
+    localities it is a convolution, at the cost of one. Arguments as in `GPSA2d`; with `groups` equal to the number of
+    channels, it is a depthwise convolution with soft taps.
+
+    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
+    Source: T-CNN eq. 4 without its content attention
+    Raises: ValueError for an even or non-positive kernel size, groups that do not divide the channels, or a feature map
+        smaller than the window.
+
+    Example:
+        >>> layer = iso.layers.PositionalConv2d(8, 16, kernel_size=3, padding=1)
+        >>> layer(torch.randn(2, 8, 6, 6)).shape
+        torch.Size([2, 16, 6, 6])
+        >>> layer.set_gating(locality=30.0)  # so local that it is a convolution
+        >>> layer.to_conv()
+        Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        bias: bool = True,
+        groups: int = 1,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, groups)
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        self.centre_on_taps()
+        self.set_gating(locality=1.0)
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: 1. Shape: -> (nh,)"""
+        return torch.ones_like(self.raw_locality)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.check_map(x)
+        return self.with_bias(self.position_taps(x.to(compute_dtype(x))))
+
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the attention map over the zero-padded keys, the same for every image, or the row of one query.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        return self.position_attention(x, query).to(x.dtype).expand(x.shape[0], -1, -1, -1)

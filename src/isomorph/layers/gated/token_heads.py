@@ -1,0 +1,170 @@
+"""Heads of attention on tokens that lie on a grid: their parameters of position, their gates and the grid of a call.
+
+Letters: B batch, N tokens, H W grid, nh heads, hd head width.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.layers.gated.positions import geometry_dtype, quadratic_axis_attention
+from isomorph.layers.grid import axis_offsets, square_window, window_centres
+
+
+class TokenPositions(nn.Module):
+    """Base of the layers whose heads attend by position: the parameter `position`, read per head.
+
+    It holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
+
+    Source: ConViT eq. 4 and 5
+    """
+
+    num_heads: int
+    position: nn.Parameter
+
+    def tap_offsets(self) -> Tensor:
+        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
+        return window_centres(square_window(self.num_heads))
+
+    @torch.no_grad()
+    def _set_position(self, centre: Tensor, locality: float) -> None:
+        """Centre every head on an offset (row, column). Shape: centre (nh, 2)"""
+        row, column = centre.unbind(1)
+        self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
+
+    @property
+    def locality(self) -> Tensor:
+        """Sharpness of each head's position attention; not positive where a head has no centre. Shape: -> (nh,)"""
+        return -self.position[:, 2]
+
+    @property
+    def centre(self) -> Tensor:
+        """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
+        locality = self.locality[:, None]
+        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
+
+    def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return position attention along rows and along columns, softmax(v_pos . r). Shape: -> (nh, H, H), (nh, W, W)
+
+        Source: ConViT eq. 4
+        """
+        dtype, device = geometry_dtype(self.position), self.position.device
+        along_x, along_y, square = self.position.to(dtype).unbind(1)
+        rows, columns = (axis_offsets(size, size, device=device, dtype=dtype) for size in grid_size)
+        return quadratic_axis_attention(rows, along_y, square), quadratic_axis_attention(columns, along_x, square)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
+        return {"position", "gate"} & set(self._parameters)
+
+
+class PositionGates(TokenPositions):
+    """Base of the layers that mix content and position attention: parameters `gate` and `position`, read per head.
+
+    Source: ConViT eq. 4, 5 and 7
+    """
+
+    gate: nn.Parameter
+
+    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
+        """Set the locality and the gate of every head; None leaves a parameter unchanged.
+
+        Centres are unchanged; a head that has lost its centre (locality not positive) is centred on its initial tap
+        again.
+
+        Raises: ValueError if the locality is not above 0 and finite.
+        """
+        if locality is not None:
+            if not 0 < locality < math.inf:
+                raise ValueError(f"locality {locality} must be above 0 and finite")
+            centre = self.centre.detach()
+            self._set_position(torch.where(centre.isfinite(), centre, self.tap_offsets().to(centre)), locality)
+        if gate is not None:
+            nn.init.constant_(self.gate, gate)
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
+        return torch.sigmoid(self.gate)
+
+
+class TokenHeads(nn.Module):
+    """Base of attention layers on tokens of a grid: `grid_size` (H, W), which `prefix_tokens` lead.
+
+    Letters: B batch, N tokens, H W grid, nh heads, hd head width.
+    """
+
+    num_heads: int
+    grid_size: tuple[int, int]
+    prefix_tokens: int = 0
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
+        return x.unflatten(-1, (self.num_heads, -1))
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as they are; `ViTCall` normalises them."""
+        return q, k
+
+    def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
+        H, W = grid_size or self.grid_size
+        if x.shape[1] != self.prefix_tokens + H * W:
+            prefix = f" after {self.prefix_tokens} prefix tokens" if self.prefix_tokens else ""
+            raise ValueError(
+                f"{x.shape[1]} tokens do not fill the {H} x {W} grid{prefix}; pass grid_size=(height, width)"
+            )
+        return H, W
+
+    def extra_repr(self) -> str:
+        prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""
+        return f"num_heads={self.num_heads}, grid_size={self.grid_size}{prefix}"
+
+
+def softmax_map(q: Tensor, k: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(hd)). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
+    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+
+
+class ViTCall(TokenHeads):
+    """Base of layers that are called as timm's Attention is, with its norms of queries and keys.
+
+    It comes before the layer of gated attention among the bases of a class.
+
+    Raises: ValueError for a mask, which position attention cannot obey.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised queries and keys."""
+        return self.q_norm(q), self.k_norm(k)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise ValueError(f"{type(self).__name__} does not support attn_mask or is_causal; leave them out")
+        return super().forward(x, grid_size)
+
+    def attention(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
+        return super().attention(x, grid_size)  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"

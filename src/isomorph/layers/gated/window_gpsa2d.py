@@ -1,0 +1,169 @@
+"""Gated attention on feature maps whose content attention reads a window around every query.
+
+The layer computes y = sum_h A_h V weight_h + bias in two sums, position and content, each scaled by its share in the
+gate. Heads without query rows (where there are more taps than channels) attend uniformly: they are one head, whose
+filter is the sum of theirs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from isomorph.layers.gated.gpsa2d import ContentHeads, GPSA2d, group_rows_by_head
+from isomorph.layers.gated.positions import geometry_dtype
+from isomorph.layers.gated.window_tiles import axis_tiles, window_taps
+from isomorph.layers.grid import axis_offsets, odd_window
+
+
+class BoundedContentHeads(ContentHeads):
+    """Base of layers whose heads attend by content to a window of the map."""
+
+    @property
+    def distinct_heads(self) -> int:
+        """Number of heads with queries, and one more for all heads without."""
+        return min(self.in_channels + 1, self.num_heads)
+
+    def distinct_rows(self, weight: Tensor) -> Tensor:
+        """Return the rows of a projection by distinct head. Shape: weight (rows, C) -> (heads, hd, C)"""
+        rows = group_rows_by_head(weight, self.num_heads).unflatten(0, (self.num_heads, -1))
+        return rows[: self.distinct_heads]
+
+    def distinct_filters(self, share: Tensor | None = None) -> Tensor:
+        """Return the filters of the distinct heads, scaled by a share of each head.
+
+        Shape: share (nh,) -> (C_out, C / groups, heads)
+        """
+        filters = self.scaled_filters(share)
+        own = self.distinct_heads - 1
+        if own == self.num_heads - 1:
+            return filters
+        return torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], dim=-1)
+
+    def scaled_queries(self, x: Tensor) -> Tensor:
+        """Return a query per window and distinct head, divided by sqrt(hd). Shape: x (B, C, H, W) -> (B, Hq, Wq, n)"""
+        rows = self.distinct_rows(self.query.weight) * self.head_width**-0.5
+        return F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), rows.flatten(0, 1))
+
+    def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
+        """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
+
+        Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        raise NotImplementedError
+
+    def maps_are_smaller(self, H: int, W: int) -> bool:
+        """True for a feature map on which forming the whole map of attention takes less time than bounded keys."""
+        raise NotImplementedError
+
+
+class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
+    """Base of gated attention whose content is bounded: the sum of the position and the content of every head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.maps_are_smaller(*self.check_map(x)):
+            return super().forward(x)
+        values = self.map_values(x).unflatten(-1, x.shape[-2:])
+        position = self.position_taps(values, self.position_share)
+        content = self.content_taps(x, values, torch.sigmoid(-self.gate))
+        return self.with_bias(position + content)
+
+
+WINDOW = 7
+"""Default height and width of the window."""
+
+MAX_MASKED_PAIRS = 256 * 256
+"""Most query-key pairs for which a masked map is faster than windows in tiles (benchmarks/gpsa_stages.py)."""
+
+
+class WindowHeads(BoundedContentHeads):
+    """Base of layers whose heads attend by content to a window around the query, clipped at the padding's border."""
+
+    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.window = odd_window(window)
+
+    def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
+        """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
+
+        Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        (H, W), (ph, pw) = x.shape[-2:], self.padding
+        queries = self.query_grid(H, W)
+        rows, columns = (
+            axis_tiles(n, size + 2 * padding, self.kernel_size // 2, stride, window, x.device)
+            for n, size, padding, stride, window in zip(
+                queries, (H, W), self.padding, self.stride, self.window, strict=True
+            )
+        )
+        tokens, v = (F.pad(t, (pw, pw, ph, ph)).permute(0, 2, 3, 1).contiguous() for t in (x, values))  # (B, H, W, C)
+        k = F.linear(tokens, self.distinct_rows(self.key.weight).flatten(0, 1))  # (B, H, W, nh hd)
+        q = self.scaled_queries(x)  # (B, Hq, Wq, nh hd)
+        return window_taps(q, k, v, (rows, columns), self.distinct_filters(share))
+
+    def maps_are_smaller(self, H: int, W: int) -> bool:
+        """True if a map of all positions takes less time than windows."""
+        Hq, Wq = self.query_grid(H, W)
+        return statically_known_true(Hq * Wq * H * W <= MAX_MASKED_PAIRS)
+
+    def window_mask(self, H: int, W: int, device: torch.device, query: int | None = None) -> Tensor:
+        """Return True for the padded keys in the window of every query, or of one.
+
+        Shape: -> (Nq, (H + 2 pad) (W + 2 pad))
+        """
+        near = []
+        for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
+            padded, middle = keys + 2 * self.padding[axis], self.kernel_size // 2
+            offsets = axis_offsets(queries, padded, middle, self.stride[axis], device)
+            near.append(offsets.abs() <= self.window[axis] // 2)
+        if query is not None:
+            near = [each[at, None] for each, at in zip(near, divmod(query, len(near[1])), strict=True)]
+        return (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
+
+    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
+        """Return the score of each key: 0 in the window, -inf outside, and log(number of padded keys in the window).
+
+        Shape: -> (Nq, H W + 1)
+        """
+        (ph, pw), mask = self.padding, self.window_mask(H, W, like.device)
+        inside = mask.unflatten(1, (H + 2 * ph, W + 2 * pw))[:, ph : ph + H, pw : pw + W].flatten(1)  # (Nq, H W)
+        padded = mask.sum(1, keepdim=True) - inside.sum(1, keepdim=True)
+        return torch.cat([inside.to(geometry_dtype(like)), padded.to(geometry_dtype(like))], 1).log().to(like.dtype)
+
+    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries, or one, the keys of the padded grid, and a score of -inf for keys outside of the window.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
+        """
+        q, keys, _ = super().content_scores(x, query)
+        mask = self.window_mask(x.shape[-2], x.shape[-1], x.device, query)
+        return q, keys, torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+
+
+@register_notrace_module
+class WindowGPSA2d(WindowHeads, BoundedGPSA2d):
+    """Gated attention on feature maps whose heads attend by content to a window around the query.
+
+        y = sum_h A_h V weight_h + bias
+        A_h = (1 - sigma(gate_h)) softmax_window(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(position_h)
+
+    It is `GPSA2d` with the softmax of content over the keys of a window of `window` positions (height and width, odd)
+    around the query. The window is clipped at the border of the zero-padded map; one that covers the map gives GPSA2d.
+    On large maps, work and memory are linear in the number of positions, so early stages can be recast too; small maps
+    (256 x 256 query-key pairs at most) are formed whole, which is faster. The other arguments are those of `GPSA2d`.
+
+    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
+    Source: T-CNN eq. 4-7; differs: the window, besides what differs in GPSA2d
+    Raises: ValueError for an even window, or as GPSA2d.
+
+    Example:
+        >>> layer = iso.layers.WindowGPSA2d(8, 16, kernel_size=3, padding=1, window=5)
+        >>> layer(torch.randn(2, 8, 20, 30)).shape
+        torch.Size([2, 16, 20, 30])
+        >>> layer.set_gating(locality=30.0, gate=20.0)  # so local that it is a convolution
+        >>> layer.to_conv()
+        Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """

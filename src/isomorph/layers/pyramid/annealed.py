@@ -1,0 +1,183 @@
+"""Layers of VanillaNet: layer pairs that merge into one during training, and a ReLU with a local convolution."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from isomorph.errors import UserError
+from isomorph.layers.pyramid.affine_chain import collapse_chain, weight_matrix
+
+BATCHNORM_EPS = 1e-6
+"""`eps` of every BatchNorm, from the published code of VanillaNet."""
+
+
+class AnnealedReLU(nn.Module):
+    """A ReLU that turns into the identity during training, so that the linear layers around it can be merged.
+
+    y = max(x, slope x) with slope 0 for a ReLU and slope 1 for the identity. `iso.Anneal`, or `anneal` in a recipe,
+    raises the slope from 0 to 1 over the first epochs. The slope is a buffer and is saved with the weights.
+
+    Shape: x (*) -> (*)
+    Source: VanillaNet (Chen et al., 2023) eq. 1, (1 - slope) ReLU(x) + slope x
+    Raises: UserError if the slope is not between 0 and 1.
+
+    Example:
+        >>> act = iso.layers.AnnealedReLU()
+        >>> act(torch.tensor([-2.0, 3.0])).tolist()
+        [-0.0, 3.0]
+        >>> act.set_slope(0.5)
+        >>> act(torch.tensor([-2.0, 3.0])).tolist()
+        [-1.0, 3.0]
+    """
+
+    slope: Tensor
+
+    def __init__(self, slope: float = 0.0) -> None:
+        super().__init__()
+        self.initial_slope = slope
+        self.register_buffer("slope", torch.zeros(1))
+        self.set_slope(slope)
+
+    def set_slope(self, slope: float) -> None:
+        """Set the slope. Raises: UserError if it is not between 0 and 1."""
+        if not 0 <= slope <= 1:
+            raise UserError(f"slope {slope} must be between 0 (a ReLU) and 1 (the identity)")
+        self.slope.fill_(slope)
+
+    @property
+    def is_identity(self) -> bool:
+        """True if the slope is 1; on the meta device, which has no values, if the layer was created with slope 1."""
+        return (self.initial_slope if self.slope.is_meta else self.slope.item()) == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.prelu(x, self.slope.to(x.dtype))
+
+
+class AnnealedPair(nn.Sequential):
+    """Two linear layers during training that fuse into one for inference, with BatchNorm and an annealed ReLU between.
+
+    y = norm2(second(act(norm1(first(x))))), without norm2 if `last_norm` is False. Both layers are nn.Conv2d, the
+    second with a 1x1 kernel, or both are nn.Linear. Once the ReLU has become the identity, `fuse` returns a single
+    layer; before that it returns both layers with their BatchNorms folded in.
+
+    Shape: as first, then second
+    Source: VanillaNet (Chen et al., 2023) section 2.2, the deep training strategy
+    Raises: UserError for a second convolution that is more than a linear layer on each pixel.
+
+    Example:
+        >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
+        >>> pair = iso.layers.AnnealedPair(conv, torch.nn.Conv2d(8, 16, kernel_size=1))
+        >>> pair.act.set_slope(1.0)  # what iso.Anneal does during training
+        >>> pair.eval().fuse()
+        Conv2d(3, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """
+
+    def __init__(
+        self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
+    ) -> None:
+        if isinstance(second, nn.Conv2d) and not is_pointwise(second):
+            raise UserError(
+                f"the second convolution, {second}, must have a 1x1 kernel, stride 1 and no padding or groups"
+            )
+        layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_batchnorm_for(first))
+        layers |= dict(act=AnnealedReLU(slope), second=second)
+        super().__init__(layers | (dict(norm2=_batchnorm_for(second)) if last_norm else {}))
+
+    @torch.no_grad()
+    def fuse(self) -> nn.Module:
+        """Return a module that computes the same function in eval mode, fused in float64.
+
+        Raises: UserError in train mode.
+        """
+        _require_eval(self)
+        children = dict(self.named_children())
+        act = children.pop("act")
+        assert isinstance(act, AnnealedReLU)
+        layers = list(children.values())
+        if act.is_identity:
+            return _merge(layers)
+        parts: OrderedDict[str, nn.Module] = OrderedDict(first=_merge(layers[:2]), act=copy.deepcopy(act))
+        return nn.Sequential(parts | dict(second=_merge(layers[2:]))).eval()
+
+
+class SeriesActivation(nn.Sequential):
+    """An activation that also mixes neighbouring positions: BatchNorm(depthwise_conv(ReLU(x))).
+
+    It gives a network with few layers more non-linearity per layer. The depthwise convolution has (2 n + 1) x (2 n + 1)
+    taps.
+
+    Shape: x (B, C, H, W) -> (B, C, H, W)
+    Source: VanillaNet (Chen et al., 2023) eq. 6; differs: no bias within the ReLU, as in the published code
+
+    Example:
+        >>> act = iso.layers.SeriesActivation(channels=8, n=1)
+        >>> act(torch.randn(2, 8, 6, 6)).shape
+        torch.Size([2, 8, 6, 6])
+        >>> act.eval().fuse().conv.kernel_size
+        (3, 3)
+    """
+
+    def __init__(self, channels: int, n: int = 3) -> None:
+        conv = nn.Conv2d(channels, channels, 2 * n + 1, padding=n, groups=channels, bias=False)
+        super().__init__(OrderedDict(act=nn.ReLU(), conv=conv, norm=_batchnorm_for(conv)))
+
+    @torch.no_grad()
+    def fuse(self) -> nn.Sequential:
+        """Return the same function in eval mode with BatchNorm folded into the convolution.
+
+        Raises: UserError in train mode.
+        """
+        _require_eval(self)
+        children = dict(self.named_children())
+        fused: OrderedDict[str, nn.Module] = OrderedDict(act=nn.ReLU())
+        fused["conv"] = _merge([children["conv"], children["norm"]])
+        return nn.Sequential(fused).eval()
+
+
+def is_pointwise(conv: nn.Conv2d) -> bool:
+    """True for a 1x1 convolution of every pixel, without groups."""
+    plain = conv.padding in ((0, 0), "valid", "same")
+    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and plain
+
+
+def _batchnorm_for(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:
+    """Return a BatchNorm for the output of a layer."""
+    if isinstance(layer, nn.Linear):
+        return nn.BatchNorm1d(layer.out_features, eps=BATCHNORM_EPS)
+    return nn.BatchNorm2d(layer.out_channels, eps=BATCHNORM_EPS)
+
+
+def _require_eval(module: nn.Module) -> None:
+    """Require eval mode. Raises: UserError if any submodule is in train mode."""
+    if any(part.training for part in module.modules()):
+        raise UserError(
+            "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
+        )
+
+
+def _merge(layers: Sequence[nn.Module]) -> nn.Conv2d | nn.Linear:
+    """Merge a sequence of linear layers and BatchNorms into one layer with a bias.
+
+    Convolutions after the first must be 1x1.
+    """
+    dtype = next(layers[0].parameters()).dtype
+    chain: list[Any] = [copy.deepcopy(layer).double() for layer in layers]
+    first, last = chain[0], [layer for layer in chain if not isinstance(layer, _BatchNorm)][-1]
+    weight = weight_matrix(first)  # (out, C k k), or (G, out / G, C k k / G)
+    weight, bias = collapse_chain(chain, None, weight.new_zeros(*weight.shape[:-2], weight.shape[-1]))
+    with torch.device(weight.device):
+        merged: Any
+        if isinstance(first, nn.Linear):
+            merged = nn.Linear(first.in_features, last.out_features)
+        else:
+            window = (first.kernel_size, first.stride, first.padding, first.dilation, first.groups)
+            merged = nn.Conv2d(first.in_channels, last.out_channels, *window, padding_mode=first.padding_mode)
+    merged.weight = nn.Parameter(weight.reshape(merged.weight.shape).to(dtype))
+    merged.bias = nn.Parameter(bias.flatten().to(dtype))
+    return merged.eval()

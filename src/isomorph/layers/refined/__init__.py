@@ -1,0 +1,1 @@
+"""Attention whose maps are refined before they weigh the values (Refiner)."""

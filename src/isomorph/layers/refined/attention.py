@@ -1,0 +1,441 @@
+"""Refined attention (Refiner): attention maps are expanded, convolved and reduced before they weigh the values.
+
+Each layer is timm's Attention, with the same arguments and weights and a refiner (`refiner.py`) between softmax and
+values, so a ViT's checkpoint provides all of its weights except the refiner's.
+
+Padding: `attn_mask` is a boolean padding mask, True for real tokens. Padded tokens contribute neither queries nor keys
+to the convolution, so real tokens get the same output as without the padding.
+
+Letters: B batch, H heads, M = ratio H maps, N tokens, k kernel size, C channels, hd head width.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, register_notrace_module
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, map_chunk_size
+from isomorph.layers.eager import is_functorch_tensor, run_in_chunks
+from isomorph.layers.eval_mode import relative_deviation
+from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
+
+
+def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """Return the mask of the real tokens of padded sequences, or None.
+
+    Shape: attn_mask (B, N) or (B, 1, 1, N) -> (B, 1, N)
+    Raises: ValueError for any other mask, which the convolution of the map would carry information across.
+    """
+    if is_causal:
+        raise ValueError("is_causal is not supported: a refined map mixes neighbouring queries and cannot be causal")
+    if attn_mask is None:
+        return None
+    B, N = x.shape[:2]
+    if attn_mask.dtype != torch.bool or attn_mask.shape not in ((B, N), (B, 1, 1, N)):
+        given = f"attn_mask is {attn_mask.dtype} of shape {tuple(attn_mask.shape)}"
+        raise ValueError(f"{given}; give a boolean padding mask of shape ({B}, {N}), True for real tokens")
+    return attn_mask.view(B, 1, N)
+
+
+ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
+"""The submodules of timm's Attention."""
+
+
+def _check_refiner_heads(refine: nn.Module, num_heads: int) -> None:
+    """Check that a refiner is for `num_heads` heads. Raises: ValueError if it is for another number."""
+    refiner_heads = getattr(refine, "num_heads", num_heads)
+    if refiner_heads != num_heads:
+        raise ValueError(f"refine is for {refiner_heads} heads, num_heads is {num_heads}; give both the same number")
+
+
+def copy_parts(source: Attention, target: Attention) -> None:
+    """Copy the submodules of an attention layer to another of the same widths."""
+    for name in ATTENTION_PARTS:
+        setattr(target, name, copy.deepcopy(getattr(source, name)))
+
+
+def attention_kwargs(attention: Attention) -> dict[str, Any]:
+    """Return the arguments that create an attention layer of the same widths."""
+    kind = dict(device=attention.qkv.weight.device, dtype=attention.qkv.weight.dtype)
+    sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features)
+    sizes |= dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
+    return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
+
+
+def _bind(function: Callable[..., Tensor], more: dict[str, Any]) -> Callable[..., Tensor]:
+    """Bind keyword arguments to a function, if there are any: torch.compile handles a plain function better."""
+    return partial(function, **more) if more else function
+
+
+@register_notrace_module
+class RefinedAttention(AttentionBase):
+    """Self-attention whose heads exchange their attention maps and smooth or sharpen them locally (Refiner).
+
+    In deep ViTs the maps of different layers and heads grow alike. Refining them keeps them diverse, adds local
+    patterns, and allows negative weights:
+
+        y = proj(refine(softmax(q k^T / sqrt(hd))) v)
+
+    `refine` is any module that turns H maps into H maps (default: `Refiner`); the other arguments are those of timm's
+    Attention. With `recompute`, maps are not stored for the backward pass but computed again from queries and keys,
+    which saves memory. `forward(x, return_maps=True)` also returns the refined maps, which are stored then.
+
+    Shape: x (B, N, C) -> (B, N, C); attn_mask (B, N) or (B, 1, 1, N), True for real tokens
+    Source: Refiner Fig. 3
+    Raises: ValueError if the refiner is for another number of heads, or if `attn_mask` is not a padding mask.
+
+    Example:
+        >>> layer = iso.layers.RefinedAttention(dim=64, num_heads=4)
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+        >>> mask = torch.arange(50) < torch.tensor([[50], [30]])  # the second sequence has 30 tokens
+        >>> y, maps = layer(torch.randn(2, 50, 64), attn_mask=mask, return_maps=True)
+        >>> maps.shape
+        torch.Size([2, 4, 50, 50])
+    """
+
+    default_refiner: ClassVar[Callable[..., nn.Module]] = Refiner
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.refine = self.default_refiner(num_heads, **factory_kwargs(kwargs)) if refine is None else refine
+        self.recompute = recompute
+        self.is_revertible = True
+        # buffers are taken for statistics of the batch, such as those of a BatchNorm on maps
+        self.needs_whole_batch = any(True for _ in self.refine.buffers())
+        _check_refiner_heads(self.refine, num_heads)
+
+    def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the refined maps. Shape: q, k (B, H, N, hd), token_mask (B, 1, N) or None -> (B, H, N, N)"""
+        logits = (q * self.scale) @ k.mT  # (B, H, N, N)
+        if token_mask is None:
+            return self.refine(self.attn_drop(logits.softmax(-1)))
+        pair = token_mask[..., :, None] & token_mask[..., None, :]  # (B, 1, N, N)
+        maps = logits.masked_fill(~token_mask[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
+        return self.refine(self.attn_drop(maps)).masked_fill(~pair, 0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
+        return self.refined_maps(q, k, token_mask) @ v
+
+    def _run_chunked(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        """Call `function` on some images at a time; with `recompute`, only its arguments are stored for backward."""
+        q = tensors[0]
+        assert q is not None
+        # torch.func does not support checkpoint
+        recompute = self.recompute and torch.is_grad_enabled() and not is_functorch_tensor(q)
+        call = partial(checkpoint, function, use_reentrant=False) if recompute else function
+        return run_in_chunks(call, q.shape[0] if self.needs_whole_batch else map_chunk_size(q), *tensors)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Apply refined attention; `more` goes to the `refined_maps` of a subclass.
+
+        Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)
+        """
+        token_mask = _padding_mask(x, attn_mask, is_causal)
+        q, k, v = self.queries_keys_values(x)
+        if not return_maps:
+            return self.project_output(self._run_chunked(_bind(self.attend, more), q, k, v, token_mask), x)
+        maps = self._run_chunked(_bind(self.refined_maps, more), q, k, token_mask)
+        return self.project_output(maps @ v, x), maps
+
+    def attention(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False
+    ) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
+        q, k, _ = self.queries_keys_values(x)
+        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal))
+
+    @torch.no_grad()
+    def to_attention(self, atol: float = 1e-3) -> Attention:
+        """Return the plain attention that this layer equals.
+
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
+        largest |output|) if it is above `atol`, and for layers of a Refined-ViT.
+        """
+        if not self.is_revertible:
+            raise ValueError(
+                "this layer is part of a Refined-ViT and was not recast; "
+                "for plain attention create the model with ratio=0, kernel=0, share=0"
+            )
+        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
+            raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
+        atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)
+        plain = Attention(**attention_kwargs(self))
+        copy_parts(self, plain)
+        self.reduce_projection(plain)
+        deviation = relative_deviation(self, plain, (1, self.num_probe_tokens(), self.qkv.in_features), self.qkv.weight)
+        if not deviation <= atol:
+            raise ValueError(
+                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; keep it"
+            )
+        return plain.train(self.training)
+
+    def reduce_projection(self, plain: Attention) -> None:
+        """Adapt the projection of plain attention where this layer's is wider; subclasses override it."""
+
+    def num_probe_tokens(self) -> int:
+        """Return the number of tokens to compare the layer with plain attention on."""
+        return 64
+
+
+class ExpandedAttention(RefinedAttention):
+    """Refined attention in which every head applies `ratio` different maps to its values and concatenates the results.
+
+    The maps of a `Refiner` are reduced to one per head again; here the projection reads all of them:
+
+        y = proj([A'_m v_(m // ratio)] for all maps m)
+
+    `refine` is an `Expansion`, which has the ratio; `proj` reads ratio C channels; other arguments as
+    `RefinedAttention`.
+
+    Shape: x (B, N, C) -> (B, N, C), its map (B, ratio H, N, N)
+    Source: Refiner Table 3, "w/o reduction"; differs: the paper does not say which values the further maps are applied
+    to
+    Raises: as RefinedAttention; ValueError for `gated` or `scale_norm`, which need an output of C channels.
+
+    Example:
+        >>> layer = iso.layers.ExpandedAttention(64, 4, refine=iso.layers.Expansion(4, ratio=2))
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+        >>> layer.attention(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 8, 50, 50])
+    """
+
+    refine: Expansion
+    default_refiner = Expansion
+
+    def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
+        if kwargs.get("gated") or kwargs.get("scale_norm"):
+            raise ValueError(
+                "ExpandedAttention does not support gated or scale_norm, which need an output of C channels"
+            )
+        super().__init__(dim, num_heads, refine=refine, **kwargs)
+        width, bias = self.refine.ratio * self.attn_dim, kwargs.get("proj_bias", True)
+        self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the values weighed by every map of their head, concatenated. Shape: -> (B, ratio H, N, hd)"""
+        maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
+        return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Apply attention. Shape: x (B, N, C) -> (B, N, C). Raises: ValueError for `return_maps`."""
+        if return_maps:
+            raise ValueError("ExpandedAttention does not support return_maps: it has more maps than heads")
+        return super().forward(x, attn_mask, is_causal, **more)
+
+    def reduce_projection(self, plain: Attention) -> None:
+        """Set plain attention's projection to the sum of this one's parts of each head."""
+        weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
+        plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
+
+    def expand_projection(self, proj: nn.Linear) -> None:
+        """Copy a plain projection to the maps of each head, plus noise that cancels: equal copies would stay equal."""
+        weight = proj.weight.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, self.refine.ratio, -1)
+        noise = torch.randn_like(weight) * proj.weight.std()
+        self.proj.weight.copy_((weight / self.refine.ratio + noise - noise.mean(2, keepdim=True)).flatten(1))
+        if proj.bias is not None:
+            self.proj.bias.copy_(proj.bias)
+
+
+class SpatialAttention(RefinedAttention):
+    """Refined attention whose maps are convolved over the image, so that neighbouring positions share attention.
+
+    For each query, the attention over the grid of keys is treated as an image and convolved. `RefinedAttention`
+    convolves along the order of the tokens instead. `grid_size` (H, W) is the grid of the tokens after the
+    `prefix_tokens`; pass another one to `forward` at any call. The other arguments are those of `RefinedAttention`,
+    `refine` a `SpatialRefiner`.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: Refiner Table 4, "Spatial"
+    Raises: ValueError if the tokens do not fill the grid, or for any mask.
+
+    Example:
+        >>> layer = iso.layers.SpatialAttention(64, 4, grid_size=(6, 8), prefix_tokens=1)
+        >>> layer(torch.randn(2, 49, 64)).shape
+        torch.Size([2, 49, 64])
+        >>> layer(torch.randn(2, 21, 64), grid_size=(4, 5)).shape
+        torch.Size([2, 21, 64])
+    """
+
+    refine: SpatialRefiner
+    default_refiner = SpatialRefiner
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        prefix_tokens: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
+
+    def refined_maps(
+        self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Return the refined maps. Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
+        H, W = grid_size or self.grid_size
+        if token_mask is not None:
+            raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
+        if k.shape[2] != self.prefix_tokens + H * W:
+            raise ValueError(
+                f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} prefix tokens; "
+                "pass grid_size=(height, width)"
+            )
+        maps = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
+        return self.refine(maps, (H, W), self.prefix_tokens)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
+        return self.refined_maps(q, k, token_mask, grid_size) @ v
+
+    def attention(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        grid_size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
+        q, k, _ = self.queries_keys_values(x)
+        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), grid_size)
+
+    def num_probe_tokens(self) -> int:
+        """Return the number of tokens of the grid, prefix tokens included."""
+        return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
+
+
+class LocalAttention(RefinedAttention):
+    """Attention whose maps are smoothed or sharpened locally: each head's map is convolved with its own small kernel.
+
+    y = proj((D * softmax(q k^T / sqrt(hd))) v)
+
+    The convolution lets neighbouring queries and keys share their attention, which gives each head a local pattern. It
+    splits into a convolution of the values and a sum over the output,
+
+        (D_h * A_h) v_h = sum_a shift_a(A_h sum_b D_h[a, b] shift_-b(v_h)),
+
+    between which is ordinary attention with values k times as wide. So no map is formed, and memory grows linearly with
+    the number of tokens. The kernels D are in `refine`, a
+    `MapConvolution`; the other arguments are those of `RefinedAttention`.
+
+    Shape: x (B, N, C) -> (B, N, C); attn_mask (B, N) or (B, 1, 1, N), True for real tokens
+    Source: Refiner section 3.3, Table 2 "+ DLA"
+    Raises: as RefinedAttention.
+
+    Example:
+        >>> layer = iso.layers.LocalAttention(dim=64, num_heads=4)
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+        >>> wide = iso.layers.LocalAttention(64, 4, refine=iso.layers.MapConvolution(4, kernel_size=5))
+    """
+
+    refine: MapConvolution
+    default_refiner = MapConvolution
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the convolved maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
+        mask = None if token_mask is None else token_mask[..., None, :]  # (B, 1, 1, N)
+        drop = self.attn_drop.p if self.training else 0.0
+        values = _convolve_values(
+            v if token_mask is None else v * token_mask[..., None], self.refine.local()
+        )  # (B, H, N, k hd)
+        mixed = _attend_wide_values(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
+        return _sum_shifted(mixed if token_mask is None else mixed * token_mask[..., None], v.shape[-1])
+
+
+def _convolve_values(v: Tensor, taps: Tensor) -> Tensor:
+    """Return sum_b D[a, b] shift_-b(v) for every kernel row a, concatenated along the width.
+
+    Shape: v (B, H, N, hd), taps (H, k, k) -> (B, H, N, k hd)
+    """
+    H, k, _ = taps.shape
+    columns = taps.flip(-1).reshape(H * k, 1, k, 1)
+    moved = F.conv2d(v, columns, padding=(k // 2, 0), groups=H)  # (B, H k, N, hd)
+    return moved.unflatten(1, (H, k)).transpose(2, 3).flatten(3)
+
+
+def _sum_shifted(wide: Tensor, width: int) -> Tensor:
+    """Sum the k parts of the width, part a shifted by a tokens. Shape: wide (B, H, N, k hd) -> (B, H, N, hd)"""
+    parts = wide.unflatten(-1, (-1, width))  # (B, H, N, k, hd)
+    N, k = parts.shape[2:4]
+    padded = F.pad(parts, (0, 0, 0, 0, k // 2, k // 2))
+    return sum((padded[:, :, a : a + N, a] for a in range(1, k)), padded[:, :, :N, 0])
+
+
+def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
+    """Return softmax(scale q k^T) values for values of any width, without forming the map.
+
+    Torch's fused CPU kernel requires q, k and v of one width, and its GPU kernels widths that are multiples of 8;
+    otherwise they form the map. Zero padding meets both requirements.
+
+    Shape: q, k (B, H, N, hd), values (B, H, N, D) -> (B, H, N, D)
+    """
+    width = values.shape[-1]
+    if q.device.type == "cpu":
+        q, k = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k))
+    elif q.shape[-1] % 8 or width % 8:
+        q, k, values = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, values))
+    mixed = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, dropout_p=drop, scale=scale)
+    return mixed[..., :width]
+
+
+class ReusedAttention(nn.Module):
+    """Attention that applies the maps of an earlier block, with new values and a new projection.
+
+    y = proj(maps v). It saves the queries, keys and softmax of a block.
+
+    Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
+    Source: Refiner B.4, Table 13
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        **kind: Any,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.v = nn.Linear(dim, dim, bias=qkv_bias, **kind)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **kind)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, maps: Tensor) -> Tensor:
+        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
+        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
+
+    def attention(self, x: Tensor, maps: Tensor) -> Tensor:
+        """Return the attention map that `forward` applies: the given one. Shape: maps (B, H, N, N) -> (B, H, N, N)"""
+        return maps

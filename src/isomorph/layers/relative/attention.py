@@ -1,0 +1,415 @@
+"""Relative attention (CoAtNet): global attention with one learnt scalar per head and offset between positions.
+
+The scalars are added before the softmax (the paper's choice) or after it (the other half of eq. 3), where they act as a
+global depthwise convolution with one kernel for all channels of a head. Inputs are feature maps (B, H, W, C) of any
+rectangular size; the table of scalars is resized to it.
+
+Letters: B batch, H W grid, N = H W, C channels, nh heads, hd head width, P table.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, register_notrace_module, trunc_normal_
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.attention.flex_attention import flex_attention
+
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, map_chunk_size
+from isomorph.layers.eager import is_eager, is_functorch_tensor, run_in_chunks
+from isomorph.layers.eval_mode import relative_deviation
+from isomorph.layers.grid import axis_offsets
+from isomorph.layers.refined.attention import attention_kwargs, copy_parts
+
+MIN_FLEX_TOKENS = 512
+"""Fewest tokens for which compiled inference on a GPU uses FlexAttention instead of an N x N bias."""
+
+
+def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """Resize the table to another grid by bilinear interpolation in float32 at least; offset 0 stays in the middle.
+
+    Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, 2 H' - 1, 2 W' - 1)
+    Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
+    """
+    size = [2 * n - 1 for n in grid_size]
+    # sizes that an export leaves open are not known to be equal, and are interpolated
+    if all(statically_known_true(current == wanted) for current, wanted in zip(table.shape[1:], size, strict=True)):
+        return table
+    exact = table.to(torch.promote_types(table.dtype, torch.float32))
+    return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
+
+
+def expand_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """Return the entry P[i - i', j - j'] for every query (i, j) and key (i', j').
+
+    Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, N, N)
+    """
+    H, W = grid_size
+    rows, columns = (n - 1 - axis_offsets(n, n, device=table.device, dtype=torch.long) for n in grid_size)
+    entries = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
+    return table.flatten(1).index_select(1, entries.flatten()).view(-1, H * W, H * W)
+
+
+def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(hd) + bias) v.
+
+    If the bias needs a gradient on a CPU, the maps are formed for some images at a time, since torch's kernel would
+    form them for all at once. That kernel needs a bias with four axes for its fast path.
+
+    Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
+    """
+    forms_maps = is_eager() and q.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
+    if not forms_maps and not is_functorch_tensor(bias):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
+        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
+        exports_gradient = torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad
+        return out.clone(memory_format=torch.contiguous_format) if exports_gradient else out
+
+    def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, N, N)
+        # in place where allowed: allocating another map for the sum is slow
+        logits = logits + bias if is_functorch_tensor(bias) else logits.add_(bias)
+        maps = logits.softmax(-1)
+        return (F.dropout(maps, drop) if drop else maps) @ v
+
+    return run_in_chunks(attend_chunk, map_chunk_size(q), q, k, v)
+
+
+def uses_flex_attention(tokens: int, drop: float) -> bool:
+    """True in compiled inference, not in an export, if the map is large enough for FlexAttention to be faster."""
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return compiled and tokens >= MIN_FLEX_TOKENS and not drop and not torch.is_grad_enabled()
+
+
+def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the result of `attend_with_bias` without an N x N bias, by FlexAttention: fast if compiled for a GPU.
+
+    Shape: table (nh, 2 H - 1, 2 W - 1), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
+    """
+    H, W = grid_size
+
+    def add_bias(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + table[head, query // W - key // W + H - 1, query % W - key % W + W - 1]
+
+    return flex_attention(q, k, v, score_mod=add_bias)
+
+
+class _CachedBias(NamedTuple):
+    """A position bias and what it was computed from: on a CPU a copy of the table, elsewhere the table itself."""
+
+    key: tuple[Any, ...]
+    table: Tensor
+    bias: Tensor
+
+    def matches(self, key: tuple[Any, ...], table: Tensor) -> bool:
+        """True if the bias is still valid. Comparing the whole table on a CPU costs next to nothing."""
+        if self.key != key:
+            return False
+        return torch.equal(self.table, table) if table.device.type == "cpu" else self.table is table
+
+
+def storage_version(table: Tensor) -> tuple[int, int]:
+    """Return a value that changes with the storage, and with every write that autograd can see."""
+    return table.data_ptr(), 0 if table.is_inference() else table._version
+
+
+def _cuda_stream(table: Tensor) -> int:
+    """Return the CUDA stream of this call: a result of one stream may not be ready yet in another."""
+    return torch.cuda.current_stream(table.device).cuda_stream if table.is_cuda else 0
+
+
+def _can_cache(table: Tensor) -> bool:
+    """True if this call's bias may be reused: no gradient, compiler or function transform is involved."""
+    return is_eager() and not is_functorch_tensor(table) and not (torch.is_grad_enabled() and table.requires_grad)
+
+
+@register_notrace_module
+class RelativeAttention(AttentionBase):
+    """Self-attention on feature maps that knows how far apart positions are, and accepts any image size (CoAtNet).
+
+    Each head adds a learnt scalar for the offset between two positions to their attention score:
+
+        y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
+
+    `relative_bias` is P, one table per head, created for `grid_size` and resized to other feature maps at any call. The
+    other arguments are those of timm's Attention. In eval mode without gradients the N x N bias is cached until the
+    table changes (on a CPU in any way, elsewhere by a write that autograd sees), or the size, dtype or device of the
+    input; `train()` and `eval()` clear the cache.
+
+    Shape: x (B, H, W, C) -> (B, H, W, C)
+    Source: CoAtNet eq. 3 (pre), A.1; differs: the initialisation N(0, .02) of P and its exemption from weight decay are
+    not in the paper
+    Raises: ValueError for heads that do not divide the channels, an empty grid, or tokens instead of a feature map.
+
+    Example:
+        >>> layer = iso.layers.RelativeAttention(dim=64, num_heads=4, grid_size=(7, 7))
+        >>> layer(torch.randn(2, 7, 7, 64)).shape
+        torch.Size([2, 7, 7, 64])
+        >>> layer(torch.randn(2, 9, 5, 64)).shape  # the table is resized
+        torch.Size([2, 9, 5, 64])
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), **kwargs: Any) -> None:
+        if num_heads < 1 or (dim % num_heads and not kwargs.get("attn_head_dim")):
+            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor, or give attn_head_dim")
+        if len(grid_size) != 2 or min(grid_size) < 1:
+            raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
+        super().__init__(dim, num_heads, **kwargs)
+        H, W = grid_size
+        self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs)))
+        self.cached_bias: _CachedBias | None = None
+        self.reset_bias()
+
+    def reset_bias(self) -> None:
+        """Draw the table from N(0, .02)."""
+        trunc_normal_(self.relative_bias, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would change without need: it would make all offsets equal."""
+        return {"relative_bias"}
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """The grid that the table was created for."""
+        _, rows, columns = self.relative_bias.shape
+        return (rows + 1) // 2, (columns + 1) // 2
+
+    @torch.no_grad()
+    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+        """Resize the table to another grid permanently."""
+        table = resize_table(self.relative_bias, grid_size)
+        self.relative_bias = nn.Parameter(table.clone(), self.relative_bias.requires_grad)
+        self.cached_bias = None
+
+    def resized_table(self, grid_size: tuple[int, int]) -> Tensor:
+        """Return the table P for a grid. Shape: -> (nh, 2 H - 1, 2 W - 1)"""
+        return resize_table(self.relative_bias, grid_size)
+
+    def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of positions, from the cache where possible. Shape: -> (nh, N, N)"""
+        table = self.relative_bias
+        if self.training or not _can_cache(table):
+            return expand_table(self.resized_table(grid_size), grid_size).to(dtype)
+        on_cpu = table.device.type == "cpu"
+        version = None if on_cpu else storage_version(table)
+        table_state = (table.dtype, table.device, version, _cuda_stream(table))
+        key = (grid_size, dtype, torch.is_inference_mode_enabled(), *table_state)
+        cached = self.cached_bias  # read once: another thread may replace it at any time
+        if cached is None or not cached.matches(key, table):
+            bias = expand_table(self.resized_table(grid_size), grid_size).to(dtype).detach()
+            cached = _CachedBias(key, table.detach().clone() if on_cpu else table, bias)
+            self.cached_bias = cached
+        return cached.bias
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
+        drop = self.attn_drop.p if self.training else 0.0
+        if q.is_cuda and uses_flex_attention(q.shape[2], drop):
+            return attend_flex(self.resized_table(grid_size), grid_size, q, k, v)
+        return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
+        grid_size = (x.shape[1], x.shape[2])
+        tokens = x.flatten(1, 2)  # (B, N, C)
+        mixed = self.attend(*self.queries_keys_values(tokens), grid_size)
+        return self.project_output(mixed, tokens).unflatten(1, grid_size)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
+        q, k, _ = self.queries_keys_values(x.flatten(1, 2))
+        return ((q * self.scale) @ k.mT + self.position_bias((x.shape[1], x.shape[2]), q.dtype)).softmax(-1)
+
+    def train(self, mode: bool = True) -> "RelativeAttention":
+        """Set the mode and clear the cached bias."""
+        self.cached_bias = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the cached bias out of copies and pickles."""
+        return self.__dict__ | {"cached_bias": None}
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
+
+
+class PostRelativeAttention(RelativeAttention):
+    """Relative attention that adds the learnt scalars after the softmax: attention plus a global convolution.
+
+    y = proj((softmax(q k^T / sqrt(hd)) + P[i - i', j - j']) v)
+
+    Arguments, table and cache are those of `RelativeAttention`.
+
+    Shape: x (B, H, W, C) -> (B, H, W, C)
+    Source: CoAtNet eq. 3 (post), which the paper does not use; differs: as RelativeAttention
+    Raises: as RelativeAttention.
+
+    Example:
+        >>> layer = iso.layers.PostRelativeAttention(dim=64, num_heads=4, grid_size=(7, 7))
+        >>> layer(torch.randn(2, 7, 7, 64)).shape
+        torch.Size([2, 7, 7, 64])
+    """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Add attention and the convolution with P. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
+        drop = self.attn_drop.p if self.training else 0.0
+        content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+        return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Return the map that `forward` applies; its rows do not sum to 1. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
+        q, k, _ = self.queries_keys_values(x.flatten(1, 2))
+        return ((q * self.scale) @ k.mT).softmax(-1) + self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+
+
+def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
+    """Return sum_j w_(i - j) v_j for all images in one product per head.
+
+    Shape: bias (nh, N, N), v (B, nh, N, hd) -> (B, nh, N, hd)
+    """
+    B, nh, N, hd = v.shape
+    side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
+    return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)
+
+
+GridSize = tuple[int, int]
+
+
+def add_prefix_bias(bias: Tensor, scalars: Tensor, prefix: int) -> Tensor:
+    """Return the bias of positions with the bias of prefix tokens, which come first, around it.
+
+    Shape: bias (nh, n, n), scalars (3, nh) -> (nh, prefix + n, prefix + n)
+    Source: BEiT (Bao et al., 2022), as published: class token to positions, positions to class token, both
+    """
+    nh, n, _ = bias.shape
+    to_positions, to_prefix, within = scalars[:, :, None, None].unbind()  # (nh, 1, 1) each
+    above = torch.cat([within.expand(nh, prefix, prefix), to_positions.expand(nh, prefix, n)], dim=2)
+    return torch.cat([above, torch.cat([to_prefix.expand(nh, n, prefix), bias], dim=2)], dim=1)
+
+
+@register_notrace_module
+class ViTRelativeAttention(RelativeAttention):
+    """Relative attention on the tokens of a ViT, which can learn how far apart positions are (CoAtNet).
+
+        y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
+
+    The table P starts at zero, where the layer is plain attention. `grid_size` (H, W) is the grid of the tokens after
+    the `prefix_tokens`, whose scores get no bias; the table is created for it and resized to other grids. Pass another
+    grid to `forward` at any call. With `prefix_bias` scores from and to prefix tokens get a bias too, as in BEiT: three
+    scalars per head, for a prefix token that attends to a position, a position that attends to a prefix token, and a
+    prefix token that attends to one. The other arguments are those of timm's Attention.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: CoAtNet eq. 3 (pre); differs: tokens, prefix tokens, and a table that starts at zero
+    Raises: ValueError as `RelativeAttention`, for a mask, or if the tokens do not fill the grid.
+
+    Example:
+        >>> layer = iso.layers.ViTRelativeAttention(dim=48, num_heads=6, grid_size=(4, 5), prefix_tokens=1)
+        >>> layer(torch.randn(2, 21, 48)).shape
+        torch.Size([2, 21, 48])
+        >>> layer(torch.randn(2, 13, 48), grid_size=(3, 4)).shape  # the table is resized
+        torch.Size([2, 13, 48])
+        >>> type(layer.to_attention()).__name__  # while the table is zero
+        'Attention'
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: GridSize = (14, 14),
+        prefix_tokens: int = 0,
+        prefix_bias: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, grid_size, **kwargs)
+        self.prefix_tokens = prefix_tokens
+        self.token_grid = grid_size
+        like = self.relative_bias
+        self.prefix_bias = nn.Parameter(like.new_zeros(3, num_heads)) if prefix_bias and prefix_tokens else None
+
+    def reset_bias(self) -> None:
+        """Set the table, and the bias of prefix tokens, to zero."""
+        nn.init.zeros_(self.relative_bias)
+        if getattr(self, "prefix_bias", None) is not None:  # not yet while the base class initialises
+            nn.init.zeros_(self.prefix_bias)  # type: ignore[arg-type]
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the table and the bias of prefix tokens."""
+        return super().no_weight_decay() | ({"prefix_bias"} if self.prefix_bias is not None else set())
+
+    @property
+    def grid_size(self) -> GridSize:
+        """The grid of the tokens of calls that do not give one."""
+        return self.token_grid
+
+    @grid_size.setter
+    def grid_size(self, grid_size: GridSize) -> None:
+        self.token_grid = grid_size
+
+    def position_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of tokens, from and to prefix tokens 0 or their bias. Shape: -> (nh, N, N)"""
+        p = self.prefix_tokens
+        bias = super().position_bias(grid_size, dtype)
+        if self.prefix_bias is not None:
+            return add_prefix_bias(bias, self.prefix_bias.to(dtype), p)
+        return F.pad(bias, (p, 0, p, 0)) if p else bias
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
+        """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
+        if not self.prefix_tokens:
+            return super().attend(q, k, v, grid_size)
+        drop = self.attn_drop.p if self.training else 0.0
+        return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+    ) -> Tensor:
+        grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
+        return self.project_output(self.attend(*self.queries_keys_values(x), grid_size), x)
+
+    def attention(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+    ) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
+        grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
+        q, k, _ = self.queries_keys_values(x)
+        return ((q * self.scale) @ k.mT + self.position_bias(grid_size, q.dtype)).softmax(-1)
+
+    def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
+        """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""
+        if attn_mask is not None or is_causal:
+            raise ValueError("ViTRelativeAttention does not support attn_mask or is_causal; leave them out")
+        H, W = grid_size or self.grid_size
+        if x.shape[1] != self.prefix_tokens + H * W:
+            raise ValueError(
+                f"{x.shape[1]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} prefix tokens; "
+                "pass grid_size=(height, width)"
+            )
+        return H, W
+
+    def extra_repr(self) -> str:  # the table's grid: that of the last image says nothing about the layer
+        grid_size = super().grid_size
+        return f"num_heads={self.num_heads}, grid_size={grid_size}, prefix_tokens={self.prefix_tokens}"
+
+    @torch.no_grad()
+    def to_attention(self, atol: float = 1e-3) -> Attention:
+        """Return the plain attention that this layer equals.
+
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
+        largest |output|) if it is above `atol`: the bias is not zero any more.
+        """
+        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
+            raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
+        plain = Attention(**attention_kwargs(self))
+        copy_parts(self, plain)
+        tokens = self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
+        deviation = relative_deviation(self, plain, (1, tokens, self.qkv.in_features), self.qkv.weight)
+        if not deviation <= max(atol, torch.finfo(self.qkv.weight.dtype).eps):
+            raise ValueError(
+                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; "
+                "keep it, or call reset_bias()"
+            )
+        return plain.train(self.training)

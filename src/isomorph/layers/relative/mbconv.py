@@ -1,0 +1,293 @@
+"""Convolution blocks of CoAtNet: pre-activation inverted bottlenecks with squeeze-and-excitation, and the stem."""
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from isomorph.layers.eager import (
+    chunk_size,
+    has_inner_hooks,
+    is_eager,
+    run_in_chunks,
+)
+from isomorph.layers.pyramid.affine_chain import uses_batch_statistics
+
+FEATURE_CHUNK_BYTES = 8 * 2**20
+"""Most bytes of a block's largest feature map in evaluation on a CPU: above this, allocation is slow, page by page."""
+
+
+def gelu_without_norm(width: int) -> nn.Module:
+    """Return a GELU: what remains of a norm with activation once the norm is folded into a convolution.
+
+    `width` is accepted because it replaces a norm layer's constructor.
+    """
+    return nn.GELU()
+
+
+def _needs_whole_batch(module: nn.Module) -> bool:
+    """True if a norm in the module uses batch statistics, or a hook would notice that the batch comes in chunks."""
+    return has_inner_hooks(module) or any(map(uses_batch_statistics, module.modules()))
+
+
+def _run_chunked(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
+    """Compute function(x) in chunks of images where that is faster and unobservable: CPU evaluation without hooks.
+
+    `first` is the convolution with the largest feature map. Shape: x (B, C, H, W) -> (B, ...)
+    """
+    traced = isinstance(x, Proxy) or not is_eager()
+    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or _needs_whole_batch(module):
+        return function(x)
+    elements = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
+    return run_in_chunks(function, chunk_size(FEATURE_CHUNK_BYTES, elements, x), x)
+
+
+class MaxPool(nn.Module):
+    """Max pooling over 2 x 2 windows that also covers the last row and column of odd sizes.
+
+    The output has as many positions as a convolution of stride 2 would give.
+
+    Shape: x (B, C, H, W) -> (B, C, ceil(H / 2), ceil(W / 2))
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (
+            torch.compiler.is_exporting()
+        ):  # the same values; torch can derive this output size if the export leaves sizes open
+            return F.max_pool2d(F.pad(x, (0, 1, 0, 1), mode="replicate"), 2)
+        return F.max_pool2d(x, 2, ceil_mode=True)
+
+
+def make_pool(stride: int) -> nn.Module:
+    """Return max pooling for stride 2, the identity for stride 1."""
+    return MaxPool() if stride == 2 else nn.Identity()
+
+
+def make_shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
+    """Return Proj(Pool(x)), without the parts that the shapes do not require.
+
+    Shape: (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet eq. 4 and 5
+    """
+    return make_pool(stride) if dim == dim_out else nn.Sequential(make_pool(stride), nn.Conv2d(dim, dim_out, 1))
+
+
+class InvertedBottleneck(nn.Module):
+    """Inverted bottleneck: expand, depthwise convolution, reweight the channels, project; subclasses choose the norm.
+
+    y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
+
+    The block is `expand_ratio` times `dim_out` wide, its squeeze-and-excitation (SE) `se_ratio` times. `stride_on`:
+    "expand" puts the stride on the first 1x1 convolution (the paper's choice), "depthwise" on the 3x3 convolution
+    (Table 9: slower, better in small models).
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is chosen to give the published model sizes
+    Raises: ValueError for a stride other than 1 and 2, a ratio that is not positive, or an unknown `stride_on`.
+    """
+
+    norm_layer: ClassVar[Any]
+    norm_act_layer: ClassVar[Any]
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int | None = None,
+        stride: int = 1,
+        expand_ratio: float = 4.0,
+        se_ratio: float = 0.25,
+        stride_on: str = "expand",
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if stride_on not in ("expand", "depthwise"):
+            raise ValueError(f"stride_on {stride_on!r} is unknown; choose 'expand' or 'depthwise'")
+        if stride not in (1, 2) or expand_ratio <= 0 or se_ratio <= 0:
+            given = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
+            raise ValueError(f"{given}: stride must be 1 or 2, expand_ratio and se_ratio above 0")
+        dim_out = dim_out or dim
+        width = int(expand_ratio * dim_out)
+        first, second = (stride, 1) if stride_on == "expand" else (1, stride)
+        self.norm = self.norm_layer(dim)
+        self.expand = nn.Conv2d(dim, width, 1, first, bias=False)
+        self.norm1 = self.norm_act_layer(width)
+        self.depthwise = nn.Conv2d(width, width, 3, second, 1, groups=width, bias=False)
+        self.norm2 = self.norm_act_layer(width)
+        self.se = SqueezeExcite(width, rd_channels=max(1, int(se_ratio * dim_out)), act_layer=nn.GELU)
+        self.project = nn.Conv2d(width, dim_out, 1)
+        self.drop_path = DropPath(drop_path)
+        self.shortcut = make_shortcut(dim, dim_out, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _run_chunked(self, self.forward_chunk, self.expand, x)
+
+    def forward_chunk(self, x: Tensor) -> Tensor:
+        """Compute the formula for some of the images. Shape: as `forward`"""
+        y = self.norm1(self.expand(self.norm(x)))  # (B, width, H, W)
+        y = self.norm2(self.depthwise(y))
+        return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
+
+
+class FusedMBConv(InvertedBottleneck):
+    """An MBConv block with its norms folded away, for inference: the result of `MBConv.fuse`.
+
+    Formula, shapes and source as `InvertedBottleneck`.
+    """
+
+    norm_layer = nn.Identity
+    norm_act_layer = staticmethod(gelu_without_norm)
+
+
+class MBConv(InvertedBottleneck):
+    """The convolution block of CoAtNet, MobileNet's inverted bottleneck with BatchNorm before each convolution.
+
+    It mixes neighbouring positions cheaply, with a depthwise convolution, and reweights channels by what the whole
+    feature map contains (squeeze-and-excitation, SE):
+
+        y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
+
+    `expand_ratio` and `se_ratio` are the widths of the block and of the SE relative to `dim_out`. `stride_on`: "expand"
+    puts the stride on the first 1x1 convolution (the paper's choice), "depthwise" on the 3x3 convolution (Table 9).
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is chosen to give the published model sizes
+    Raises: ValueError for a stride other than 1 and 2, a ratio that is not positive, or an unknown `stride_on`.
+
+    Example:
+        >>> block = iso.layers.MBConv(dim=16, dim_out=32, stride=2)
+        >>> block(torch.randn(2, 16, 9, 9)).shape
+        torch.Size([2, 32, 5, 5])
+        >>> fused = block.eval().fuse()  # for inference: BatchNorm folded into the convolutions
+        >>> isinstance(fused.norm1, torch.nn.GELU)
+        True
+    """
+
+    norm_layer = nn.BatchNorm2d
+    norm_act_layer = staticmethod(partial(BatchNormAct2d, act_layer=nn.GELU))
+
+    @torch.no_grad()
+    def fuse(self) -> InvertedBottleneck:
+        """Return the block in eval mode with its norms folded in float64, which saves three passes over feature maps.
+
+        Recast layers inside are fused first; if they are still not convolutions after that, the norms stay.
+        """
+        copied: Any = _fuse_inside(copy.deepcopy(self).double().eval())
+        if not _are_convolutions(copied.expand, copied.depthwise):
+            return copied.to(self.norm.weight.dtype)
+        fused = FusedMBConv(1)  # every submodule is replaced below
+        fused.expand = _fold_after(_fold_before(copied.norm, copied.expand), copied.norm1)
+        fused.depthwise = _fold_after(copied.depthwise, copied.norm2)
+        for name in ("se", "project", "drop_path", "shortcut"):
+            setattr(fused, name, getattr(copied, name))
+        return fused.to(self.norm.weight.dtype).eval()
+
+
+class LayerNormMBConv(InvertedBottleneck):
+    """The convolution block of CoAtNet with LayerNorm over the channels of every position instead of BatchNorm.
+
+    Formula, arguments, shapes and errors as `MBConv`. It has no batch statistics, so its output does not depend on the
+    other images of a batch; it cannot be fused.
+
+    Source: CoAtNet Table 8
+
+    Example:
+        >>> block = iso.layers.LayerNormMBConv(dim=16, dim_out=32, stride=2)
+        >>> block(torch.randn(2, 16, 8, 8)).shape
+        torch.Size([2, 32, 4, 4])
+    """
+
+    norm_layer = LayerNorm2d
+    norm_act_layer = staticmethod(partial(LayerNormAct2d, act_layer=nn.GELU))
+
+
+def _fuse_inside(module: nn.Module) -> nn.Module:
+    """Replace every submodule that has a fused form by it, and put the module into eval mode."""
+    for name, child in module.named_children():
+        fuse = getattr(child, "fuse", None)
+        setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
+    return module.eval()
+
+
+def _are_convolutions(*layers: nn.Module) -> bool:
+    """True if all layers are convolutions, so that norms next to them can be folded."""
+    return all(isinstance(layer, nn.Conv2d) for layer in layers)
+
+
+def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
+    """Fold the norm that follows a convolution into it; the new bias requires gradients if the weight does."""
+    folded = fuse_conv_bn_eval(conv, norm)
+    folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
+    return folded
+
+
+def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
+    """Fold the norm before a 1x1 convolution into it: W (s x + t) = (W s) x + W t."""
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
+    shift = norm.bias - norm.running_mean * scale
+    folded = copy.deepcopy(conv)
+    bias = (conv.weight.flatten(1) @ shift) + (0 if conv.bias is None else conv.bias)
+    trainable = conv.weight.requires_grad
+    folded.weight = nn.Parameter(conv.weight * scale[:, None, None], trainable)
+    folded.bias = nn.Parameter(bias, trainable)
+    return folded
+
+
+class Stem(nn.Module):
+    """The first layers of the network: two 3x3 convolutions, the first of them strided.
+
+    y = conv2(norm(conv1(x)))        (the norm, which a subclass chooses, ends in GELU)
+
+    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet Table 3, S0
+    """
+
+    norm_act_layer: ClassVar[Any]
+
+    def __init__(self, in_chans: int, dim: int, stride: int = 2) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_chans, dim, 3, stride, 1, bias=False)
+        self.norm = self.norm_act_layer(dim)
+        self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _run_chunked(self, self.forward_chunk, self.conv1, x)
+
+    def forward_chunk(self, x: Tensor) -> Tensor:
+        """Compute the formula for some of the images. Shape: as `forward`"""
+        return self.conv2(self.norm(self.conv1(x)))
+
+
+class FusedStem(Stem):
+    """The stem without a norm, for inference."""
+
+    norm_act_layer = staticmethod(gelu_without_norm)
+
+
+class BatchNormStem(Stem):
+    """The stem with BatchNorm, which `fuse` folds into the first convolution."""
+
+    norm_act_layer = MBConv.norm_act_layer
+
+    @torch.no_grad()
+    def fuse(self) -> Stem:
+        """Return the stem in eval mode with its norm folded in float64; recast layers inside are fused first."""
+        copied: Any = _fuse_inside(copy.deepcopy(self).double().eval())
+        if not _are_convolutions(copied.conv1):
+            return copied.to(self.norm.weight.dtype)
+        fused = FusedStem(1, 1)  # every submodule is replaced below
+        fused.conv1, fused.conv2 = _fold_after(copied.conv1, copied.norm), copied.conv2
+        return fused.to(self.norm.weight.dtype).eval()
+
+
+class LayerNormStem(Stem):
+    """The stem with LayerNorm over the channels of every position."""
+
+    norm_act_layer = LayerNormMBConv.norm_act_layer
