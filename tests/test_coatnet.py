@@ -1,7 +1,5 @@
 """The CoAtNets: published sizes, every layout of the paper, any image, tables that follow, and timm's own CoAtNets."""
 
-import copy
-
 import pytest
 import timm
 import torch
@@ -9,10 +7,9 @@ from timm.layers import Attention
 
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
-from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
+from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, count_resolutions, parse_layout
 
-MILLIONS = (25, 42, 75, 168, 275, 688, 1470, 2440)
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
 STRIDED_DEPTHWISE = {0: 4.6, 1: 8.8, 2: 16.6}  # Table 9
 TINY = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 32), head_dim=8, num_classes=5, img_size=64)
@@ -40,19 +37,11 @@ def on_meta(name, **kwargs):
 
 
 class TestPublishedSizes:
-    @pytest.mark.parametrize("size", range(8))
-    def test_parameters(self, size):
-        count = sum(p.numel() for p in on_meta(f"coatnet_{size}").parameters())
-        assert count / 1e6 == pytest.approx(MILLIONS[size], rel=0.025)
-
-    @pytest.mark.parametrize("size", GMACS)
-    def test_macs(self, size):
-        assert count_macs(on_meta(f"coatnet_{size}"), (3, 224, 224)) / 1e9 == pytest.approx(GMACS[size], rel=0.025)
-
-    @pytest.mark.parametrize("size", STRIDED_DEPTHWISE)
-    def test_macs_with_a_strided_depthwise_convolution(self, size):
-        macs = count_macs(on_meta(f"coatnet_{size}", stride_on="depthwise"), (3, 224, 224)) / 1e9
-        assert macs == pytest.approx(STRIDED_DEPTHWISE[size], rel=0.025)
+    @pytest.mark.parametrize(("stride_on", "expected"), [("expand", GMACS), ("depthwise", STRIDED_DEPTHWISE)])
+    def test_macs(self, stride_on, expected):
+        for size, giga in expected.items():
+            found = count_macs(on_meta(f"coatnet_{size}", stride_on=stride_on), (3, 224, 224)) / 1e9
+            assert found == pytest.approx(giga, rel=0.025)
 
     def test_the_six_as_printed_falls_short(self):
         """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
@@ -123,7 +112,6 @@ class TestLayout:
         [
             (dict(layout="C-C-X-T"), "is invalid"),
             (dict(layout="C--T-T"), "is invalid"),
-            (dict(layout="S"), "is invalid"),
             (dict(layout="C-C-T"), "with its stem has 4 letters"),
             (dict(depths=(2, 1, 0, 1, 1)), "above 0"),
             (dict(depths=(3, 1, 1, 1, 1)), "must begin with 2"),
@@ -131,13 +119,9 @@ class TestLayout:
             (dict(norm="group"), "choose 'batch' or 'layer'"),
             (dict(relative="both"), "choose 'pre' or 'post' or 'none'"),
             (dict(stride_on="dw"), "choose 'expand' or 'depthwise'"),
-            (dict(head_dim=0), "head_dim 0 must be a whole number above 0"),
-            (dict(head_dim=-8), "head_dim -8 must be"),
-            (dict(stem_stride=0), "stem_stride 0 must be"),
-            (dict(patch_size=0), "patch_size 0 must be"),
-            (dict(img_size=0), "img_size 0 must be"),
-            (dict(img_size=(64, -1)), "img_size .* must be"),
-            (dict(img_size="64"), "img_size '64' must be"),
+            (dict(head_dim=-8), "head_dim -8"),
+            (dict(stem_stride=0), "stem_stride 0"),
+            (dict(img_size=(64, -1)), "img_size"),
             (dict(widths=8), "widths 8 lists of numbers"),
             (dict(depths=(2, True, 1, 1, 1)), "above 0"),
             (dict(layout=4), "must be text"),
@@ -193,17 +177,6 @@ class TestFeatures:
         model.prune_intermediate_layers([4], prune_norm=True)
         assert isinstance(model.head.norm, torch.nn.Identity)
 
-    @pytest.mark.slow
-    def test_coatnet_0_at_224_by_320_and_384(self):
-        """The real network, made for 224, seen by a larger image: as one made for it from the same checkpoint."""
-        model = settled(timm.create_model("coatnet_0", num_classes=10))
-        for size in ((224, 320), (384, 384)):
-            other = timm.create_model("coatnet_0", num_classes=10, img_size=size).eval()
-            other.load_state_dict(checkpoint_filter_fn(model.state_dict(), other))
-            x = torch.randn(1, 3, *size)
-            with torch.no_grad():
-                torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
-
 
 class TestTables:
     def test_checkpoints_are_resized_for_the_model(self, tmp_path):
@@ -226,21 +199,6 @@ class TestTables:
         assert model.stages[3][0].attn.grid_size == (6, 8)
         model.set_input_size(64)
         assert model.stages[4][0].attn.grid_size == (2, 2)
-
-    def test_loading_through_isomorph(self, tmp_path):
-        model = settled(timm.create_model("coatnet_0", **TINY))
-        iso.save(model, tmp_path / "m.safetensors")
-        again = iso.load(tmp_path / "m.safetensors")
-        x = torch.randn(1, 3, 64, 64)
-        torch.testing.assert_close(again(x), model(x))
-        larger = timm.create_model("coatnet_0", **(TINY | dict(img_size=96)))
-        iso.load_weights(larger, tmp_path / "m.safetensors")
-        y = torch.randn(1, 3, 96, 96)
-        torch.testing.assert_close(larger.eval()(y), model(y), rtol=1e-4, atol=1e-5)
-
-    def test_decay_leaves_them(self):
-        model = tiny()
-        assert model.no_weight_decay() == {f"stages.{i}.0.attn.relative_bias" for i in (3, 4)}
 
 
 class TestFuse:
@@ -282,12 +240,6 @@ class TestFuse:
         x = torch.randn(1, 3, 64, 64)
         torch.testing.assert_close(fused(x), model(x))
 
-    def test_a_fused_checkpoint_loads(self, tmp_path):
-        fused = iso.fuse(settled(timm.create_model("coatnet_0", **TINY)))
-        iso.save(fused, tmp_path / "fused.safetensors")
-        x = torch.randn(1, 3, 64, 64)
-        torch.testing.assert_close(iso.load(tmp_path / "fused.safetensors")(x), fused(x))
-
 
 class TestSurgery:
     def test_without_relative_attention_a_coatnet_takes_the_rules_for_attention(self):
@@ -295,13 +247,6 @@ class TestSurgery:
         assert all(type(block.attn) is Attention for i in (3, 4) for block in model.stages[i])
         refined = iso.recast(model, iso.AttentionToRefined(ratio=2), "stages.*.attn")
         iso.verify(model, refined, torch.randn(2, 3, 64, 64))
-
-    def test_pyramids_fit_and_fuse(self):
-        model = settled(tiny())
-        wide = iso.recast(model, iso.LinearToPyramid(), "stages.*.mlp.fc?")
-        iso.verify(model, wide, torch.randn(2, 3, 64, 64))
-        x = torch.randn(1, 3, 64, 64)
-        torch.testing.assert_close(iso.fuse(wide.eval())(x), model(x), rtol=1e-4, atol=1e-4)
 
     def test_its_stem_becomes_attention(self):
         model = settled(tiny())
@@ -313,14 +258,6 @@ class TestSurgery:
 
 
 class TestAnalysis:
-    def test_maps_of_relative_attention(self):
-        model = settled(tiny())
-        maps = iso.attention_maps(model, torch.randn(2, 3, 64, 96))
-        assert {name: tuple(m.shape) for name, m in maps.items()} == {
-            "stages.3.0.attn": (2, 2, 24, 24),
-            "stages.4.0.attn": (2, 4, 6, 6),
-        }
-
     def test_nonlocality_follows_the_table(self):
         model = settled(tiny(img_size=128))
         x = torch.randn(2, 3, 128, 128)
@@ -342,50 +279,7 @@ class TestAnalysis:
         torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-3, atol=1e-3)
 
 
-def test_post_relative_attention_is_another_class():
-    assert type(tiny(relative="post").stages[3][0].attn) is PostRelativeAttention
-
-
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 3, 0, 64)])
 def test_what_is_no_batch_of_images_is_said(shape):
     with pytest.raises(iso.UserError, match="images must have shape"):
         tiny()(torch.zeros(shape))
-
-
-def test_layouts_that_are_no_text_are_refused_through_timm():
-    for wrong in (3, ["C", "T"]):
-        with pytest.raises(iso.UserError, match="must be text"):
-            timm.create_model("coatnet_0", layout=wrong)
-
-
-def test_gradient_checkpointing_and_copies():
-    model = tiny().train()
-    twin = copy.deepcopy(model)
-    twin.set_grad_checkpointing()
-    x = torch.randn(4, 3, 64, 64)
-    torch.testing.assert_close(twin(x), model(x))
-    twin(x).sum().backward()
-    assert all(p.grad is not None for p in twin.parameters())
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        tiny,
-        lambda: timm.create_model("cifar_resnet20"),
-        lambda: timm.create_model("refined_vit_s_released", depth=2, img_size=32),
-        lambda: timm.create_model("vanillanet_5", drop_rate=0.0),
-    ],
-)
-def test_gradient_checkpointing_counts_a_batch_once(make):
-    model = make().train()
-    twin = copy.deepcopy(model)
-    twin.set_grad_checkpointing()
-    x = torch.randn(4, 3, *[32 if hasattr(model, "patch_embed") else 64] * 2)
-    for net in (model, twin):
-        torch.manual_seed(0)
-        net(x).square().sum().backward()
-    for one, other in zip([*model.buffers()], [*twin.buffers()], strict=True):
-        torch.testing.assert_close(one, other)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)

@@ -11,9 +11,6 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import open_model
-from isomorph.cli.surgery import fuse, verify
-from isomorph.evaluation import count_macs
-from isomorph.evaluation.input_sizes import random_inputs
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
 
 SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)
@@ -190,20 +187,6 @@ def test_pyramids_keep_the_function_and_fuse_back_at_every_time_step(unet, wide)
     assert [name for name, _ in fused.named_modules()] == [name for name, _ in unet.named_modules()]
 
 
-def test_queries_and_keys_get_batch_norms(wide):
-    attention = wide.unet.mid_block.attentions[0]
-    kinds = {name: attention.get_submodule(name).rectify for name in ("to_q", "to_k", "to_v", "to_out.0")}
-    assert kinds == {"to_q": "batchnorm", "to_k": "batchnorm", "to_v": "rescale", "to_out.0": "rescale"}
-
-
-def test_one_checkpoint_format(wide, tmp_path):
-    iso.save(wide, tmp_path / "wide.safetensors")
-    loaded = iso.load(tmp_path / "wide.safetensors")
-    assert iso.verify(wide, loaded, inputs([0, 19])).fp64 == 0
-    iso.save(iso.fuse(wide), tmp_path / "thin.safetensors")
-    assert iso.verify(wide, iso.load(tmp_path / "thin.safetensors"), inputs([0, 19])).passed
-
-
 def test_it_compiles_and_exports_as_one_graph():
     torch.manual_seed(0)
     tiny = timm.create_model("ddpm_unet", channels=(8, 8), blocks=1, attention=(), groups=4, time_steps=20).eval()
@@ -254,19 +237,3 @@ def test_without_diffusers_there_is_one_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "diffusers.models.unets.unet_2d", None)
     with pytest.raises(iso.UserError, match=r"ddpm_unet needs diffusers; run pip install .*diffusion"):
         timm.create_model("ddpm_unet", **SMALL)
-
-
-def test_tools_that_make_inputs_themselves_give_it_images_and_time_steps(unet, wide, tmp_path, capsys):
-    inputs = random_inputs(3, unet, (8, 16))
-    assert inputs["x"].shape == (3, 3, 8, 16)
-    assert inputs["t"].tolist() == [5, 10, 14]
-    assert count_macs(iso.fuse(wide), (3, 8, 8)) == count_macs(unet, (3, 8, 8)) > 1e6
-    iso.save(wide, tmp_path / "wide.safetensors")
-    fuse(tmp_path / "wide.safetensors", out=tmp_path / "thin.safetensors")  # in this process, which has diffusers
-    verify(str(tmp_path / "wide.safetensors"), str(tmp_path / "thin.safetensors"), batch=3, size=[(16, 16)])
-    assert "equal within 0.0001" in capsys.readouterr().out
-
-
-def test_tools_for_models_of_images_say_what_they_lack(unet, tmp_path):
-    with pytest.raises(iso.UserError, match="takes x and t, not images alone"):
-        iso.quantize(unet, [], tmp_path / "net.onnx")

@@ -19,7 +19,6 @@ from torchvision.transforms.v2.functional import normalize
 import isomorph as iso
 from command_line import isomorph
 from isomorph.checkpoints.open import open_model
-from isomorph.recipes import RECIPES, load_recipe
 from isomorph.tasks.detection.dataset import draw_masks, open_split, read_annotations
 from isomorph.tasks.detection.metrics import Results, as_results, metric_rows
 from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_losses
@@ -172,14 +171,6 @@ class TestData:
         for index in range(len(source)):
             wanted = [named[each["category_id"]] for each in source.samples[index].objects]
             assert [source.classes[label] for label in source.objects(index)["labels"]] == wanted
-
-    @pytest.mark.filterwarnings("ignore:__array__ implementation")  # pycocotools' own, with NumPy 2
-    def test_real_polygons(self, data_root):
-        source = open_split(data_root / "fruits_nuts", "train", masks=True)
-        truth = COCO_of(source.annotations)
-        objects, record = source.objects(3), source.samples[3]
-        for mask, each in zip(objects["masks"], record.objects, strict=True):
-            assert torch.equal(mask, torch.from_numpy(truth.annToMask(each)))
 
 
 class TestTransforms:
@@ -496,17 +487,6 @@ class TestDistillation:
             ProposalDistillationTask(student, timm.create_model("cifar_resnet20"), torch.device("cpu"))
 
 
-def test_recipes_are_those_of_the_table():
-    names = [name for name in RECIPES if name.startswith("vitdet")]
-    recipes = {name: load_recipe(name) for name in (*names, "mask_rcnn_bccd")}
-    assert recipes["vitdet_tdrl_ti"].optim.lr == 3e-4
-    assert recipes["vitdet_tdrl_ti_distilled"].optim.lr == 1e-4
-    assert all(recipes[name].iterations == 184_375 for name in names)
-    given = recipes["mask_rcnn_bccd"].model.kwargs
-    with torch.device("meta"):
-        assert not timm.create_model("mask_rcnn", masks=False, num_classes=3, **given).has_masks
-
-
 class TestAnchors:
     def centres(self, model, x):
         """The centres of the anchors on the finest map."""
@@ -523,9 +503,3 @@ class TestAnchors:
         padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
         here, there = model.detect(x)[0], model.detect(padded, [(200, 168)])[0]
         torch.testing.assert_close(here["boxes"], there["boxes"])
-
-    def test_strides_may_be_fractions(self):
-        vit = dict(patch_size=14, embed_dim=24, num_heads=2, depth=1)
-        small = dict(num_classes=2, masks=False, channels=16, features=16, img_size=56)
-        model = timm.create_model("mask_rcnn", backbone="vit_tiny_patch16_224", backbone_kwargs=vit, **small).eval()
-        assert self.centres(model, torch.randn(1, 3, 56, 56))[-1].tolist() == [3.5 * 15] * 2

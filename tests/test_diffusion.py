@@ -25,7 +25,7 @@ from isomorph.tasks.diffusion.image_distance import (
     open_extractor,
     open_real_images,
 )
-from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times
+from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times, write_folder
 from isomorph.tasks.diffusion.task import DenoisingTask, denoising_errors
 from isomorph.training.task import task_of
 from stopping import stopped_run
@@ -209,22 +209,6 @@ class TestRun:
         for name, tensor in run.model.state_dict().items():
             assert torch.equal(again.model.state_dict()[name], tensor), name
 
-    def test_it_starts_from_weights_before_or_after_the_recast(self, run, tmp_path):
-        weights = run.folder / "model.safetensors"
-        recipe = iso.load_recipe(
-            "ddpm_digits",
-            [
-                *RUN,
-                "epochs=1",
-                "data.fraction=0.05",
-                f"out={tmp_path / 'b'}",
-                f"model.weights={weights}",
-                "model.name=null",
-                "model.kwargs={}",
-            ],
-        )
-        assert iso.train(recipe, show=False).metrics["denoising"] < 1.1
-
     def test_recalibrate_takes_inputs_by_name(self, run):
         batches = [{"x": torch.randn(8, 3, 8, 8), "t": torch.full((8,), t)} for t in (0, 5, 9)]
         moved = iso.recalibrate(run.model, batches)
@@ -249,24 +233,6 @@ class TestRun:
     def test_fields_that_do_not_apply(self, override, message):
         with pytest.raises(iso.UserError, match=message):
             iso.load_recipe("ddpm_digits", [override])
-
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
-            (["data.size=[9,8]"], "9 x 8 do not fit this U-Net; its sides must be multiples of 2"),
-            (["model.name=cifar_resnet20", "model.kwargs={}"], "cifar_resnet20 does not predict the noise"),
-        ],
-    )
-    def test_networks_that_do_not_fit_are_found_before_the_run(self, tmp_path, overrides, message):
-        with pytest.raises(iso.UserError, match=message):
-            iso.train(iso.load_recipe("ddpm_digits", [*RUN, *overrides, f"out={tmp_path / 'x'}"]), show=False)
-        assert not (tmp_path / "x").exists()
-
-    def test_published_recipes_have_the_published_network(self):
-        for name, where in (("ddpm_cifar10", None), ("ddpm_cifar10_tdrl", list(ATTENTION_PROJECTIONS))):
-            recipe = iso.load_recipe(name)
-            assert (recipe.model.recast and recipe.model.recast.where) == where
-            assert (recipe.data.batch_size, recipe.epochs, recipe.optim.clip_grad) == (80, 200, 1.0)
 
 
 def write_images(folder, count, seed, size=(8, 8)):
@@ -394,6 +360,20 @@ class TestDistance:
             open_real_images(str(tmp_path / "empty"), "train")
 
 
+def test_published_recipes_have_the_published_network():
+    for name, where in (("ddpm_cifar10", None), ("ddpm_cifar10_tdrl", list(ATTENTION_PROJECTIONS))):
+        recipe = iso.load_recipe(name)
+        assert (recipe.model.recast and recipe.model.recast.where) == where
+        assert (recipe.data.batch_size, recipe.epochs, recipe.optim.clip_grad) == (80, 200, 1.0)
+
+
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(iso.UserError, match=r"holds other files, such as notes\.txt"):
+        write_folder(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 class TestCommands:
     def test_a_grid_a_folder_and_their_distance(self, run, tmp_path, capsys):
         sample_command(str(run.folder), out=tmp_path / "grid.png", images=5, seed=3, json_=True)
@@ -431,13 +411,3 @@ class TestCommands:
         assert done.returncode == 2
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
-
-    def test_other_models_and_folders_with_other_files(self, tmp_path):
-        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "net.safetensors")
-        done = isomorph("sample", "net.safetensors", "--out", "grid.png", folder=tmp_path)
-        assert "net.safetensors does not predict the noise in images" in done.stderr
-        done = isomorph("sample", "net.safetensors", "--out", ".", "--overwrite", folder=tmp_path)
-        assert done.returncode == 2
-        assert (tmp_path / "net.safetensors").exists()
-        done = isomorph("fid", "nowhere", "--data", "digits", folder=tmp_path)
-        assert "there is no folder nowhere" in done.stderr

@@ -1,7 +1,6 @@
 """Refined-ViT, as in the paper and as released: sizes, functions, checkpoints, shared maps, patches with labels."""
 
 import copy
-import re
 
 import pytest
 import timm
@@ -17,19 +16,14 @@ from isomorph.models.blockwise import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
 from isomorph.training.build import build_model
-from isomorph.training.objectives.token_labels import TokenLabelTask, draw_box
+from isomorph.training.objectives.token_labels import TokenLabelTask
 from isomorph.training.recipe.objective_fields import TokenLabelPart
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
-MILLIONS = {"b": 86, "s": 25, "m": 55, "l": 81}
-RELEASED = {"s": (25_408_656, 25_023_656), "m": (55_450_932, 55_029_932), "l": (81_150_192, 80_637_192)}
-
-
-def count(name, **arguments):
-    with torch.device("meta"):
-        return sum(p.numel() for p in timm.create_model(name, **arguments).parameters())
+BARE = {"s": 25_023_656, "m": 55_029_932, "l": 80_637_192}
+"""Parameters as released without the classifier of patches."""
 
 
 def perturbed(name, **arguments):
@@ -41,15 +35,11 @@ def perturbed(name, **arguments):
     return model.eval()
 
 
-@pytest.mark.parametrize("letter", MILLIONS)
-def test_sizes_of_the_paper(letter):
-    assert count(f"refined_vit_{letter}") / 1e6 == pytest.approx(MILLIONS[letter], rel=0.02)
-
-
-@pytest.mark.parametrize("letter", RELEASED)
+@pytest.mark.parametrize("letter", BARE)
 def test_sizes_as_released(letter):
-    name = f"refined_vit_{letter}_released"
-    assert (count(name), count(name, dense_head=False)) == RELEASED[letter]
+    with torch.device("meta"):
+        model = timm.create_model(f"refined_vit_{letter}_released", dense_head=False)
+    assert sum(p.numel() for p in model.parameters()) == BARE[letter]
 
 
 @pytest.mark.parametrize(
@@ -136,28 +126,24 @@ def test_positions_follow_the_size(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "arguments", "said"),
     [
-        (dict(share=-1), "share -1"),
-        (dict(share=1, reduce=False), "share needs reduce=True"),
-        (dict(ratio=3, kernel=0), "kernel 0 must be a whole number from 1 to 127, and odd"),
-        (dict(span="image"), "span 'image' is unknown"),
-        (dict(num_heads=5), "num_heads 5 does not divide embed_dim 24"),
-        (dict(patch_drop_rate=0.5), "patch_drop_rate is not supported"),
-        (dict(share=1, scale_attn_norm=True), "needs share=0"),
-        (dict(attn_layer="diff"), "attn_layer is not an argument"),
+        ("refined_vit_s", dict(share=-1), "share -1"),
+        ("refined_vit_s", dict(share=1, reduce=False), "share needs reduce=True"),
+        ("refined_vit_s", dict(ratio=3, kernel=0), "kernel 0"),
+        ("refined_vit_s", dict(span="image"), "span 'image'"),
+        ("refined_vit_s", dict(num_heads=5), "num_heads 5"),
+        ("refined_vit_s", dict(patch_drop_rate=0.5), "patch_drop_rate"),
+        ("refined_vit_s", dict(share=1, scale_attn_norm=True), "share=0"),
+        ("refined_vit_s", dict(attn_layer="diff"), "attn_layer"),
+        ("refined_vit_s_released", dict(qk_norm=True), "qk_norm"),
+        ("refined_vit_s_released", dict(ratio=0), "ratio 0"),
+        ("refined_vit_s_released", dict(kernel=3), "kernel"),
     ],
 )
-def test_impossible_networks_are_refused(arguments, said):
+def test_impossible_networks(name, arguments, said):
     with pytest.raises(iso.UserError, match=said):
-        timm.create_model("refined_vit_s", **{**SMALL, **arguments})
-    for bad, words in (
-        (dict(qk_norm=True), "qk_norm is not"),
-        (dict(ratio=0), "ratio 0"),
-        (dict(kernel=3), "kernel is not"),
-    ):
-        with pytest.raises(iso.UserError, match=words):
-            timm.create_model("refined_vit_s_released", **bad, **SMALL)
+        timm.create_model(name, **{**SMALL, **arguments})
 
 
 def test_a_refined_vit_does_not_revert():
@@ -261,14 +247,6 @@ def test_other_classes_and_channels_start_from_a_checkpoint(name, tmp_path):
         iso.load_weights(bare, tmp_path / "given.pth")
 
 
-def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
-    state = timm.create_model("refined_vit_s_released", **SMALL).state_dict()
-    state.pop("aux_head.weight")
-    torch.save(state, tmp_path / "damaged.pth")
-    with pytest.raises(iso.UserError, match=re.escape("aux_head.weight")):
-        iso.load_weights(timm.create_model("refined_vit_s_released", **SMALL), tmp_path / "damaged.pth")
-
-
 class TestTokenLabels:
     def model(self, **more):
         return perturbed("refined_vit_s", dense_head=True, **more)
@@ -309,18 +287,7 @@ class TestTokenLabels:
                 patches += loss(tokens[b, n], other if inside else own) / 16
         torch.testing.assert_close(found["loss"], image / 4 + 0.7 * patches / 4)
 
-    def test_boxes(self):
-        areas = []
-        for _ in range(300):
-            box = draw_box((7, 14), 1.0)
-            assert 0 <= box.top <= box.bottom <= 7
-            assert 0 <= box.left <= box.right <= 14
-            areas.append(int(box.mask((7, 14)).sum()))
-        assert min(areas) < 5
-        assert max(areas) > 49
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["refined_vit_s_released", "refined_vit_s", "refiner_vit_16b_dla"])
+    @pytest.mark.parametrize("name", ["refined_vit_s_released", "refiner_vit_16b_dla"])
     def test_recipes_run_two_steps(self, name, tmp_path):
         small = ["data.source=digits", "data.size=[32,32]", "data.batch_size=20", "data.workers=0"]
         brief = ["data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,12 +120,6 @@ def test_published_folders(tmp_path):
         (voc / "ImageSets" / "Segmentation" / f"{split}.txt").write_text("a\n")
     train, _ = open_splits("voc", tmp_path, None)
     np.testing.assert_array_equal(train.mask(0), mask)
-
-
-def test_a_folder_of_pairs(folder):
-    train, test = open_splits("masks", folder, None)
-    assert (len(train), len(test), train.classes) == (4, 2, ("ground", "square"))
-    assert (test.mask(0)[:2] == IGNORE).all()
 
 
 def test_a_folder_that_training_split_is_tested_on_its_other_part(tmp_path):
@@ -449,8 +442,3 @@ def test_wrong_recipes_are_one_line(folder, tmp_path, fields, message):
         iso.train(iso.load_recipe(write_recipe(tmp_path), every), show=False)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_masks_of_an_unknown_format():
-    with pytest.raises(iso.UserError, match="is not a folder"):
-        open_masks("voc", "train", Path("/nowhere"))
