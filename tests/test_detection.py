@@ -39,7 +39,7 @@ def coco(images=1, **changes):
         "categories": [{"id": 7, "name": "cell"}, {"id": 3, "name": "square"}],
     }
     for i in range(images):
-        crowd = {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}
+        crowd = {"iscrowd": 1, "segmentation": {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}}
         content["annotations"] += [
             {"id": 2 * i, "image_id": i, "category_id": 3, "bbox": [10, 10, 20, 20], "segmentation": [SQUARE]},
             {
@@ -109,11 +109,11 @@ class TestData:
             ("{", r"cannot read .*train.json"),
             ({**coco(), "annotations": None}, r"train.json has no list 'annotations'"),
             ({**coco(), "annotations": []}, r"train.json has no annotations"),
-            (changed(bbox=[10, 10, 0, 20]), r"annotation 0 has bbox \[10, 10, 0, 20\] in 0.png, which has no area"),
-            (changed(bbox=[50, 10, 20, 20]), r"annotation 0 has bbox .*, outside 0.png of 64 x 48 pixels"),
-            (changed(bbox=[1, 2]), r"annotation 0 has bbox \[1, 2\], which is not left, top, width and height"),
-            (changed(category_id=90), r"annotation 0 has the unknown category_id 90; the file's categories are 3, 7"),
-            (changed(image_id=4), r"annotation 0 is of image 4, which the file does not have"),
+            (changed(bbox=[10, 10, 0, 20]), "annotation 0 .* no area"),
+            (changed(bbox=[50, 10, 20, 20]), "annotation 0 .* outside 0.png"),
+            (changed(bbox=[1, 2]), "annotation 0 has bbox"),
+            (changed(category_id=90), "annotation 0 .* category_id 90; .* 3, 7"),
+            (changed(image_id=4), "annotation 0 is of image 4"),
             (changed(segmentation=[[1, 2, 3, 4]]), r"annotation 0 has a polygon with fewer than three points"),
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
             (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
@@ -285,17 +285,9 @@ def test_scores_of_an_image(tmp_path):
     assert (score.found, score.missed, score.wrong, score.f1) == (0, 1, 1, 0)
 
 
-NETWORK = dict(
-    name="mask_rcnn",
-    kwargs=dict(
-        backbone="tdrl_vit_ti",
-        backbone_kwargs=dict(embed_dim=24, num_heads=3, depth=1),
-        channels=16,
-        features=32,
-        proposals=30,
-        samples=16,
-    ),
-)
+VIT = dict(embed_dim=24, num_heads=3, depth=1)
+HEADS = dict(channels=16, features=32, proposals=30, samples=16)
+NETWORK = dict(name="mask_rcnn", kwargs=dict(backbone="tdrl_vit_ti", backbone_kwargs=VIT, **HEADS))
 TINY = dict(
     name="squares",
     model=NETWORK,

@@ -122,52 +122,38 @@ def test_published_folders(tmp_path):
     np.testing.assert_array_equal(train.mask(0), mask)
 
 
-def test_a_folder_that_training_split_is_tested_on_its_other_part(tmp_path):
-    for number in range(12):
-        image, mask = squares(number)
-        for kind, pixels in (("images", image), ("masks", mask)):
-            path = tmp_path / kind / f"{number}.png"
-            path.parent.mkdir(exist_ok=True)
-            Image.fromarray(pixels.astype(np.uint8)).save(path)
-    (tmp_path / "classes.txt").write_text("ground\nsquare\n")
-    held_out = open_splits("masks", tmp_path, 0.3)[1]
-    assert open_test_pairs("masks", tmp_path, 0.3, None, 12).samples == held_out.samples
-    assert len(open_test_pairs("masks", tmp_path, 0.3, None, 13)) == 12  # another folder
+BROKEN = {
+    "size": "0.png is 60 x 48 pixels",
+    "class": "0.png has the value 7",
+    "colours": "0.png has 3 channels",
+    "missing": "has no mask",
+    "damaged": "cannot read",
+    "empty": "has no images",
+    "ignored": "no pixel of the masks",
+    "names": r"cannot read .*classes\.txt",
+}
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ("size", "0.png is 60 x 48 pixels wide and high"),
-        ("class", "0.png has the value 7, which is not one of the 2 classes"),
-        ("colours", "0.png has 3 channels"),
-        ("missing", "has no mask"),
-        ("damaged", "cannot read"),
-        ("empty", "has no images"),
-        ("ignored", "no pixel of the masks in .*masks has a class"),
-        ("names", r"cannot read .*classes\.txt: .*; save it as text in UTF-8"),
-    ],
-)
-def test_bad_files_are_found_before_training(tmp_path, broken, message):
+@pytest.mark.parametrize("broken", BROKEN)
+def test_bad_files_are_found_before_training(tmp_path, broken):
     image, mask = squares(0)
     write_pair(tmp_path, "1", image, mask, "val")
-    path = tmp_path / "train" / "masks" / "0.png"
     wrong = {"size": mask[:, :60], "class": np.where(mask == 1, 7, mask), "colours": image}
     wrong["ignored"] = np.full_like(mask, IGNORE)
     write_pair(tmp_path, "0", image, wrong.get(broken, mask))
     if broken == "missing":
-        path.unlink()
+        (tmp_path / "train/masks/0.png").unlink()
     if broken == "damaged":
-        path.write_bytes(b"no image")
+        (tmp_path / "train/masks/0.png").write_bytes(b"no image")
     if broken == "empty":
-        (tmp_path / "train" / "images" / "0.png").unlink()
+        (tmp_path / "train/images/0.png").unlink()
     (tmp_path / "classes.txt").write_bytes(b"\xff\xfea" if broken == "names" else b"a\nb\n")
 
     def check():
         for part in open_splits("masks", tmp_path, None):
             part.check()
 
-    with pytest.raises(iso.UserError, match=message) as error:
+    with pytest.raises(iso.UserError, match=BROKEN[broken]) as error:
         check()
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
@@ -184,16 +170,17 @@ def test_damaged_files_may_be_left_out(folder, tmp_path):
         pairs.check(unreadable=1)
 
 
-def test_a_fraction_to_test_on(tmp_path):
-    for seed in range(8):
+def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
+    for seed in range(12):
         write_pair(tmp_path, f"{seed}", *squares(seed), ".")
     train, test = open_splits("masks", tmp_path, 0.3)
-    assert len(train) + len(test) == 8
+    assert len(train) + len(test) == 12
     assert len(train.classes) == 2
+    assert open_test_pairs("masks", tmp_path, 0.3, None, 12).samples == test.samples
+    assert len(open_test_pairs("masks", tmp_path, 0.3, None, 13)) == 12  # another folder
+    assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
     with pytest.raises(iso.UserError, match="no test images"):
         open_splits("masks", tmp_path, None)
-    assert len(open_test_pairs("masks", tmp_path, 0.3, None)) == len(test)
-    assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
 
 
 # augmentation

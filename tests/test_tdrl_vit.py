@@ -241,7 +241,7 @@ def test_without_rectification_the_logits_run_away(tmp_path):
     """TDRL Fig. 3, in small: four branches on queries and keys, summed as they are, and rectified."""
     highest = {}
     for rectify in ("none", "batchnorm"):
-        rows = train_on_digits(tmp_path / rectify, 3, lr=1e-2, layout="R-D1W4", rectify=rectify)
+        rows = train_on_digits(tmp_path / rectify, 3, lr=1e-2, depth=1, layout="R-D1W4", rectify=rectify)
         highest[rectify] = [max(row["max_logit"].values()) for row in rows]
     assert highest["none"][-1] > 4 * highest["none"][0]
     assert highest["none"][-1] > 5 * highest["batchnorm"][-1]

@@ -221,17 +221,13 @@ class DenseHeadViT(BlockwiseViT):
         # `is True` and isinstance, as torch.fx passes proxies for all arguments when it traces
         maps: list[Any] | None = [] if return_maps is True else None
         features = self.forward_features(x, partial(swap_patches, box) if isinstance(box, Box) else None, maps)
-        logits = self.token_logits(features) if tokens is True else self.forward_head(features)
-        return logits if maps is None else (logits, maps)
-
-    def token_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of the pooled tokens and of every patch.
-
-        Shape: (B, N, C) -> (B, num_classes), (B, H W, num_classes)
-        """
-        if self.aux_head is None:
+        if tokens is True and self.aux_head is None:
             raise UserError("the model has no head for patches; create it with dense_head=True")
-        return super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
+        if tokens is True:
+            logits = super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
+        else:
+            logits = self.forward_head(features)
+        return logits if maps is None else (logits, maps)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Shape: x (B, N, C) -> (B, num_classes), or (B, C) before the head"""

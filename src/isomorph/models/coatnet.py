@@ -207,13 +207,6 @@ def count_resolutions(layout: str) -> int:
     return layout.count("-") + (1 if layout[:1] in STEM_DEPTHS else 2)
 
 
-def _check_choices(**choices: Any) -> None:
-    """Check that each option has one of its allowed values. Raises: UserError if not."""
-    for name, value in choices.items():
-        if value not in CHOICES[name]:
-            raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, CHOICES[name]))}")
-
-
 def to_channels_last(x: Tensor) -> Tensor:
     """Return the images in channels-last memory format; unchanged in torch.func transforms, where it does not exist."""
     return x if is_functorch_tensor(x) else x.contiguous(memory_format=torch.channels_last)
@@ -268,7 +261,9 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_choices(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool)
+        for name, value in dict(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool).items():
+            if value not in CHOICES[name]:
+                raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, CHOICES[name]))}")
         check_counts(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
         check_counts(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
         for name, rate in dict(drop_rate=drop_rate, drop_path_rate=drop_path_rate).items():

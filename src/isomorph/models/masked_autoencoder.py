@@ -179,20 +179,13 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_pred = nn.Linear(width, math.prod(self.patch_size) * encoder.in_chans)
         table = sincos_pos_embed(encoder.patch_embed.grid_size, width)
         self.register_buffer("decoder_pos_embed", table, persistent=False)
-        self.init_decoder()
-        like = next(encoder.parameters())
-        self.to(like.device, like.dtype)
-
-    def init_decoder(self) -> None:
-        """Initialise linear layers with Xavier's uniform and zero bias, the mask token with std .02.
-
-        Source: MAE appendix A.1
-        """
-        nn.init.normal_(self.mask_token, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)  # MAE appendix A.1, as all that follows
         for module in self.modules():
             if isinstance(module, nn.Linear) and not any(module is m for m in self.encoder.modules()):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
+        like = next(encoder.parameters())
+        self.to(like.device, like.dtype)
 
     @property
     def patch_size(self) -> tuple[int, int]:

@@ -47,13 +47,6 @@ def _at_least_one(x: Tensor) -> Tensor:
     return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
 
 
-def _init_xavier(model: nn.Module) -> None:
-    """Give the layers of `PYRAMID_LAYERS` Xavier weights."""
-    for name, module in model.named_modules():
-        if any(fnmatchcase(name, glob) for glob in PYRAMID_LAYERS):
-            nn.init.xavier_uniform_(module.weight)
-
-
 torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rather than trace into it
 
 
@@ -89,8 +82,9 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
             )
         xavier = weight_init == "xavier"
         super().__init__(**{"dynamic_img_size": True, "weight_init": "" if xavier else weight_init, **kwargs})
-        if xavier:
-            _init_xavier(self)
+        for name, module in self.named_modules() if xavier else ():
+            if any(fnmatchcase(name, glob) for glob in PYRAMID_LAYERS):
+                nn.init.xavier_uniform_(module.weight)
         if relative_bias:
             positions = AttentionToRelative(prefix_bias=True)
             replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))

@@ -131,16 +131,10 @@ def measure_task(
     for corruption, severities in state.missing.items():
         for number, severity in enumerate(severities):
             state.update(corruption, severities[number:])
-            given = images if corruption == CLEAN else _altered(images, ImageCorruption(corruption, severity, seed))
+            given = copy.copy(images)
+            given.alter = None if corruption == CLEAN else ImageCorruption(corruption, severity, seed)
             state.add(corruption, severity, task.evaluate_images(model, given, options, runtime)[0])
     return state.result()
-
-
-def _altered(images: ImagesWithTruth, corruption: ImageCorruption) -> ImagesWithTruth:
-    """Return the same images under a corruption; their truth stays."""
-    altered = copy.copy(images)
-    altered.alter = corruption
-    return altered
 
 
 def _describe_images(images: ImagesWithTruth, limit: int | None, seed: int) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Any timm model as the backbone of a network for dense tasks: its feature maps, its weights, its layers."""
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import timm
 import torch
 from timm.layers import to_2tuple
+from timm.models import group_parameters
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -19,8 +20,6 @@ _FREE_SIZES: Mapping[str, Any] = {"dynamic_img_size": True, "strict_img_size": F
 """Arguments of timm's models that let them take images of any size."""
 _LEVELS = 4
 """Feature maps that are taken by default."""
-_STEM = r"^backbone\.(?:stem|conv_stem|conv\d|bn\d|patch_embed|pos_embed|cls_token|reg_token|dist_token|norm_pre)"
-_STAGE = r"^backbone\.[a-z]+[._]?(\d+)"
 
 
 class FeatureBackbone(NamedTuple):
@@ -132,13 +131,14 @@ def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequenc
     return tuple(range(count))[-_LEVELS:]
 
 
-def layer_groups() -> dict[str, Any]:
+def layers_for_decay(network: Any, coarse: bool = False) -> Callable[[str], int]:
     """Return the `group_matcher` of a network whose timm backbone is its attribute `backbone`.
 
-    Patches and positions are layer 0, the blocks of a ViT (or of numbered stages) layers 1 to depth, and everything
-    else comes last.
+    The layers are those of the backbone, then everything else.
     """
-    return {"stem": _STEM, "blocks": [(rf"{_STAGE}\.(?:blocks\.)?(\d+)", None), (_STAGE, None)]}
+    layers = group_parameters(network.backbone, network.backbone.group_matcher(coarse=coarse), reverse=True)
+    last = max(layers.values()) + 1
+    return lambda name: layers.get(name.removeprefix("backbone."), last) if name.startswith("backbone.") else last
 
 
 def backbone_state(network: Any, state: dict[str, Any], fresh: Collection[str] = ()) -> dict[str, Any]:

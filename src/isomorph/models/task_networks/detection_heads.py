@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
@@ -87,7 +88,7 @@ class PyramidRoIAlign(nn.Module):
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], _: Any = None) -> Tensor:
         levels = list(maps.values())[: len(self.strides)]
-        regions = number_boxes(boxes)
+        regions = torch.cat([F.pad(each, (1, 0), value=i) for i, each in enumerate(boxes)])  # (n, 5): image, box
         chosen = self.levels_of(regions[:, 1:])
         out = levels[0].new_zeros(len(regions), levels[0].shape[1], *self.output_size)
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
@@ -101,11 +102,6 @@ class PyramidRoIAlign(nn.Module):
         sizes = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).clamp(min=0).sqrt()
         wanted = torch.floor(torch.log2(sizes / CANONICAL_SIZE + 1e-6)) + math.log2(CANONICAL_STRIDE / self.strides[0])
         return wanted.clamp(0, len(self.strides) - 1).long()
-
-
-def number_boxes(boxes: Sequence[Tensor]) -> Tensor:
-    """Join the boxes of all images, with the number of the image first. Shape: B of (n_i, 4) -> (sum of n_i, 5)"""
-    return torch.cat([torch.cat([b.new_full((len(b), 1), i), b], 1) for i, b in enumerate(boxes)])
 
 
 def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, proposals: int) -> RegionProposalNetwork:

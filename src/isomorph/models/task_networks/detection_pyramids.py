@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from timm.layers import Attention, LayerNorm2d, resample_abs_pos_embed
@@ -13,11 +14,6 @@ from torchvision.ops import Conv2dNormActivation, FeaturePyramidNetwork
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
 from isomorph.models.variants import own_filter
-
-
-def default_global_blocks(depth: int) -> tuple[int, ...]:
-    """Return the last block of each quarter of the network, which attend to the whole map: 2, 5, 8, 11 of 12."""
-    return tuple(sorted({-(-quarter * depth // 4) - 1 for quarter in range(1, 5)}))
 
 
 def is_windowable(model: nn.Module) -> bool:
@@ -63,7 +59,8 @@ class WindowedViT(nn.Module):
         super().__init__()
         depth, self.source_filter = len(vit.blocks), own_filter(type(vit))
         self.pretrained_cfg, self.grad_checkpointing = getattr(vit, "pretrained_cfg", None), False
-        chosen = default_global_blocks(depth) if global_blocks is None else tuple(global_blocks)
+        quarters = sorted({-(-quarter * depth // 4) - 1 for quarter in range(1, 5)})  # 2, 5, 8, 11 of 12
+        chosen = tuple(quarters if global_blocks is None else global_blocks)
         if window < 1 or not all(0 <= block < depth for block in chosen):
             raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
         self.patch_embed, self.pos_drop = vit.patch_embed, vit.pos_drop
@@ -85,6 +82,10 @@ class WindowedViT(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of the blocks in the backward pass, to save memory."""
         self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the parameter groups for layer decay: patches and positions, then blocks."""
+        return dict(stem=r"^(patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would change without need: the absolute positions."""

@@ -6,7 +6,7 @@ Proposals, matching, losses and the selection of detections are torchvision's.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from isomorph.models.task_networks.backbone import (
     backbone_state,
     build_backbone,
     feature_maps,
-    layer_groups,
+    layers_for_decay,
 )
 from isomorph.models.task_networks.detection_heads import Target, build_regions, build_rpn, fixed_boxes
 from isomorph.models.task_networks.detection_pyramids import (
@@ -122,9 +122,9 @@ class MaskRCNN(nn.Module):
         inner = getattr(self.backbone, "fused_arguments", {})
         return {"backbone_kwargs": {**self.backbone_kwargs, **inner}} if inner else {}
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the layers for layer-wise learning rates: patches, blocks, and everything after them."""
-        return layer_groups()
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
+        return layers_for_decay(self, coarse)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations of the backbone in the backward pass, to save memory."""

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from timm.layers import ConvNormAct, PatchEmbed
-from timm.models import generate_default_cfgs, group_parameters
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.weight_decay import parameters_without_decay
-from isomorph.models.task_networks.backbone import backbone_state, build_backbone, feature_maps
+from isomorph.models.task_networks.backbone import backbone_state, build_backbone, feature_maps, layers_for_decay
 from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, require_images
 
 _SHARED_WITH_BACKBONE = ("mean", "std", "interpolation")
@@ -271,10 +271,7 @@ class UPerNet(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
-        matcher = self.backbone.group_matcher(coarse=coarse)  # type: ignore[operator]
-        layers = group_parameters(self.backbone, matcher, reverse=True)
-        last = max(layers.values()) + 1
-        return lambda name: layers.get(name.removeprefix("backbone."), last) if name.startswith("backbone.") else last
+        return layers_for_decay(self, coarse)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's blocks in the backward pass instead of storing their activations."""

@@ -1,6 +1,6 @@
 """The losses of Mask R-CNN as a task of timm, alone or with a teacher of its proposals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,13 +52,10 @@ class GuidedDetector(nn.Module):
         """Return the parameters that the student exempts."""
         return {f"student.{name}" for name in getattr(self.student, "no_weight_decay", set)()}
 
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the layers of the student; the convolutions come last."""
-        groups = self.student.group_matcher(coarse)  # type: ignore[operator]
-        return {
-            "stem": groups["stem"].replace("^", "^student\\."),
-            "blocks": [(pattern.replace("^", "^student\\."), suffix) for pattern, suffix in groups["blocks"]],
-        }
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Return the layers of the student; the convolutions belong to its last."""
+        layer_of = self.student.group_matcher(coarse)  # type: ignore[operator]
+        return lambda name: layer_of(name.removeprefix("student."))
 
 
 class ProposalDistillationTask(PretrainingTask):

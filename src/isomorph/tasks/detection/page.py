@@ -35,22 +35,16 @@ _IOU = 0.5
 """Overlap from which a detection of the right class has found an object."""
 
 
-def detect_image(model: nn.Module, image: Image.Image) -> dict[str, Tensor]:
-    """Return the detections in an image, best first, in its own pixels; masks as (n, H, W) bool."""
-    inputs, inside = FitTransform(evaluation_config(model)).fit(image.convert("RGB"))
-    with eval_mode(model):
-        found = model.detect(inputs[None].to(next(model.parameters()).device), [inside])[0]  # type: ignore[operator]
-    record = ImageRecord(0, "", image.height, image.width)
-    return to_image({name: value.cpu() for name, value in found.items()}, record, inside)
-
-
 def predict_file(model: nn.Module, path: Path) -> Prediction:
     """Return the objects in an image file: rows of those shown, the image with them, and all of them as JSON.
 
     Raises: UserError when it cannot be read.
     """
     image = read_image(path)
-    found = detect_image(model, image)
+    inputs, inside = FitTransform(evaluation_config(model)).fit(image)
+    with eval_mode(model):
+        found = model.detect(inputs[None].to(next(model.parameters()).device), [inside])[0]  # type: ignore[operator]
+    found = to_image({k: v.cpu() for k, v in found.items()}, ImageRecord(0, "", image.height, image.width), inside)
     names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
     entries = as_json(found, names)
     rows = [

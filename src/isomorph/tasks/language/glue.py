@@ -120,7 +120,16 @@ def read_parquet(files: Sequence[Path], task: GlueTask) -> list[Row]:
 
 def _read_table(path: Path, task: GlueTask) -> list[Row]:
     """Return the examples of one parquet file."""
-    table, wanted = _open_table(path), (*(task.hub_texts or map(str, task.texts)), "label")
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError:
+        raise UserError(f"{path}: reading parquet files needs pyarrow; {install_hint('data')}") from None
+    try:
+        table: Any = read_table(path)
+    except (OSError, ArrowException) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
+    wanted = (*(task.hub_texts or map(str, task.texts)), "label")
     missing = [name for name in wanted if name not in table.column_names]
     if missing:
         has = f"has the columns {', '.join(table.column_names)}"
@@ -137,19 +146,6 @@ def _read_table(path: Path, task: GlueTask) -> list[Row]:
         hidden = "; the hub's test files have no labels" if unknown[0] == -1 else ""
         raise UserError(f"{path}: label {unknown[0]} is unknown; use {which}{hidden}")
     return [(tuple(map(str, row)), float(label)) for row, label in zip(zip(*texts, strict=True), labels, strict=True)]
-
-
-def _open_table(path: Path) -> Any:
-    """Return the table in a parquet file. Raises: UserError if it cannot be read, or without pyarrow."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise UserError(f"{path}: reading parquet files needs pyarrow; {install_hint('data')}") from None
-    try:
-        return read_table(path)
-    except (OSError, ArrowException) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
 
 
 def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:

@@ -208,15 +208,11 @@ class MaskedLM(LanguageTask):
                 raise UserError(f"{path}: a line has no {tokenizer.mask_token} for a word to predict: {text[:60]}")
             with eval_mode(model):
                 share = model(ids.to(device), positions=positions.to(device))[0].float().softmax(-1)  # (K, V)
-            rows += [_describe_words(text, number, each, tokenizer) for number, each in enumerate(share, start=1)]
+            for number, each in enumerate(share, start=1):
+                best = each.topk(min(5, len(each)))
+                words = " ".join(tokenizer.convert_ids_to_tokens(best.indices.tolist()))
+                rows.append({"text": text, "mask": number, "words": words, "probability": 100 * best.values[0].item()})
         return Prediction(rows, {".json": rows})
-
-
-def _describe_words(text: str, number: int, share: Tensor, tokenizer: Any) -> dict[str, Any]:
-    """Return the five most probable words for one mask of a text."""
-    best = share.topk(min(5, len(share)))
-    words = tokenizer.convert_ids_to_tokens(best.indices.tolist())
-    return {"text": text, "mask": number, "words": " ".join(words), "probability": 100 * best.values[0].item()}
 
 
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:

@@ -70,14 +70,13 @@ class CappedCrop(v2.Transform):
                 int(torch.randint(0, side - own + 1, ())) for side, own in zip(sides, (height, width), strict=True)
             )
             box = dict(top=top, left=left, height=height, width=width)
-            if self.share >= 1 or mask is None or self.is_varied(mask[top : top + height, left : left + width]):
+            if self.share >= 1 or mask is None:
+                break
+            part = mask[top : top + height, left : left + width]
+            counts = torch.bincount(part[part != IGNORE])
+            if (counts > 0).sum() > 1 and counts.max() < self.share * counts.sum():
                 break
         return box
-
-    def is_varied(self, mask: Tensor) -> bool:
-        """True if a mask has several classes, and none has more than its share."""
-        counts = torch.bincount(mask[mask != IGNORE])
-        return bool((counts > 0).sum() > 1 and counts.max() < self.share * counts.sum())
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         return F.crop(inpt, **params)

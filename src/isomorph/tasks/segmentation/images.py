@@ -125,7 +125,11 @@ class MaskedImages(ImageSet[Files]):
                 if not path.is_file():
                     raise UserError(f"{path} does not exist; every image needs a mask of the same name")
             with _counting(damaged, unreadable):
-                _check_size(files, *map(_size_of, files))
+                sizes = []
+                for path in files:
+                    with explain_decode_errors(lambda path=path: str(path)), Image.open(path) as opened:
+                        sizes.append(opened.size)
+                _check_size(files, *sizes)
         for index in spaced_numbers(len(self), CHECKED_MASKS):
             with _counting(damaged, unreadable):
                 labelled |= bool((self.mask(index) != IGNORE).any())
@@ -145,12 +149,6 @@ def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
             raise
         if len(damaged) > allowed:
             raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
-
-
-def _size_of(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file, from its header."""
-    with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
-        return opened.size
 
 
 def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> None:
