@@ -42,14 +42,7 @@ def coco(images=1, **changes):
         crowd = {"iscrowd": 1, "segmentation": {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}}
         content["annotations"] += [
             {"id": 2 * i, "image_id": i, "category_id": 3, "bbox": [10, 10, 20, 20], "segmentation": [SQUARE]},
-            {
-                "id": 2 * i + 1,
-                "image_id": i,
-                "category_id": 7,
-                "bbox": [0, 0, 9, 48],
-                "iscrowd": 1,
-                "segmentation": crowd,
-            },
+            {"id": 2 * i + 1, "image_id": i, "category_id": 7, "bbox": [0, 0, 9, 48], **crowd},
         ]
     return {**content, **changes}
 

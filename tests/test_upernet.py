@@ -181,7 +181,7 @@ def test_export_with_open_size(tmp_path):
     ("arguments", "message"),
     [
         (dict(backbone="vit_nano"), "there is no backbone 'vit_nano'"),
-        (dict(backbone_kwargs=dict(pretrained=True)), "give pretrained=True of the network"),
+        (dict(backbone_kwargs=dict(pretrained=True)), "give pretrained of the network"),
         (dict(backbone_kwargs=dict(colour=1)), "timm cannot create the backbone"),
         (dict(feature_indices=(1, 12)), "has feature maps 0 to 11"),
         (dict(feature_indices=(1, 3)), "name four blocks"),

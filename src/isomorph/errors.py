@@ -1,5 +1,8 @@
 """The exception for requests that isomorph cannot fulfil as given, and the advice on missing packages."""
 
+from importlib import import_module
+from typing import Any
+
 
 class UserError(ValueError):
     """A problem with what the user asked for, explained in one line; the command line prints it and exits with 2.
@@ -44,3 +47,11 @@ def is_out_of_memory(error: Exception) -> bool:
 def install_hint(extra: str) -> str:
     """Return the command that installs an optional part of isomorph, to end a message with."""
     return f"run pip install -e '.[{extra}]' in the folder of isomorph"
+
+
+def optional_module(name: str, purpose: str, extra: str) -> Any:
+    """Return a module of an optional package. Raises: UserError, with its purpose and how to install it, without it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise UserError(f"{purpose}; {install_hint(extra)}") from None

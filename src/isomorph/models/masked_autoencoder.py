@@ -286,18 +286,15 @@ class MaskedAutoencoder(nn.Module):
         prediction, mask = self(images, noise)
         return reconstruction_error(prediction, self.target(images), mask)
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute blocks of encoder and decoder in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return the mask token's name and those of the encoder's parameters without weight decay."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """Return the layer of each parameter for layer decay: encoder, decoder's input, its blocks, its output."""
         layers = group_parameters(self.encoder, self.encoder.group_matcher(coarse=coarse), reverse=True)

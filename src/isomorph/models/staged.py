@@ -58,7 +58,7 @@ class StagedNet(nn.Module):
 
     def run_stage(self, stage: nn.Module, x: Tensor) -> Tensor:
         """Run the blocks of a stage, recomputing them in the backward pass if gradient checkpointing is on."""
-        if self.grad_checkpointing and not torch.jit.is_scripting():
+        if self.grad_checkpointing:
             for block in stage.children():
                 x = recompute(block, x)
             return x

@@ -79,15 +79,10 @@ def _check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise UserError for an unknown model, or arguments that the network around the backbone sets."""
     if not timm.is_model(name.partition(".")[0]):
         raise UserError(f"there is no backbone {name!r}; see timm.list_models() and `isomorph models`")
-    for reserved, instead in {
-        "pretrained": "pretrained=True of the network",
-        "num_classes": "num_classes of the network",
-        "in_chans": "in_chans of the network",
-        "features_only": "feature_indices of the network",
-        "out_indices": "feature_indices of the network",
-    }.items():
-        if reserved in arguments:
-            raise UserError(f"{reserved} is not an argument of the backbone; give {instead}")
+    own = dict.fromkeys(("features_only", "out_indices"), "feature_indices")
+    for name in ("pretrained", "num_classes", "in_chans", *own):
+        if name in arguments:
+            raise UserError(f"{name} is not an argument of the backbone; give {own.get(name, name)} of the network")
 
 
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
@@ -109,12 +104,12 @@ def _model_class(name: str) -> type[nn.Module]:
 def _feature_info(name: str, model: nn.Module) -> list[dict[str, Any]]:
     """Return timm's description of each feature map. Raises: UserError if the model has none."""
     info = getattr(model, "feature_info", None)
-    if not info or not hasattr(model, "forward_intermediates"):
-        raise UserError(
-            f"{name} has no feature maps (timm's forward_intermediates); choose another backbone, like "
-            "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
-        )
-    return list(info)
+    if info and hasattr(model, "forward_intermediates"):
+        return list(info)
+    raise UserError(
+        f"{name} has no feature maps (timm's forward_intermediates); choose another backbone, like "
+        "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
+    )
 
 
 def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequence[int] | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ class DDPMUNet(nn.Module):
         steps = torch.linspace(0, self.time_steps - 1, batch + 2).round().long()[1:-1]
         return {"x": torch.randn(batch, self.in_chans, height, width, generator=generator), "t": steps}
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in the backward pass, to save memory."""
         (self.unet.enable_gradient_checkpointing if enable else self.unet.disable_gradient_checkpointing)()
@@ -157,15 +156,12 @@ def _build_unet(
     in_chans: int,
 ) -> "UNet2DModel":
     """Return diffusers' U-Net with these levels. Raises: UserError if diffusers is missing."""
-    try:
-        from diffusers.models.unets.unet_2d import UNet2DModel
-    except ImportError:
-        raise UserError(f"ddpm_unet needs diffusers; {install_hint('diffusion')}") from None
+    unets = optional_module("diffusers.models.unets.unet_2d", "ddpm_unet needs diffusers", "diffusion")
     down, up = (
         tuple(f"Attn{way}Block2D" if level in attention else f"{way}Block2D" for level in range(len(channels)))
         for way in ("Down", "Up")
     )
-    return UNet2DModel(
+    return unets.UNet2DModel(
         in_channels=in_chans,
         out_channels=in_chans,
         time_embedding_type="learned",  # a table, which reset_parameters fills with sinusoids and freezes

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
 from torchvision.models.detection.image_list import ImageList
@@ -15,6 +16,8 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import roi_align
+
+from isomorph.models.variants import Mixin
 
 Target = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""
@@ -26,31 +29,23 @@ CANONICAL_SIZE, CANONICAL_STRIDE = 224, 16
 """A box of this size in pixels is read from the map with this stride; one of twice the size from the next."""
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32 at least: under autocast the coordinates of boxes would be rounded to 8 bits."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+class Float32Outputs(Mixin):
+    """Mixin for a head with outputs in float32 at least: under autocast coordinates would be rounded to 8 bits."""
+
+    def forward(self, x: Any) -> Any:
+        return tree_map(lambda y: y.to(torch.promote_types(y.dtype, torch.float32)), super().forward(x))
 
 
-class ProposalHead(RPNHead):
-    """torchvision's RPNHead, with outputs in float32 at least. Shape: maps -> objectness, deltas of every map"""
-
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return tuple([_at_least_float32(y) for y in each] for each in super().forward(x))  # type: ignore[return-value]
+class ProposalHead(Float32Outputs, RPNHead):
+    """torchvision's RPNHead. Shape: maps -> objectness, deltas of every map"""
 
 
-class BoxPredictor(FastRCNNPredictor):
-    """torchvision's FastRCNNPredictor, with outputs in float32 at least. Shape: (n, C) -> (n, K), (n, 4 K)"""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores, deltas = super().forward(x)
-        return _at_least_float32(scores), _at_least_float32(deltas)
+class BoxPredictor(Float32Outputs, FastRCNNPredictor):
+    """torchvision's FastRCNNPredictor. Shape: (n, C) -> (n, K), (n, 4 K)"""
 
 
-class MaskPredictor(MaskRCNNPredictor):
-    """torchvision's MaskRCNNPredictor, with outputs in float32 at least. Shape: (n, C, 14, 14) -> (n, K, 28, 28)"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _at_least_float32(super().forward(x))
+class MaskPredictor(Float32Outputs, MaskRCNNPredictor):
+    """torchvision's MaskRCNNPredictor. Shape: (n, C, 14, 14) -> (n, K, 28, 28)"""
 
 
 class StrideAnchors(AnchorGenerator):

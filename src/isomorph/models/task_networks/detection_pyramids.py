@@ -85,7 +85,7 @@ class WindowedViT(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the parameter groups for layer decay: patches and positions, then blocks."""
-        return dict(stem=r"^(patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
+        return dict(stem=r"^(?:patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would change without need: the absolute positions."""

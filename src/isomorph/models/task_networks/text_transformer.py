@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.models.variants import Variant, build_variant, register_variants
 
 if TYPE_CHECKING:
@@ -81,11 +81,10 @@ class TextTransformer(nn.Module):
         self, family: str | None = None, num_classes: int = 0, config: str | None = None, **fields: Any
     ) -> None:
         super().__init__()
-        _require_transformers()
-        from transformers import AutoModel
-
+        needs = "text transformers need the package transformers"
+        transformers = optional_module("transformers", needs, "nlp")
         settings = _read_config(config) if config else build_config(family or "bert", fields)
-        self.body = AutoModel.from_config(settings)
+        self.body = transformers.AutoModel.from_config(settings)
         if hasattr(self.body, "pooler"):
             self.body.pooler = None  # the head reads the first token itself
         self.family, self.num_classes = settings.model_type, num_classes
@@ -173,25 +172,15 @@ class TextTransformer(nn.Module):
         self.num_classes = num_classes
         self.head = self._new_head()
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns of parameter names by layer, for layer decay: embeddings 0, block i is i + 1, then a head."""
         return dict(
             stem=r"^body\.embeddings", blocks=[(r"^body\.\w+\.layer\.(\d+)", None), (r"^(?:head|body)\.", (99998,))]
         )
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in the backward pass, to save memory."""
         (self.body.gradient_checkpointing_enable if enable else self.body.gradient_checkpointing_disable)()
-
-
-def _require_transformers() -> None:
-    """Raise UserError if transformers is not installed."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise UserError(f"text transformers need the package transformers; {install_hint('nlp')}") from None
 
 
 def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
@@ -299,16 +288,8 @@ _HUB_NAMES = {
 }
 """Pretrained weights on the Hugging Face Hub."""
 
+_CFG: dict[str, Any] = dict(num_classes=0, input_size=None, classifier="head", first_conv=None)
 default_cfgs = generate_default_cfgs(
-    {
-        name: dict(
-            **{"hf_hub_id": _HUB_NAMES[name]} if name in _HUB_NAMES else {"url": ""},
-            num_classes=0,
-            input_size=None,
-            classifier="head",
-            first_conv=None,
-        )
-        for name in VARIANTS
-    }
+    {name: _CFG | ({"hf_hub_id": _HUB_NAMES[name]} if name in _HUB_NAMES else {"url": ""}) for name in VARIANTS}
 )
 register_variants(__name__, partial(build_variant, TextTransformer), VARIANTS)

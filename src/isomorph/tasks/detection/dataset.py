@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.tasks.image_sets import ImageSet
 
 Objects = dict[str, Tensor]
@@ -53,10 +53,7 @@ class Annotations(NamedTuple):
 
 def pycocotools(module: str) -> Any:
     """Return a module of pycocotools. Raises: UserError if the package is not installed."""
-    try:
-        return __import__(f"pycocotools.{module}", fromlist=[module])
-    except ImportError:
-        raise UserError(f"detection needs pycocotools, which is not installed; {install_hint('dense')}") from None
+    return optional_module(f"pycocotools.{module}", "detection needs pycocotools, which is not installed", "dense")
 
 
 def decode_masks(coded: Sequence[Any]) -> np.ndarray:

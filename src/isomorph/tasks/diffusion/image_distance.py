@@ -23,7 +23,7 @@ from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name
 from isomorph.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import Source, spaced_images
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.suites.robustness.cells import weights_hash
 from isomorph.models.download import is_connection_error, is_reachable
@@ -43,12 +43,9 @@ _KERNEL_IMAGES = 1000
 Progress = Callable[[int, int], None]
 
 
-def require_fidelity() -> None:
-    """Raise UserError if torch-fidelity is missing."""
-    try:
-        import torch_fidelity  # noqa: F401
-    except ImportError:
-        raise UserError(f"comparing sets of images needs torch-fidelity; {install_hint('diffusion')}") from None
+def _fidelity(module: str) -> Any:
+    """Return a module of torch-fidelity. Raises: UserError without the package."""
+    return optional_module(f"torch_fidelity.{module}", "comparing sets of images needs torch-fidelity", "diffusion")
 
 
 class InceptionFeatures(nn.Module):
@@ -59,9 +56,7 @@ class InceptionFeatures(nn.Module):
 
     def __init__(self, weights: Path | None) -> None:
         super().__init__()
-        require_fidelity()
-        from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
-
+        inception = _fidelity("feature_extractor_inceptionv3")
         cached = Path(torch.hub.get_dir(), "checkpoints", INCEPTION_FILE)
         if weights is not None:
             try:
@@ -69,9 +64,9 @@ class InceptionFeatures(nn.Module):
             except Exception:
                 what = f"is not a file of weights; give torch-fidelity's {INCEPTION_FILE}"
                 raise UserError(f"--weights {weights} {what}") from None
-        elif not cached.is_file() and not is_reachable(URL_INCEPTION_V3):
+        elif not cached.is_file() and not is_reachable(inception.URL_INCEPTION_V3):
             raise UserError(NO_INCEPTION)
-        build = partial(FeatureExtractorInceptionV3, "inception-v3-compat", ["2048"], verbose=False)
+        build = partial(inception.FeatureExtractorInceptionV3, "inception-v3-compat", ["2048"], verbose=False)
         try:
             self.inception = build(feature_extractor_weights_path=None if weights is None else str(weights))
         except Exception as error:
@@ -148,18 +143,14 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
     Source: Heusel et al. (2017); Binkowski et al. (2018); Kynkaanniemi et al. (2019)
     Raises: UserError without torch-fidelity, or for fewer than 5 images.
     """
-    require_fidelity()
-    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
-    from torch_fidelity.metric_kid import kid_features_to_metric
-    from torch_fidelity.metric_prc import prc_features_to_metric
-
+    fid, kid, prc = (_fidelity(f"metric_{name}") for name in ("fid", "kid", "prc"))
     if min(len(generated), len(real)) < MIN_IMAGES:
         raise UserError(f"{min(len(generated), len(real))} images are too few to compare; give at least {MIN_IMAGES}")
-    statistics = [fid_features_to_statistics(each) for each in (generated, real)]
+    statistics = [fid.fid_features_to_statistics(each) for each in (generated, real)]
     subset = min(_KERNEL_IMAGES, len(generated), len(real))
-    found = fid_statistics_to_metric(*statistics, verbose=False)
-    found |= kid_features_to_metric(generated, real, kid_subset_size=subset, verbose=False)
-    found |= prc_features_to_metric(generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False)
+    found = fid.fid_statistics_to_metric(*statistics, verbose=False)
+    found |= kid.kid_features_to_metric(generated, real, kid_subset_size=subset, verbose=False)
+    found |= prc.prc_features_to_metric(generated, real, save_cpu_ram=True, prc_batch_size=2000, verbose=False)
     own = features == INCEPTION
     frechet, kernel = ("fid", "kid") if own else ("frechet_distance", "kernel_distance")
     return {

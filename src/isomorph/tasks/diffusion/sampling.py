@@ -16,7 +16,7 @@ from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import derive_seed
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule, noise_schedule, require_denoiser
@@ -99,11 +99,8 @@ def ancestral_step(schedule: NoiseSchedule, times: Sequence[int], generators: li
 
     Raises: UserError without diffusers.
     """
-    try:
-        from diffusers import DDPMScheduler
-    except ImportError:
-        raise UserError(f"sampling needs diffusers; {install_hint('diffusion')}") from None
-    scheduler = DDPMScheduler(
+    diffusers = optional_module("diffusers", "sampling needs diffusers", "diffusion")
+    scheduler = diffusers.DDPMScheduler(
         num_train_timesteps=schedule.time_steps,
         beta_start=schedule.beta_start,
         beta_end=schedule.beta_end,

@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.models.download import impatient_hub, is_connection_error
 
 Column = str | int
@@ -120,14 +120,11 @@ def read_parquet(files: Sequence[Path], task: GlueTask) -> list[Row]:
 
 def _read_table(path: Path, task: GlueTask) -> list[Row]:
     """Return the examples of one parquet file."""
+    needs = f"{path}: reading parquet files needs pyarrow"
+    pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise UserError(f"{path}: reading parquet files needs pyarrow; {install_hint('data')}") from None
-    try:
-        table: Any = read_table(path)
-    except (OSError, ArrowException) as error:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
     wanted = (*(task.hub_texts or map(str, task.texts)), "label")
     missing = [name for name in wanted if name not in table.column_names]

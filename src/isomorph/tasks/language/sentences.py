@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, optional_module
 from isomorph.tasks.language.glue import Row
 
 UNUSED_EMBEDDINGS = 256
@@ -28,10 +28,7 @@ def open_tokenizer(source: str, lower_case: bool = True) -> Any:
 
     Raises: UserError if it cannot be opened, or lacks a special token that masked words need.
     """
-    try:
-        from transformers import AutoTokenizer, BertTokenizerFast
-    except ImportError:
-        raise UserError(f"tokenisers need the package transformers; {install_hint('nlp')}") from None
+    transformers = optional_module("transformers", "tokenisers need the package transformers", "nlp")
     if (path := Path(source)).is_file():
         try:
             words = set(path.read_text(encoding="utf-8").splitlines())
@@ -40,9 +37,9 @@ def open_tokenizer(source: str, lower_case: bool = True) -> Any:
         if lacking := [token for token in _NEEDED if token not in words]:
             what = f"is not a vocabulary of BERT, one token a line: it has no {lacking[0]}"
             raise UserError(f"task.tokenizer {path} {what}")
-        return BertTokenizerFast(vocab=source, do_lower_case=lower_case)
+        return transformers.BertTokenizerFast(vocab=source, do_lower_case=lower_case)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except Exception as error:  # those of the hub, of json, and of transformers
         reason = "" if source.startswith((".", "/", "~")) else f" that answers: {' '.join(str(error).split())[:160]}"
         raise UserError(
