@@ -223,8 +223,8 @@ class DenseHeadViT(BlockwiseViT):
         features = self.forward_features(x, partial(swap_patches, box) if isinstance(box, Box) else None, maps)
         if tokens is True and self.aux_head is None:
             raise UserError("the model has no head for patches; create it with dense_head=True")
-        if tokens is True:
-            logits = super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
+        if self.aux_head is not None and tokens is True:
+            logits: Any = super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
         else:
             logits = self.forward_head(features)
         return logits if maps is None else (logits, maps)

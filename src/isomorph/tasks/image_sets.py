@@ -73,7 +73,7 @@ def share_loader(
     own = range(len(examples))[runtime.share]
     return IsolatedDataLoader(
         examples,
-        batch_sampler=[[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)],  # type: ignore[arg-type]
+        batch_sampler=[[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)],
         num_workers=workers,
         collate_fn=collate,
         worker_init_fn=ignore_stop_signals,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -189,17 +189,25 @@ def open_real_images(
     return spaced_images(open_folder(Path(data)), max_images)
 
 
-def _batches(source: Source, size: tuple[int, int], batch_size: int, progress: Progress) -> Iterator[Tensor]:
+def _batches(
+    source: Source, size: tuple[int, int], batch_size: int, progress: Progress, exact: bool = False
+) -> Iterator[Tensor]:
     """Yield the images of a source at a size, cut out as for training, and report the number of batches.
 
     Shape: -> (B, 3, H, W) uint8
+    Raises: UserError for images of another size, if it is to be `exact`.
     """
     config = dict(input_size=(3, *size), crop_pct=1.0, crop_mode="center", interpolation="bilinear")
     crop = eval_transform({**config, "mean": (0.0,) * 3, "std": (1.0,) * 3})
     starts = range(0, len(source), batch_size)
     for done, start in enumerate(starts, 1):
-        numbers = range(start, min(start + batch_size, len(source)))
-        yield torch.stack([(crop(source.image(i)) * 255).round().to(torch.uint8) for i in numbers])
+        images = [source.image(i) for i in range(start, min(start + batch_size, len(source)))]
+        for number, image in enumerate(images, start) if exact else ():
+            if image.size[::-1] != size:
+                (height, width), (own_height, own_width), paths = size, image.size[::-1], cast(Any, source.images)
+                what = f"is {own_height} x {own_width}, and {paths[0]} is {height} x {width}"
+                raise UserError(f"{paths[number]} {what}; give images of one size")
+        yield torch.stack([(crop(image) * 255).round().to(torch.uint8) for image in images])
         progress(done, len(starts))
 
 
@@ -257,15 +265,12 @@ def compare_folder(
     Raises: UserError for a folder without images, unreadable images, or images of several sizes.
     """
     own = open_folder(folder)
-    sizes = [own.image(i).size[::-1] for i in range(len(own))]
-    for number, size in enumerate(sizes):
-        if size != sizes[0]:
-            what = f"is {size[0]} x {size[1]}, and {own.images[0]} is {sizes[0][0]} x {sizes[0][1]}"
-            raise UserError(f"{own.images[number]} {what}; give images of one size")
+    width, height = own.image(0).size
 
     def report(what: str) -> Progress:
         return lambda done, total: progress(done, total, what)
 
-    generated = extractor.extract(_batches(own, sizes[0], batch_size, report("generated images")))
-    others = cached_features(extractor, real, sizes[0], batch_size, cache or default_cache(), report("real images"))
+    size, step = (height, width), report("real images")
+    generated = extractor.extract(_batches(own, size, batch_size, report("generated images"), exact=True))
+    others = cached_features(extractor, real, size, batch_size, cache or default_cache(), step)
     return image_distances(generated, others, extractor.name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ class MaskedImages(ImageSet[Files]):
             with _counting(damaged, unreadable):
                 sizes = []
                 for path in files:
-                    with explain_decode_errors(lambda path=path: str(path)), Image.open(path) as opened:
+                    with explain_decode_errors(partial(str, path)), Image.open(path) as opened:
                         sizes.append(opened.size)
                 _check_size(files, *sizes)
         for index in spaced_numbers(len(self), CHECKED_MASKS):
