@@ -20,6 +20,8 @@ _FREE_SIZES: Mapping[str, Any] = {"dynamic_img_size": True, "strict_img_size": F
 """Arguments of timm's models that let them take images of any size."""
 _LEVELS = 4
 """Feature maps that are taken by default."""
+_FINEST_STRIDE = 4
+"""Stride of the finest map that is used for detection, where a backbone has enough others."""
 
 
 class FeatureBackbone(NamedTuple):
@@ -34,6 +36,17 @@ class FeatureBackbone(NamedTuple):
     def is_plain(self) -> bool:
         """True if all maps have one resolution, as in a ViT."""
         return len(set(self.reductions)) == 1
+
+    def distinct(self) -> "FeatureBackbone":
+        """Return the backbone with one map of each resolution.
+
+        Of maps of one resolution the last is taken, and maps finer than stride 4 only if there are fewer than two
+        others.
+        """
+        last = {reduction: position for position, reduction in enumerate(self.reductions)}
+        coarse = [position for reduction, position in last.items() if reduction >= _FINEST_STRIDE]
+        kept = sorted(coarse if len(coarse) > 1 else last.values())
+        return FeatureBackbone(self.module, *(tuple(each[position] for position in kept) for each in self[1:]))
 
 
 def build_backbone(

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from isomorph.errors import UserError
-from isomorph.models.task_networks.backbone import (
-    FeatureBackbone,
-    backbone_state,
-    build_backbone,
-    feature_maps,
-    layers_for_decay,
-)
+from isomorph.models.task_networks.backbone import backbone_state, build_backbone, feature_maps, layers_for_decay
 from isomorph.models.task_networks.detection_heads import Target, build_regions, build_rpn, fixed_boxes
 from isomorph.models.task_networks.detection_pyramids import (
     SimpleFeaturePyramid,
@@ -41,8 +35,6 @@ _CLASS_HEADS = tuple(
     for name in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
 )
 """Layers with outputs for each class: new for other classes."""
-_FINEST_STRIDE = 4
-"""Stride of the finest map that is used, where a backbone has enough others."""
 
 
 class MaskRCNN(nn.Module):
@@ -98,7 +90,7 @@ class MaskRCNN(nn.Module):
         arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
         found = build_backbone(backbone, in_chans, pretrained=pretrained_backbone, arguments=arguments)
         if not found.is_plain:
-            found = _distinct_levels(found)
+            found = found.distinct()
         self.backbone: nn.Module = found.module
         self.indices: tuple[int, ...] | None = found.indices
         if found.is_plain:
@@ -190,18 +182,6 @@ class MaskRCNN(nn.Module):
         proposals, _ = self.rpn(ImageList(x, inside), maps)
         found, _ = self.roi_heads(maps, proposals, inside)
         return [{**each, "labels": each["labels"] - 1} for each in found]
-
-
-def _distinct_levels(found: FeatureBackbone) -> FeatureBackbone:
-    """Return a hierarchical backbone with one map of each resolution.
-
-    Of maps of one resolution the last is taken, and maps finer than stride 4 only if there are fewer than two others.
-    """
-    last = {reduction: position for position, reduction in enumerate(found.reductions)}
-    coarse = [position for reduction, position in last.items() if reduction >= _FINEST_STRIDE]
-    kept = sorted(coarse if len(coarse) > 1 else last.values())
-    indices, channels, reductions = (tuple(each[position] for position in kept) for each in found[1:])
-    return FeatureBackbone(found.module, indices, channels, reductions)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[str, Any]:
