@@ -41,11 +41,11 @@ def recipe(out, epoch, model=None, **more):
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(iso.surgery.Rule):
     """A rule that rebuilds a convolution as itself."""
 
     atol: ClassVar[float] = 0.0
-    kind: ClassVar[type] = nn.Conv2d
+    kind: ClassVar[tuple[type, ...]] = (nn.Conv2d,)
 
     def reason(self, module):
         return None

@@ -62,7 +62,7 @@ def test_the_second_name_of_a_shared_module_matches_too():
 
 def test_a_rule_needs_no_kind():
     @dataclass(frozen=True)
-    class Widen:
+    class Widen(iso.surgery.Rule):
         atol = 0.0
 
         def reason(self, module):

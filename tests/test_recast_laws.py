@@ -195,7 +195,7 @@ class Reader(nn.Module):
 ENCODER = functools.partial(nn.TransformerEncoderLayer, 16, 4, 16, batch_first=True)
 NOT_CALLED = pytest.mark.xfail(strict=True, reason="the parent does not call the layer")
 INSIDE = {
-    "refined": (ENCODER, iso.AttentionToRefined(), "self_attn", [NOT_CALLED]),
+    "refined": (ENCODER, iso.AttentionToRefined(), "self_attn", []),
     "gated": (ENCODER, iso.AttentionToGPSA(), "self_attn", []),
     "pyramids": (ENCODER, iso.LinearToPyramid(), "linear1", [NOT_CALLED]),
     "reader": (Reader, iso.LinearToPyramid(), "fc", [NOT_CALLED]),

@@ -22,6 +22,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from isomorph.surgery import Rule
+
 
 class Doubled(nn.Module):
     """x -> (2 weight) x / 2"""
@@ -37,14 +39,14 @@ class Doubled(nn.Module):
 
 
 @dataclass(frozen=True)
-class LinearToDoubled:
+class LinearToDoubled(Rule):
     """A linear layer becomes one with twice the weights and half the output."""
 
     strength: int = 1
     """How doubled the layer is."""
 
     atol: ClassVar[float] = 1e-5
-    kind: ClassVar[type[nn.Module]] = nn.Linear
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
     def reason(self, module):
         return None if type(module) is nn.Linear else "it is not an nn.Linear"
@@ -111,7 +113,7 @@ def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(iso.surgery.Rule):
     """A module stays as it is."""
 
     init: Literal["copy"] = "copy"
@@ -167,7 +169,7 @@ def test_what_is_not_a_rule_is_rejected():
 
     for wrong, said in (
         (Mutable, "frozen dataclass"),
-        (Empty, "give it atol, reason, build"),
+        (Empty, "derive it from"),
         (ConvToGPSA, "already"),
     ):
         with pytest.raises(iso.UserError, match=said):

@@ -54,7 +54,6 @@ def recast(
         from isomorph.cli.progress import spinner
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import compare_outputs, edits_since
-        from isomorph.surgery.recast import keeps_function
         from isomorph.surgery.rule import build_rule
     chosen = build_rule(rule, **asdict(fields))
     with spinner("recast") as show_step:
@@ -66,7 +65,7 @@ def recast(
         new = iso.recast(base, chosen, where)
         show_step("comparing the outputs of both models in float32 and float64")
         report = compare_outputs(base, new, [random_inputs(1, base, size)])
-    if not report.passed and keeps_function(chosen):
+    if not report.passed and chosen.keeps_function:
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]

@@ -9,9 +9,9 @@ The grid is a property of the call: threads may share a model, and run it on ima
   storage of the tokens that enter a block is marked with their grid, and a block that runs again reads the mark.
 """
 
+import copy
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.surgery.edited_attention import EditedAttention
-from isomorph.surgery.rule import check_grid
+from isomorph.surgery.rule import Rule, check_grid
 
 GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, EditedAttention)
 """Layers that need the grid positions of their tokens."""
@@ -267,24 +267,6 @@ def _only_embedding_model(model: nn.Module) -> Any:
     return owners[0] if owners else None
 
 
-def check_grid_fields(rule: Any) -> None:
-    """Check `grid_size` and `prefix_tokens` of a rule, and make a list a tuple, as JSON and YAML have only lists.
-
-    Raises: UserError for an impossible value.
-    """
-    check_grid(rule.grid_size, rule.prefix_tokens)
-    if rule.grid_size is not None:
-        object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
-
-
-def grid_mismatch(rule: Any) -> str | None:
-    """Return that the grid of the tokens is unknown and what to give, or None if the rule knows it."""
-    if rule.grid_size is not None and rule.prefix_tokens is not None:
-        return None
-    given = f"{type(rule).__name__} grid_size=(height, width) and prefix_tokens"
-    return f"the grid of its tokens is unknown; give {given}"
-
-
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "class_token", "distillation_token", "register_tokens")
 """Names of the parameters that are tokens before those of the patches: timm's, torchvision's and transformers'."""
 
@@ -307,33 +289,56 @@ def _receives_images(embedding: nn.Module | None) -> bool:
     return hasattr(embedding, "patch_size") or any(isinstance(module, nn.Conv2d) for module in embedding.modules())
 
 
-def with_model_grid(rule: Any, model: nn.Module) -> Any:
-    """Return the rule with the grid and the number of prefix tokens of the model where its fields are None.
+class GridRule(Rule):
+    """A rule for attention that needs the grid of its tokens, from its fields `grid_size` and `prefix_tokens`.
 
-    A model without a patch embedding may still receive images in its first layer with weights. An edit of the map then
-    finds the grid from the size of the image at each call: the rule's `grid_from_image` is True.
+    Where they are None, the model says them. A model without a patch embedding may still receive images in its first
+    layer with weights: an edit of the map then finds the grid from the size of the image at each call.
     """
-    owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
-    if owner is None:
-        bound = replace(rule, prefix_tokens=_class_tokens(model)) if rule.prefix_tokens is None else replace(rule)
-        object.__setattr__(bound, "grid_from_image", _receives_images(_embedding_of(model)))
+
+    grid_size: tuple[int, int] | None
+    prefix_tokens: int | None
+    grid_from_image: ClassVar[bool] = False
+
+    def check_grid_fields(self) -> None:
+        """Check the grid, and make a list a tuple, as JSON and YAML have only lists.
+
+        Raises: UserError for an impossible value.
+        """
+        check_grid(self.grid_size, self.prefix_tokens)
+        if self.grid_size is not None:
+            object.__setattr__(self, "grid_size", tuple(self.grid_size))
+
+    def grid_reason(self) -> str | None:
+        """Return that the grid of the tokens is unknown and what to give, or None if the rule knows it."""
+        if self.grid_size is not None and self.prefix_tokens is not None:
+            return None
+        given = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
+        return f"the grid of its tokens is unknown; give {given}"
+
+    def within(self, model: nn.Module) -> Self:
+        """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""
+        bound = copy.copy(self)
+        owner = None if None not in (self.grid_size, self.prefix_tokens) else _only_embedding_model(model)
+        if owner is None:
+            found: Any = dict(prefix_tokens=_class_tokens(model))
+            object.__setattr__(bound, "grid_from_image", _receives_images(_embedding_of(model)))
+        else:
+            found = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
+        for name, value in found.items():
+            if getattr(self, name) is None:
+                object.__setattr__(bound, name, value)
         return bound
-    fields = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
-    return replace(rule, **{name: value for name, value in fields.items() if getattr(rule, name) is None})
 
-
-def attach_grid(rule: Any, model: nn.Module) -> None:
-    """Register the hooks that pass the grid of each image to the grid layers, unless the rule gives a grid.
-
-    Without grid layers, after a revert, earlier hooks are removed.
-    """
-    if rule.grid_size is not None:
-        return
-    owner = _only_embedding_model(model)
-    if owner is None and any(isinstance(module, EditedAttention) for module in model.modules()):
-        owner = model
-    if owner is not None:
-        _register_grid_hooks(owner)
-    else:
-        for module in model.modules():
-            _remove_grid_hooks(module)
+    def attach(self, model: nn.Module) -> None:
+        """Register the hooks that pass the grid of each image to the layers, unless the rule gives a grid."""
+        if self.grid_size is not None:
+            return
+        owner = _only_embedding_model(model)
+        if owner is None and any(isinstance(module, EditedAttention) for module in model.modules()):
+            owner = model
+        if owner is not None:
+            _register_grid_hooks(owner)
+        else:
+            for module in model.modules():
+                _remove_grid_hooks(module)

@@ -30,12 +30,6 @@ from isomorph.surgery.where import (
     selectable_modules,
 )
 
-
-def keeps_function(rule: Rule) -> bool:
-    """Return True if the rule, with its options, promises to keep the function."""
-    return getattr(rule, "keeps_function", True)
-
-
 _Target = nn.Module | JointPart
 
 
@@ -48,24 +42,12 @@ def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str,
             yield name, module
 
 
-def bind_rule(rule: Rule, model: nn.Module) -> Rule:
-    """Return the rule completed with facts about the model, if it has a method `within`."""
-    within = getattr(rule, "within", None)
-    return within(model) if within else rule
-
-
-def attach_rule(rule: Rule, model: nn.Module) -> None:
-    """Connect the rule's replacements to the model, if the rule has a method `attach`."""
-    if hook := getattr(rule, "attach", None):
-        hook(model)
-
-
 def _check_arguments(rule: Rule, where: Where) -> None:
     """Check that the rule is a rule and that `where` can select modules.
 
     Raises: UserError otherwise.
     """
-    if isinstance(rule, type) or not callable(getattr(rule, "build", None)):
+    if not isinstance(rule, Rule):
         raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
     globs = [where] if isinstance(where, str) else where if isinstance(where, Sequence) else []
     if not callable(where) and not (globs and all(isinstance(glob, str) for glob in globs)):
@@ -92,10 +74,10 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     _check_arguments(rule, where)
     check_model(model)
     model = unwrap_compiled(model)
-    given, rule = rule, bind_rule(rule, model)
-    kind = rule_kinds(rule)
+    rule = rule.within(model)
+    kind = rule.kind
     named: list[tuple[str, Any]] = selectable_modules(model)
-    if getattr(given, "takes_parts", False) and not callable(where):
+    if rule.takes_parts and not callable(where):
         named += joint_parts(model).items()
     own = names_of_kind(named, kind)
     names = own or [name for name, _ in named if name]
@@ -111,10 +93,10 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         wanted = " and ".join(k.__name__ for k in shown) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         selection = f"{describe_where(where)} matches only other classes ({classes})"
-        raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
+        raise UserError(f"{type(rule).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
     for name, module in candidates:
         if reason := rule.reason(module):
-            raise UserError(f"{name or 'the model'}: {type(given).__name__} cannot recast this module: {reason}")
+            raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
     _check_not_nested([name for name, _ in candidates])
     return [name for name, _ in candidates]
 
@@ -136,12 +118,6 @@ def check_model(model: object) -> None:
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
-
-
-def rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
-    """Return the module classes of the rule's `kind`, if any."""
-    kind = getattr(rule, "kind", ())
-    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _class_name(kind: type, wanted: str) -> str:
@@ -186,17 +162,16 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     """
     check_model(model)
     model = unwrap_compiled(model)
-    bound = bind_rule(rule, model)
-    kinds = rule_kinds(bound)
+    rule = rule.within(model)
     accepted: list[str] = []
     rejected: dict[str, str] = {}
     for name, module in model.named_modules():
         if not matches_where(where, name, module):
             continue
-        reason = bound.reason(module)
+        reason = rule.reason(module)
         if reason is None:
             accepted.append(name)
-        elif isinstance(module, kinds):
+        elif isinstance(module, rule.kind):
             rejected[name] = reason
     return Acceptance(accepted, rejected)
 
@@ -261,7 +236,7 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
         >>> type(tcnn.layer3[0].conv1).__name__
         'GPSA2d'
     """
-    rule, tied = bind_rule(edit.rule, model), tied_parameters(model)
+    rule, tied = edit.rule.within(model), tied_parameters(model)
     for name in edit.names:
         target: Any = find_target(model, name)
         if target is None:
@@ -276,7 +251,7 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
     add_notes(model, *restore_ties(model, tied))
     update_record(model, edits=(*edits(model), edit))
     for applied in edits(model):
-        attach_rule(applied.rule, model)
+        applied.rule.attach(model)
     return model
 
 

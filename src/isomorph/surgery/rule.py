@@ -14,33 +14,24 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
 from isomorph.errors import UserError
 
 
-class Rule(Protocol):
-    """Protocol of the rules: replace a module by another that computes the same function.
+class Rule:
+    """Base class of the rules: replace a module by another that computes the same function.
 
-    A rule is a frozen dataclass, which prints, hashes and is stored with the model. Rules that derive from this class
-    have `accepts` and `check`, which follow from `reason`. Optional members:
-
-    - `kind: ClassVar`, a module class or a tuple of them: selected modules that the rule does not accept are an error
-      if they are of this kind, and skipped otherwise.
-    - `within(model) -> Rule` returns the rule completed with facts about the model.
-    - `attach(model)` connects the replacements to the rest of the model, with hooks for example, and removes
-      connections that a revert made unnecessary.
-    - `takes_parts = True`: globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule
-      receives as a `JointPart`.
-    - `keeps_function: bool`: False for options with which the outputs change; without it, the rule keeps the function.
+    A rule is a frozen dataclass, which prints, hashes and is stored with the model. It defines `atol`, `reason` and
+    `build`, and where it needs them the other members.
 
     Example:
         >>> from dataclasses import dataclass
         >>> from typing import ClassVar
         >>> @dataclass(frozen=True)
-        ... class ReLUToLeakyReLU:
+        ... class ReLUToLeakyReLU(iso.surgery.Rule):
         ...     atol: ClassVar[float] = 1e-5
         ...     def reason(self, module):
         ...         return None if isinstance(module, torch.nn.ReLU) else "it is not a ReLU"
@@ -55,18 +46,40 @@ class Rule(Protocol):
     atol: ClassVar[float]
     """Largest difference of the model's output that `verify` accepts by default."""
 
-    def reason(self, module: nn.Module) -> str | None:
-        """Return why the module cannot be recast, or None if it can."""
-        ...
+    kind: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Module classes: a selected module that the rule rejects is an error if it is of one, and skipped otherwise."""
 
-    def build(self, module: nn.Module) -> nn.Module:
+    takes_parts: ClassVar[bool] = False
+    """True if globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule receives as a
+    `JointPart`."""
+
+    @property
+    def keeps_function(self) -> bool:
+        """False for options with which the outputs change."""
+        return True
+
+    def reason(self, module: Any) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
+        raise NotImplementedError
+
+    def build(self, module: Any) -> nn.Module:
         """Return the replacement, with new parameters.
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        ...
+        raise NotImplementedError
 
-    def accepts(self, module: nn.Module) -> bool:
+    def within(self, model: nn.Module) -> "Rule":
+        """Return the rule completed with facts about the model."""
+        return self
+
+    def attach(self, model: nn.Module) -> None:
+        """Connect the replacements to the rest of the model, with hooks for example.
+
+        Remove connections that a revert made unnecessary.
+        """
+
+    def accepts(self, module: Any) -> bool:
         """Return True if the module can be recast."""
         return self.reason(module) is None
 
@@ -193,7 +206,7 @@ def register_rule(rule: RuleType) -> RuleType:
 
     An installed package offers a rule with an entry point in the group `isomorph.rules`.
 
-    Raises: UserError if it is not a frozen dataclass with `atol`, `reason` and `build`, or its name is taken.
+    Raises: UserError if it is not a frozen dataclass that derives from Rule, or its name is taken.
 
     >>> iso.surgery.register_rule(iso.ConvToGPSA) is iso.ConvToGPSA  # registered already: nothing changes
     True
@@ -201,8 +214,8 @@ def register_rule(rule: RuleType) -> RuleType:
     name = getattr(rule, "__name__", str(rule))
     if not (dataclasses.is_dataclass(rule) and rule.__dataclass_params__.frozen):
         raise UserError(f"{name} is not a rule; make it a frozen dataclass")
-    if missing := [part for part in ("atol", "reason", "build") if not hasattr(rule, part)]:
-        raise UserError(f"{name} is not a rule; give it {', '.join(missing)}")
+    if not (isinstance(rule, type) and issubclass(rule, Rule) and hasattr(rule, "atol")):
+        raise UserError(f"{name} is not a rule; derive it from iso.surgery.Rule and give it an atol")
     if RULES.get(name, rule) is not rule:
         raise UserError(f"a rule named {name} is registered already; choose another name")
     RULES[name] = rule
@@ -248,7 +261,7 @@ def rule_options() -> dict[str, RuleOption]:
     """Return the fields of all registered rules by name; fields of one name become one option."""
     found: dict[str, list[RuleOption]] = {}
     for rule_name, rule in RULES.items():
-        types_, texts = get_type_hints(rule), _field_docstrings(rule)
+        types_, texts = get_type_hints(rule), _field_docstrings(rule)  # type: ignore[arg-type]
         for field in dataclasses.fields(rule):  # type: ignore[arg-type]
             option = RuleOption(field.name, types_[field.name] | None, texts.get(field.name, ""), (rule_name,))
             found.setdefault(field.name, []).append(option)

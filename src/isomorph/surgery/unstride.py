@@ -27,7 +27,7 @@ class Unstride(Rule):
     """
 
     atol: ClassVar[float] = 0.0
-    kind: ClassVar[type[nn.Module]] = nn.Module
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
     def reason(self, module: nn.Module) -> str | None:
         """Return that the module has no stride, or which pool is not supported, or None."""

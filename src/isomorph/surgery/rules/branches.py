@@ -37,7 +37,7 @@ class BranchesToConv(Rule):
     """
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[type[nn.Module]] = MobileOneBlock
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (MobileOneBlock,)
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""

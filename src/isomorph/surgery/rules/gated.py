@@ -102,7 +102,7 @@ class ConvToGPSA(Rule):
     """Height and width of the window in positions, odd; by default 7. For content="window"."""
 
     atol: ClassVar[float] = 1e-3
-    kind: ClassVar[type[nn.Module]] = nn.Conv2d
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv2d,)
 
     @property
     def keeps_function(self) -> bool:

@@ -14,9 +14,9 @@ from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.refined.attention import ATTENTION_PARTS
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
-from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
+from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.plain_layers import describe_attachments, layer_mismatch, overridden_methods
-from isomorph.surgery.rule import Rule, register_rule
+from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import NamedGating, initial_gating
 
 ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
@@ -76,7 +76,7 @@ def _has_gpsa_parts(module: Attention) -> bool:
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToGPSA(Rule):
+class AttentionToGPSA(GridRule):
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
     Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split into
@@ -123,8 +123,7 @@ class AttentionToGPSA(Rule):
     """Number of class and register tokens before the grid; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[type[nn.Module]] = AnyAttention
-    grid_from_image: ClassVar[bool] = False
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
 
     @property
     def keeps_function(self) -> bool:
@@ -133,20 +132,12 @@ class AttentionToGPSA(Rule):
 
     def __post_init__(self) -> None:
         initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
-        check_grid_fields(self)
-
-    def within(self, model: nn.Module) -> "AttentionToGPSA":
-        """Return the rule with the grid and prefix tokens of the model."""
-        return with_model_grid(self, model)
-
-    def attach(self, model: nn.Module) -> None:
-        """Register the hooks that pass the grid of each image to the layers."""
-        attach_grid(self, model)
+        self.check_grid_fields()
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not self._edits_map(module):
-            return grid_mismatch(self)
+            return self.grid_reason()
         changed = _dropout_mismatch(module) or scale_mismatch(module) if isinstance(module, Attention) else None
         return edit_reason(module) or changed or gating_reason(module)
 

@@ -22,9 +22,9 @@ from isomorph.layers.refined.refiner import (
 )
 from isomorph.surgery.attention_layers import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
-from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
+from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.plain_layers import describe_attachments
-from isomorph.surgery.rule import KERNEL, RATIO, Rule, check_bool, check_choice, check_int, register_rule
+from isomorph.surgery.rule import KERNEL, RATIO, check_bool, check_choice, check_int, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch, scale_mismatch
 
 Span = Literal["map", "spatial", "row+column"]
@@ -52,7 +52,7 @@ def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToRefined(Rule):
+class AttentionToRefined(GridRule):
     """Replace the attention of a ViT by refined attention: the same weights, and a refiner after the softmax (Refiner).
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. The attention maps are
@@ -104,8 +104,7 @@ class AttentionToRefined(Rule):
     """Number of class and register tokens before the grid, for span="spatial"; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[type[nn.Module]] = AnyAttention
-    grid_from_image: ClassVar[bool] = False
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
 
     @property
     def keeps_function(self) -> bool:
@@ -115,16 +114,7 @@ class AttentionToRefined(Rule):
     def __post_init__(self) -> None:
         _check_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
         check_bool("recompute", self.recompute)
-        check_grid_fields(self)
-
-    def within(self, model: nn.Module) -> "AttentionToRefined":
-        """Return the rule with the grid and prefix tokens of the model, which span="spatial" needs."""
-        return with_model_grid(self, model) if self.span == "spatial" else self
-
-    def attach(self, model: nn.Module) -> None:
-        """Register the hooks that pass the grid of each image to the layers, which span="spatial" needs."""
-        if self.span == "spatial":
-            attach_grid(self, model)
+        self.check_grid_fields()
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
@@ -140,7 +130,7 @@ class AttentionToRefined(Rule):
             return reason
         if not self.reduce and (module.gate is not None or type(module.norm) is not nn.Identity):
             return "its output is gated or normalised, which reduce=False does not support"
-        return grid_mismatch(self) if self.span == "spatial" else None
+        return self.grid_reason() if self.span == "spatial" else None
 
     def _edits_map(self, module: nn.Module) -> bool:
         """True if the layer keeps its class and gets an edit of its map."""

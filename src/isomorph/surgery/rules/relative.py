@@ -9,14 +9,14 @@ from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.refined.attention import attention_kwargs, copy_parts
-from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
-from isomorph.surgery.rule import Rule, check_bool, register_rule
+from isomorph.surgery.grid_hooks import GridRule
+from isomorph.surgery.rule import check_bool, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch
 
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToRelative(Rule):
+class AttentionToRelative(GridRule):
     """Give the attention of a ViT a table of relative positions that starts at zero (CoAtNet).
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. Each head learns a scalar for
@@ -49,23 +49,15 @@ class AttentionToRelative(Rule):
     """Learn three scalars per head for scores from and to class and register tokens too, as in BEiT."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[type[nn.Module]] = Attention
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (Attention,)
 
     def __post_init__(self) -> None:
-        check_grid_fields(self)
+        self.check_grid_fields()
         check_bool("prefix_bias", self.prefix_bias)
-
-    def within(self, model: nn.Module) -> "AttentionToRelative":
-        """Return the rule with the grid and prefix tokens of the model."""
-        return with_model_grid(self, model)
-
-    def attach(self, model: nn.Module) -> None:
-        """Register the hooks that pass the grid of each image to the layers."""
-        attach_grid(self, model)
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        return attention_mismatch(module) or grid_mismatch(self)
+        return attention_mismatch(module) or self.grid_reason()
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> ViTRelativeAttention:
