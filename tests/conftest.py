@@ -74,6 +74,16 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def ended(tmp_path_factory):
+    """The folder and the result of a tiny run that has ended, for all tests that need one: do not change it."""
+    import isomorph as iso
+    from tiny_runs import ENDED, tiny
+
+    folder = tmp_path_factory.mktemp("ended")
+    return folder, iso.train(tiny(folder, **ENDED), show=False)
+
+
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
     """Caches of the test's own, and no network."""

@@ -133,25 +133,16 @@ def test_layouts_are_matched(layouts, small, size, near, far):
         assert macs == pytest.approx(wanted[1], rel=far if name == "vit_rel" or size == 32 else 0.03)
 
 
-class TestLoss:
-    def test_sigmoids_sum_over_classes(self):
-        torch.manual_seed(0)
-        logits, labels = torch.randn(4, 7), torch.tensor([1, 0, 6, 3])
-        loss = build_criterion(AugmentPart(), "sigmoid")
-        hot = F.one_hot(labels, 7).float()
-        wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
-        torch.testing.assert_close(loss(logits, labels), wanted)
-        soft = torch.rand(4, 7)
-        wanted = -(soft * F.logsigmoid(logits) + (1 - soft) * F.logsigmoid(-logits)).sum(1).mean()
-        torch.testing.assert_close(loss(logits, soft), wanted)
-
-    @pytest.mark.parametrize("mixup", [0.0, 0.8])
-    def test_trains(self, mixup, tmp_path):
-        recipe = validate(
-            {**TINY, "loss": "sigmoid", "augment": dict(mixup=mixup, smoothing=1e-4), "out": str(tmp_path)}
-        )
-        found = iso.train(recipe, show=False).metrics
-        assert 0 < found["loss"] < 20
+def test_sigmoids_sum_over_classes():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(4, 7), torch.tensor([1, 0, 6, 3])
+    loss = build_criterion(AugmentPart(), "sigmoid")
+    hot = F.one_hot(labels, 7).float()
+    wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
+    torch.testing.assert_close(loss(logits, labels), wanted)
+    soft = torch.rand(4, 7)
+    wanted = -(soft * F.logsigmoid(logits) + (1 - soft) * F.logsigmoid(-logits)).sum(1).mean()
+    torch.testing.assert_close(loss(logits, soft), wanted)
 
 
 @pytest.mark.parametrize(("crop", "mode"), [("whole", "squash"), ("center", "center"), (None, "center")])

@@ -25,7 +25,7 @@ from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_
 from isomorph.tasks.detection.page import group_results, score_image
 from isomorph.tasks.detection.transforms import FitTransform, TrainTransform
 from isomorph.training.recipe.recipe import validate
-from stopping import stopped_run
+from tiny_runs import stopped_run
 
 CONFIG = dict(input_size=(3, 48, 64), mean=(0.5,) * 3, std=(0.5,) * 3)
 SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]

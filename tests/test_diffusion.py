@@ -27,7 +27,7 @@ from isomorph.tasks.diffusion.image_distance import (
 from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times, write_folder
 from isomorph.tasks.diffusion.task import DenoisingTask, denoising_errors
 from isomorph.training.task import task_of
-from stopping import stopped_run
+from tiny_runs import stopped_run
 
 TINY = dict(channels=[8, 16], blocks=1, groups=4, attention=[1], time_steps=10, drop_rate=0.1)
 RUN = [

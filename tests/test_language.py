@@ -18,7 +18,7 @@ from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import find_task
 from isomorph.training.task import EvaluationOptions, task_of
-from stopping import stopped_run
+from tiny_runs import stopped_run
 
 transformers = pytest.importorskip("transformers")
 

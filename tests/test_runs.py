@@ -27,7 +27,7 @@ from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import lock_folder, stop_requests
 from isomorph.training.run.log import ClosableStream, read_log
 from isomorph.training.run.open import open_run
-from stopping import stopped_run
+from tiny_runs import stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)
 TINY = dict(
@@ -101,9 +101,9 @@ class TestAlone:
     def test_of_two_that_start_together_one_trains(self, tmp_path):
         """In a new folder, in several pairs; the other says so in a line, and leaves no trace."""
         (tmp_path / "recipe.yaml").write_text(json.dumps({**TINY, "epochs": 3}))
-        folders = [tmp_path / f"runs/{n // 2}" for n in range(8)]
+        folders = [tmp_path / f"runs/{n // 2}" for n in range(4)]
         found = together(folders, tmp_path)
-        for n in range(0, 8, 2):
+        for n in range(0, 4, 2):
             trained, other = sorted(found[n : n + 2])
             assert (trained[0], other[0]) == (0, 2), (trained, other)
             assert "another process trains in" in other[2]
@@ -472,7 +472,7 @@ class TestPretraining:
 
 class TestSignals:
     def test_hanging_up_saves_and_the_run_resumes(self, whole, tmp_path, monkeypatch):
-        monkeypatch.setattr("stopping.signal.SIGTERM", signal.SIGHUP)
+        monkeypatch.setattr("tiny_runs.signal.SIGTERM", signal.SIGHUP)
         before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, if the tests run under it, ignores the signal
         with pytest.raises(AssertionError, match="stopped by SIGHUP after step 6"):  # the helper expects SIGTERM
             stopped_run(tmp_path / "run", 6, TINY)

@@ -20,7 +20,7 @@ from isomorph.training.recipe.fields import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS, find_task, register_task
 from isomorph.training.task import EvaluationOptions, Objective, Task, recorded_task, task_of
-from stopping import stopped_run
+from tiny_runs import stopped_run
 
 
 class ParityOptions(Part):
@@ -92,7 +92,6 @@ TINY = dict(
     task={"name": "parity"},
     data={"source": "digits", "size": [8, 8], "batch_size": 8},
     epochs=2,
-    checkpoint_minutes=0,
 )
 
 

@@ -15,37 +15,14 @@ import isomorph as iso
 from isomorph.training.build import build_model
 from isomorph.training.optim import build_optimizer, build_scheduler, group_table, learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
-from stopping import stopped_run
-
-TINY = dict(
-    model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32, test_images=60),
-    augment=dict(crop_padding=2, hflip=0),
-    optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
-    epochs=2,
-)
-
-
-def tiny(out, **changes):
-    return validate({**TINY, "out": str(out), **changes})
+from tiny_runs import ENDED, TINY, stopped_run, tiny
 
 
 def tensors(path):
     return iso.load(path).state_dict()
-
-
-ENDED = dict(epochs=3, evaluate_every=2, keep_every=2, log_every=1, track="tensorboard")
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """The folder and the result of a run that has ended."""
-    folder = tmp_path_factory.mktemp("ended")
-    return folder, iso.train(tiny(folder, **ENDED), show=False)
 
 
 def write_images(folder, images, level):
@@ -233,20 +210,19 @@ class TestRun:
     @pytest.mark.parametrize("workers", [0, 2])
     def test_a_stream_is_trained_on_and_taken_up(self, workers, tmp_path, data_root, caches):
         """Parquet read in passing: stopped within an epoch, the run goes on with the images it had not seen."""
-        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow")
         from pyarrow.parquet import read_table, write_table
 
         table = read_table(data_root / "cifar10/test-00000-of-00001.parquet").slice(0, 300)
         (tmp_path / "data").mkdir()
         for split, start, stop in (("train", 0, 100), ("train", 100, 240), ("test", 240, 300)):
             write_table(table.slice(start, stop - start), tmp_path / f"data/{split}-{start:05d}.parquet")
-        assert pyarrow
         data = dict(
             source="huggingface-stream", root=str(tmp_path / "data"), size=[16, 16], batch_size=40, workers=workers
         )
-        values = dict(data=data, log_every=1, scale=dict(accumulate=2))
+        values = dict(data=data, log_every=1, scale=dict(accumulate=2), epochs=1)
         iso.train(tiny(tmp_path / "whole", **values), show=False)
-        stopped_run(tmp_path / "part", 8, {**TINY, **values})
+        stopped_run(tmp_path / "part", 4, {**TINY, **values})
         iso.train(tiny(tmp_path / "part", **values), show=False)
         a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
         assert all(torch.equal(a[name], b[name]) for name in a)

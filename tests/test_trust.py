@@ -23,7 +23,7 @@ from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.monitor import divergence_error
 from isomorph.training.run.open import open_run
-from stopping import stopped_run
+from tiny_runs import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),

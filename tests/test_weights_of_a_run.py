@@ -7,8 +7,8 @@ import torch
 import isomorph as iso
 from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.open import check_files
+from tiny_runs import TINY, tiny
 
 VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3))
 CNN = dict(name="cifar_resnet20")
@@ -84,22 +84,12 @@ def test_a_late_recast_wants_weights_of_before_it(tmp_path):
         build_model(ModelPart(**part, weights=tmp_path / "after.safetensors"), 5, recast_now=False)
 
 
-def test_a_run_trains_on_from_its_own_weights(tmp_path, capsys):
-    values = dict(
-        model=PARTS["ConvToGPSA"],
-        data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=32, test_images=60),
-        augment=dict(crop_padding=2, hflip=0),
-        epochs=1,
-        out=str(tmp_path / "x"),
-    )
-    first = iso.train(validate(values), show=False)
-    path = tmp_path / "x/model.safetensors"
-    values["model"] = values["model"] | dict(weights=str(path))
-    iso.train(validate(values | dict(out=str(tmp_path / "y"))), show=True)
+def test_a_run_trains_on_from_its_own_weights(ended, tmp_path, capsys):
+    folder, first = ended
+    path, model = folder / "model.safetensors", TINY["model"]
+    iso.train(tiny(tmp_path / "on", model=model | dict(weights=str(path)), epochs=1), show=True)
     printed = capsys.readouterr().out
     assert f"tensors from {path} (of the recast model), whose gates and other start values replace" in printed
-    assert iso.edits(iso.load(tmp_path / "y/model.safetensors")) == iso.edits(first.model)
-    with pytest.raises(
-        iso.UserError, match=r"model.weights: .*x is a folder; give a checkpoint in it, like .*model.saf"
-    ):
-        check_files(validate(values | dict(model=values["model"] | dict(weights=str(tmp_path / "x")))))
+    assert iso.edits(iso.load(tmp_path / "on/model.safetensors")) == iso.edits(first.model)
+    with pytest.raises(iso.UserError, match=r"model.weights: .* is a folder; .*model.safetensors"):
+        check_files(tiny(tmp_path, model=model | dict(weights=str(folder))))

@@ -209,10 +209,10 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
     if isinstance(test, Stream):
         share = BatchParts(range(runtime.rank, runtime.rank + 1), runtime.world)
         return stream_test_loader(test, eval_transform(config), batch, workers, share)
-    return share_loader(test, config, batch, workers, runtime)
+    return build_share_loader(test, config, batch, workers, runtime)
 
 
-def share_loader(
+def build_share_loader(
     test: Source, config: dict[str, Any], batch_size: int, workers: int, runtime: Runtime
 ) -> DataLoader[Any]:
     """Return the loader of this process's share of a source. Raises: UserError for fewer images than processes."""

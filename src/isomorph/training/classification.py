@@ -25,7 +25,7 @@ from isomorph.training.build import build_test_loader, build_train_loader, data_
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
 from isomorph.training.objectives.supervised import PenalisedTask, build_criterion
-from isomorph.training.objectives.token_labels import LabelMapMixup, build_token_labelling
+from isomorph.training.objectives.token_labels import LabelMapMixup, MapLabelTask, MapOnlyTask, TokenLabelTask
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
@@ -81,7 +81,9 @@ class Classification(Task):
         criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
         task: TrainingTask
         if recipe.token_labels:
-            task = build_token_labelling(model, recipe.token_labels, recipe.augment, device, similarity)
+            part = recipe.token_labels
+            kind = TokenLabelTask if part.maps is None else MapOnlyTask if part.class_token == "map" else MapLabelTask
+            task = kind(model, part, recipe.augment.smoothing, device, similarity)
         elif recipe.distill:
             task = build_distillation(model, recipe.distill, criterion, device)
         else:

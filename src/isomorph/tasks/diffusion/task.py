@@ -27,7 +27,7 @@ from isomorph.tasks.diffusion.noise_schedule import (
     noise_schedule,
     require_denoiser,
 )
-from isomorph.training.build import build_model, build_test_loader, open_sources, share_loader
+from isomorph.training.build import build_model, build_share_loader, build_test_loader, open_sources
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.fields import AugmentPart, Part
 from isomorph.training.recipe.recipe import Recipe
@@ -191,7 +191,7 @@ class Diffusion(Task):
             check_denoiser_size(model, config["input_size"])
         source = open_split(model, "test", options.data, options.root)
         source = spaced_images(_without_classes(source), options.max_images)
-        loader = share_loader(source, config, options.batch_size, options.workers, runtime)
+        loader = build_share_loader(source, config, options.batch_size, options.workers, runtime)
         schedule = noise_schedule(model)
         sums = denoising_errors(model, runtime.pad_batches(loader), schedule, runtime)
         return [mean_error(sums), *errors_by_time(sums, schedule.time_steps)]

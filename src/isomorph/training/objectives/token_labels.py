@@ -14,7 +14,6 @@ from isomorph.data.label_maps import MapLabels
 from isomorph.errors import UserError
 from isomorph.models.blockwise import Box
 from isomorph.training.objectives.supervised import PenalisedTask
-from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 
 
@@ -97,6 +96,7 @@ class TokenLabelTask(PenalisedTask):
     mixed by the same share, as in the released code.
 
     Source: Jiang et al. (2021), as used in the Refiner code, without label maps
+    Raises: UserError when the model does not classify its patches, or, for a penalty, does not pass its maps on.
     """
 
     def __init__(
@@ -108,6 +108,10 @@ class TokenLabelTask(PenalisedTask):
         similarity: MapSimilarityPart | None = None,
     ) -> None:
         super().__init__(model, SoftTargetCrossEntropy(), device, similarity)
+        if getattr(model, "aux_head", None) is None:
+            raise UserError(
+                "token_labels needs a model that classifies its patches; train a refined_vit_* with dense_head=True"
+            )
         self.part, self.smoothing = part, smoothing
         self.num_classes: int = model.num_classes  # type: ignore[assignment]
         self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
@@ -158,23 +162,3 @@ class MapOnlyTask(MapLabelTask):
         dense = dense_scores(target.maps, self.num_classes)
         image, patches = crop_label_maps(dense, target, (1, 1))[:, 0], crop_label_maps(dense, target, grid_size)
         return _smooth(image, self.smoothing), _smooth(patches, self.smoothing)
-
-
-def build_token_labelling(
-    model: nn.Module,
-    part: TokenLabelPart,
-    augment: AugmentPart,
-    device: torch.device,
-    similarity: MapSimilarityPart | None = None,
-) -> TokenLabelTask:
-    """Return a token-labelling task, with a penalty on similar attention maps if `similarity` is given.
-
-    Raises: UserError when the model does not classify its patches, or for a penalty on a model whose blocks do not pass
-    their maps on.
-    """
-    if getattr(model, "aux_head", None) is None:
-        raise UserError(
-            "token_labels needs a model that classifies its patches; train a refined_vit_* with dense_head=True"
-        )
-    with_maps = MapOnlyTask if part.class_token == "map" else MapLabelTask
-    return (with_maps if part.maps else TokenLabelTask)(model, part, augment.smoothing, device, similarity)

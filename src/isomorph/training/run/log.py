@@ -27,9 +27,6 @@ from isomorph.training.recipe.recipe import Recipe
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 """Log files with one JSON object per line."""
 
-WANDB_ID = "wandb-id.txt"
-"""File in the folder of a run with the id of its wandb run, so that a resumed run continues it."""
-
 
 def describe_environment(runtime: Runtime) -> dict[str, Any]:
     """Return time, host, command, device and versions of a run."""
@@ -86,7 +83,7 @@ class WeightsAndBiases:
     def __init__(self, recipe: Recipe) -> None:
         import wandb
 
-        file = recipe.folder / WANDB_ID
+        file = recipe.folder / "wandb-id.txt"  # a resumed run continues the wandb run of this id
         known = file.read_text().strip() if file.is_file() else None
         try:
             self.run: Any = wandb.init(

@@ -1,4 +1,4 @@
-"""A run that is told to stop after a given step, in the test's own process."""
+"""A tiny recipe, and runs that are told to stop after a given step, in the test's own process."""
 
 import os
 import signal
@@ -10,6 +10,21 @@ import isomorph as iso
 from isomorph.training import Stopped
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.monitor import StepMonitor
+
+TINY = dict(
+    model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
+    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32, test_images=60),
+    augment=dict(crop_padding=2, hflip=0),
+    optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
+    epochs=2,
+)
+"""Two steps an epoch."""
+ENDED = dict(epochs=3, evaluate_every=2, keep_every=2, log_every=1, track="tensorboard")
+"""What the run of the fixture `ended` has besides."""
+
+
+def tiny(out, **changes):
+    return validate({**TINY, "out": str(out), **changes})
 
 
 def stopped_run(folder, step, values):
