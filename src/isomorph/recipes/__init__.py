@@ -26,19 +26,8 @@ from isomorph.recipes import (
 if TYPE_CHECKING:
     from isomorph.training import Recipe
 
-RECIPES: dict[str, dict[str, Any]] = {
-    **tcnn.RECIPES,
-    **convit.RECIPES,
-    **tdrl.RECIPES,
-    **refiner.RECIPES,
-    **coatnet.RECIPES,
-    **cifar.RECIPES,
-    **diffusion.RECIPES,
-    **language.RECIPES,
-    **segmentation.RECIPES,
-    **detection.RECIPES,
-    **finetune.RECIPES,
-}
+_MODULES = (tcnn, convit, tdrl, refiner, coatnet, cifar, diffusion, language, segmentation, detection, finetune)
+RECIPES: dict[str, dict[str, Any]] = {name: fields for module in _MODULES for name, fields in module.RECIPES.items()}
 """Recipes by name: nested dicts of the fields that differ from their defaults."""
 
 
