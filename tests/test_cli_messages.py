@@ -14,14 +14,21 @@ from safetensors.torch import save_file
 import isomorph as iso
 from command_line import isomorph, refusal
 from isomorph.cli import main
+from isomorph.cli.messages import explain_shape_error, name_options
 from isomorph.cli.open_models import library_options
-from isomorph.cli.option_names import name_options, recipe_fields
-from isomorph.cli.options import CheckpointOptions, check_figures, check_out, choose_page
-from isomorph.cli.progress import progress_bar, spinner, track_steps
-from isomorph.cli.recipe_fields import check_fields
+from isomorph.cli.options import (
+    CheckpointOptions,
+    check_figures,
+    check_out,
+    choose_page,
+    join_sizes,
+    only_size,
+    parse_size,
+)
+from isomorph.cli.output import progress_bar, spinner, track_steps
 from isomorph.cli.run import _error_message
-from isomorph.cli.shape_errors import explain_shape_error
-from isomorph.cli.sizes import join_sizes, only_size, parse_size
+from isomorph.cli.tables import recipe_fields
+from isomorph.cli.train import check_fields
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
 from isomorph.terminal_tables import count_of
@@ -343,7 +350,7 @@ class TestProgressWithoutATerminal:
     @pytest.fixture
     def clock(self, monkeypatch):
         now = [0.0]
-        monkeypatch.setattr("isomorph.cli.progress.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("isomorph.cli.output.time.monotonic", lambda: now[0])
         return now
 
     def test_a_line_a_minute_with_the_time_left(self, clock, capsys):

@@ -77,8 +77,8 @@ def command_lines(page):
     "page", [page for page in EVERY_PAGE if command_lines(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_every_command_line_parses(page):
+    from isomorph.cli.options import join_sizes
     from isomorph.cli.run import app
-    from isomorph.cli.sizes import join_sizes
 
     for _, *arguments in command_lines(page):
         arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments

@@ -7,7 +7,7 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.files import read_header
-from isomorph.cli.evaluate_task import evaluate_task
+from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.tasks.language.attention_page import attention_of, choose_examples
 from isomorph.tasks.language.classify import TextClassificationPart, compute_metrics
@@ -262,7 +262,9 @@ class TestRuns:
         pairs.write_text("a b\tc\nd\te\n")
         rows = task_of(model).predict(model, pairs).rows
         assert [row["text"] for row in rows] == ["a b | c", "d | e"]
-        evaluate_task(task_of(model), model, "fine", EvaluationOptions(str(root)), ALONE, json_=False)
+        evaluate_task(
+            task_of(model), model, "fine", ClassifierOptions(), EvaluationOptions(str(root)), ALONE, json_=False
+        )
         assert "accuracy (%)" in capsys.readouterr().out
 
     def test_the_page_of_attention(self, root, tokenizer, tmp_path, pretrained):

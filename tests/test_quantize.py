@@ -208,7 +208,7 @@ def test_the_command_quantises_and_tests(tmp_path):
 COMMANDS = {
     "exists": (["--out", "old.onnx"], "--out old.onnx exists; give --overwrite"),
     "ending": (["--out", "q.pt2"], "--out q.pt2 must end in .onnx"),
-    "none": (["--images", "0", "--data", "digits"], "--images and --batch-size must be at least 1"),
+    "none": (["--images", "0", "--data", "digits"], "--images 0 must be at least 1"),
     "bits": (["--weight-bits", "4"], "--weight-bits"),
     "data": (["--data", "digit"], "did you mean digits?"),
     "layers": (["--data", "digits", "--images", "4", "--float-layers", "conv9"], "in --float-layers matches no layer"),

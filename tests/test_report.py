@@ -22,8 +22,8 @@ from isomorph.analysis.evolution import random_draw_indices
 from isomorph.analysis.token_grid import TokenGrid
 from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze_models import open_image_loaders
-from isomorph.cli.compare_runs import gating_histories
+from isomorph.cli.analyze import open_image_loaders
+from isomorph.cli.compare import gating_histories
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source

@@ -9,8 +9,8 @@ import isomorph as iso
 from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze_models import open_page_model
-from isomorph.cli.options import CheckpointOptions
+from isomorph.cli.analyze import open_page_model
+from isomorph.cli.options import OpenOptions
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
 from isomorph.evaluation.suites.test_data import evaluation_data
 
@@ -110,7 +110,7 @@ def test_a_trained_model_is_looked_at_as_it_was_trained(name, tmp_path):
     model = timm.create_model(name, num_classes=10)
     record_data(model, {"input_size": [3, 40, 48], "mean": [0.1, 0.2, 0.3], "source": "digits"})
     iso.save(model, path := tmp_path / "model.safetensors")
-    looked = open_page_model(str(path), "it", CheckpointOptions(), None, True, "cpu").config
+    looked = open_page_model(str(path), "it", OpenOptions(), "cpu").config
     assert looked["input_size"] == (3, 40, 48)
     assert list(looked["mean"]) == [0.1, 0.2, 0.3]
     assert looked == evaluation_data(open_model(str(path)))[1]

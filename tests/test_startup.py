@@ -16,9 +16,8 @@ import isomorph as iso
 import isomorph_command
 from command_line import LONGEST, settings
 from isomorph.cli import main
-from isomorph.cli.app import loading
-from isomorph.cli.interrupt import handler_kept
 from isomorph.cli.run import app
+from isomorph.cli.start import handler_kept, loading
 from isomorph.cli.tables import PATH, tables
 
 PROGRAM = isomorph_command.__file__
@@ -106,7 +105,7 @@ def test_public_names_are_those_of_their_modules():
 
 
 def test_a_missing_package_is_one_line_and_a_bug_is_not(monkeypatch):
-    monkeypatch.setattr(sys.modules["isomorph.cli.app"], "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(sys.modules["isomorph.cli.start"], "keep_freed_memory", lambda: None)
     with handler_kept():
         with pytest.raises(iso.UserError, match="No module named 'torchvision'"), loading():
             raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
@@ -128,7 +127,7 @@ def test_the_table_of_models_is_complete():
     assert [row["name"] for row in tables()["models"]] == iso.models.names()
 
 
-MOMENTS = ["cyclopts", "isomorph.cli.app"]
+MOMENTS = ["cyclopts", "isomorph.cli.options"]
 LATE_MOMENTS = ["torch._C", "timm.layers", "isomorph.surgery"]
 
 

@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
 
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
-from isomorph.checkpoints.paths import parse_hub_name
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 
@@ -30,22 +29,7 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 """What to do without a token of the hub."""
 
 
-def local_file(name: str | Path, revision: str | None = None) -> Path:
-    """Return the file of a checkpoint: the path itself, or of a model on the hub the path of its downloaded weights.
-
-    `revision` is a branch, tag or commit of a model on the hub.
-
-    Raises: UserError when there is no such model or revision, it is private, or the hub does not answer.
-    """
-    model = parse_hub_name(name)
-    if model:
-        return _download_model(model.repository, revision or model.revision)
-    if revision is not None:
-        raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
-    return Path(name)
-
-
-def _download_model(repository: str, revision: str | None) -> Path:
+def download_model(repository: str, revision: str | None) -> Path:
     """Download the weights of a model on the hub, unless the cache has them, and timm's config.json if it has one.
 
     Raises: UserError saying what to do.

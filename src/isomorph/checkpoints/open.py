@@ -13,7 +13,7 @@ from torch import nn
 from isomorph.checkpoints.arguments import read_arguments
 from isomorph.checkpoints.files import Contents, read_contents, read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
-from isomorph.checkpoints.hub import local_file
+from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import cast_like, load_state
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import parse_hub_name
@@ -76,6 +76,21 @@ def load(
     if isinstance(base, nn.Module):
         return _load_into_base(contents, base)
     return _open_file(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
+
+
+def local_file(name: str | Path, revision: str | None = None) -> Path:
+    """Return the file of a checkpoint: the path itself, or of a model on the hub the path of its downloaded weights.
+
+    `revision` is a branch, tag or commit of a model on the hub.
+
+    Raises: UserError when there is no such model or revision, it is private, or the hub does not answer.
+    """
+    model = parse_hub_name(name)
+    if model:
+        return download_model(model.repository, revision or model.revision)
+    if revision is not None:
+        raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
+    return Path(name)
 
 
 def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:

@@ -1,30 +1,54 @@
 """The analyze command."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
-from isomorph.cli.app import app, loading
 from isomorph.cli.options import (
-    CheckpointOptions,
     Device,
+    Flag,
     Json,
     Model,
+    OpenOptions,
     Overwrite,
-    Pretrained,
-    Weights,
+    Several,
+    Size,
     WholeNumber,
     check_figures,
-    check_limits,
     choose_page,
+    command,
+    display_name,
+    group,
 )
-from isomorph.cli.sizes import Size
+from isomorph.cli.output import page_footer, save_figures_and_show, spinner
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
+if TYPE_CHECKING:
+    from isomorph.report.page_models import PageModel
 
-@app.command
-@check_limits
+_CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")
+"""Keys of a data config that decide which pixels a model gets, besides the size; the others normalise them."""
+
+
+@group
+class ImageOptions:
+    """Test images to compare features on."""
+
+    data: str | None = None
+    """Folder or data source of test images for CKA between layers. With --root alone: the source the model was trained
+    on."""
+    root: Path | None = None
+    """Folder of that data."""
+    max_images: WholeNumber = 256
+    """Number of images for CKA, at least 4."""
+    evolution: Flag = False
+    """With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
+    linear CKA, mean of 10 random batches of 32 images)."""
+
+
+@command
 def analyze(
     model: Model,
     /,
@@ -34,14 +58,9 @@ def analyze(
     out: Path | None = None,
     overwrite: Overwrite = False,
     layers: list[str] | None = None,
-    data: str | None = None,
-    root: Path | None = None,
-    max_images: WholeNumber = 256,
-    evolution: Annotated[bool, Parameter(negative="")] = False,
-    robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
-    weights: Weights = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: Pretrained = True,
+    test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    robustness: Annotated[list[Path] | None, Several] = None,
+    opening: OpenOptions = OpenOptions(),  # noqa: B008
     size: Size | None = None,
     figures: Path | None = None,
     megabytes: float = 7.5,
@@ -64,16 +83,6 @@ def analyze(
         it exists.
     layers
         Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
-    data
-        Folder or data source of test images for CKA between layers. With --root alone: the source the model was
-        trained on.
-    root
-        Folder of that data.
-    max_images
-        Number of images for CKA, at least 4.
-    evolution
-        With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
-        linear CKA, mean of 10 random batches of 32 images).
     robustness
         Results of `isomorph robustness` (its --out file or its --json output) of MODEL, of --against, or of both.
     size
@@ -85,16 +94,113 @@ def analyze(
     speed
         Also measure images per second and peak memory.
     """
-    if max_images < 4 or megabytes < 0.5:
+    if test.max_images < 4 or megabytes < 0.5:
         raise UserError("--max-images must be at least 4 and --megabytes at least 0.5")
-    if evolution and not (data or root):
+    if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     out = choose_page(out, "isomorph-analysis.html", overwrite)
     check_figures(figures, overwrite)
     with loading():
-        from isomorph.cli.analyze_models import ModelImages, measure_models, open_page_models, write_analysis
-    given = [model, *([against] if against else [])]
-    models = open_page_models(given, checkpoint, weights, pretrained, device)
-    test_images = ModelImages(data, root, max_images, evolution)
-    sections, evolutions = measure_models(models, image, size, layers, test_images, robustness, speed, megabytes)
-    write_analysis(models, sections, evolutions, out, figures, json_)
+        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table, lead_text
+        from isomorph.report.html import write_page
+        from isomorph.report.page_images import open_images
+    models, results = _open_models([model, *([against] if against else [])], opening, device, robustness, size)
+    shown = open_images(image, dict(models[0].config))
+    with spinner("analyzing") as show_step:
+        batches, sampled, evolutions = _test_images(models, test)
+        options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
+        sections = analyze_sections(models, shown, layers, options)
+    written = write_page(out, " and ".join(m.name for m in models), lead_text(sections), sections, page_footer())
+    measured = {"evolution": evolutions} if evolutions else {}
+    tables = [evolution_table(evolutions)] if evolutions else []
+    save_figures_and_show(json_, out, written, sections, figures, measured, tables)
+
+
+def _open_models(
+    names: list[str],
+    opening: OpenOptions,
+    device: str,
+    robustness: list[Path] | None,
+    size: tuple[int, int] | None,
+) -> tuple[list["PageModel"], Any]:
+    """Open the models of a page for images of one size, and the results of robustness of them.
+
+    Raises: UserError for models of different numbers of image channels, or one that does not take the size.
+    """
+    from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
+    from isomorph.evaluation.suites.robustness.cells import read_results, weights_hash
+    from isomorph.report.page_models import unique_names
+
+    titles = unique_names(names)
+    models = [open_page_model(name, title, opening, device, names) for name, title in zip(names, titles, strict=True)]
+    channels = [entry.config["input_size"][0] for entry in models]
+    if len(set(channels)) > 1:
+        counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
+        raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
+    results = read_results(robustness, {m.name: weights_hash(m.model) for m in models}) if robustness else None
+    common = size or models[0].config["input_size"][-2:]
+    fitted = [
+        replace(m, model=fit_to_size(m.model, common), config=evaluation_config(m.model, common))
+        if m.config["input_size"][-2:] != common
+        else m
+        for m in models
+    ]
+    return fitted, results
+
+
+def open_page_model(
+    name: str, title: str, opening: OpenOptions, device: str, among: list[str] | None = None
+) -> "PageModel":
+    """Open a model by name, checkpoint or run folder, with its data config and recipe; `among`, see `open_given`."""
+    from isomorph.checkpoints.open import is_checkpoint_or_run
+    from isomorph.cli.open_models import find_recipe, open_given
+    from isomorph.distributed import open_runtime
+    from isomorph.evaluation.input_sizes import evaluation_config
+    from isomorph.report.page_models import PageModel
+
+    path = Path(name)
+    model = open_given(name, opening, among=among or [name])
+    recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
+    has_weights = is_checkpoint_or_run(name) or (opening.weights and name == (among or [name])[0])
+    title = display_name(title, opening.pretrained or bool(has_weights))
+    return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
+
+
+def _test_images(
+    models: list["PageModel"], test: ImageOptions
+) -> tuple[dict[str, Iterable[Any]], str, dict[str, dict[str, float]]]:
+    """Return a loader of test images for each model, what they are, and F_k of every layer of each model if asked for.
+
+    All models see the same images in the crop of the first one (their image sizes are equal), each with its own mean
+    and std.
+    """
+    from isomorph.analysis import feature_evolution
+    from isomorph.analysis.evolution import random_draw_indices
+    from isomorph.evaluation.suites.test_data import default_data, images_on_device, open_test_images
+
+    sampled = f"{test.max_images} images of {test.data or default_data(models[0].model)}, drawn at random"
+    if not (test.data or test.root):
+        return {}, sampled, {}
+    evolutions = {}
+    if test.evolution:
+        source = open_test_images(models[0].model, test.data, test.root, test_fraction=1)
+        batches = _same_image_loaders(models, source.subset(random_draw_indices(len(source)).tolist()))
+        evolutions = {m.name: feature_evolution(m.model, images_on_device(batches[m.name], m.model)) for m in models}
+    return open_image_loaders(models, test.data, test.root, test.max_images), sampled, evolutions
+
+
+def open_image_loaders(
+    models: list["PageModel"], data: str | None, root: Path | None, samples: int
+) -> dict[str, Iterable[Any]]:
+    """Return a loader for each model of the same random test images, which are the same at every call."""
+    from isomorph.evaluation.suites.test_data import open_test_images, sample_images
+
+    source = open_test_images(models[0].model, data, root, test_fraction=1)
+    return _same_image_loaders(models, sample_images(source, samples))
+
+
+def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Iterable[Any]]:
+    from isomorph.data.loaders import eval_loader
+
+    crop = {key: models[0].config[key] for key in _CROP_KEYS}
+    return {m.name: eval_loader(source, {**m.config, **crop}, 32) for m in models}

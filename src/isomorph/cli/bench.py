@@ -3,29 +3,23 @@
 import sys
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import CheckpointOptions, Device, Json, Weights, WholeNumber, check_limits
-from isomorph.cli.sizes import Sizes
+from isomorph.cli.options import Device, Json, Several, Sizes, WeightsOptions, WholeNumber, command
+from isomorph.cli.output import progress_bar, show
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
-from isomorph.terminal_tables import print_table
 
 
-@app.command
-@check_limits
+@command
 def bench(
     model: str,
     /,
     *,
-    against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    batch_size: Annotated[list[WholeNumber], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
+    against: Annotated[list[str] | None, Several] = None,
+    batch_size: Annotated[list[WholeNumber], Several] = [32],  # noqa: B006 (cyclopts shows it)
     size: Sizes = None,
     seconds: float = 2.0,
     peak: bool = True,
-    weights: Weights = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    opening: WeightsOptions = WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
@@ -54,23 +48,17 @@ def bench(
         raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
     with loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.cost_tables import cost_table
         from isomorph.evaluation.input_sizes import evaluation_config
         from isomorph.report.analyze_page import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
-    models = {name: open_given(name, checkpoint, weights if name == model else None, False, names) for name in names}
+    models = {name: open_given(name, opening, pretrained=False, among=names) for name in names}
     sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
     for net in models.values():
         net.to(open_runtime(device).device)
     with progress_bar("measuring") as update:
         rows = list(cost_table(models, sizes, batch_size, seconds, peak, update))
-    if json_:
-        print_json(rows)
-    else:
-        for table in filter(None, (fixed_cost_table(rows), pass_cost_table(rows))):
-            print_table(table)
-            print()
-        print_table(batch_cost_table(rows))
+    tables = filter(None, (fixed_cost_table(rows), pass_cost_table(rows)))
+    show(json_, rows, *(part for table in tables for part in (table, "")), batch_cost_table(rows))
     for problem in cost_problems(rows):
         print(f"isomorph: {problem}", file=sys.stderr)

@@ -1,28 +1,46 @@
 """The compare command."""
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
-
-from isomorph.cli.app import app, loading
-from isomorph.cli.options import Device, Json, Overwrite, WholeNumber, check_figures, check_limits, choose_page
+from isomorph.cli.options import (
+    Device,
+    Json,
+    Overwrite,
+    Several,
+    WholeNumber,
+    check_figures,
+    choose_page,
+    command,
+    group,
+)
+from isomorph.cli.output import page_footer, save_figures_and_show, spinner
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
-Along = Literal["nonlocality", "entropy"]
+
+@group
+class ImageOptions:
+    """The test images of --along."""
+
+    data: str | None = None
+    """Data source of the test images for --along; by default each run's own."""
+    root: Path | None = None
+    """Folder of that data; by default the one in each run's recipe."""
+    max_images: WholeNumber = 256
+    """Number of images for --along, drawn at random, the same for all runs."""
 
 
-@app.command(name="compare")
-@check_limits
+@command
 def compare_(
     runs: list[Path] | None = None,
     /,
     *,
-    along: Annotated[list[Along] | None, Parameter(consume_multiple=True)] = None,
-    data: str | None = None,
-    root: Path | None = None,
-    max_images: WholeNumber = 256,
-    evaluated: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    along: Annotated[list[Literal["nonlocality", "entropy"]] | None, Several] = None,
+    test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    evaluated: Annotated[list[Path] | None, Several] = None,
     out: Path | None = None,
     overwrite: Overwrite = False,
     figures: Path | None = None,
@@ -40,12 +58,6 @@ def compare_(
     along
         Measure attention on the checkpoints saved by keep_every; print and plot it per layer along training. One or
         both of nonlocality (ConViT Fig. 5) and entropy.
-    data
-        Data source of the test images for --along; by default each run's own.
-    root
-        Folder of that data; by default the one in each run's recipe.
-    max_images
-        Number of images for --along, drawn at random, the same for all runs.
     evaluated
         Files with the output of `isomorph evaluate --json`; their models are added to the accuracy-cost chart.
     out
@@ -57,23 +69,19 @@ def compare_(
     folders = runs or []
     if not folders and not evaluated:
         raise UserError("there is nothing to compare; give folders of runs, or --evaluated")
-    if (data or root) and not along:
+    if (test.data or test.root) and not along:
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
     out = choose_page(out, "isomorph-comparison.html", overwrite)
     check_figures(figures, overwrite)
     with loading():
-        from isomorph.cli.compare_runs import TestImages, all_points, gating_histories, measure_along
-        from isomorph.cli.page_output import page_footer, save_figures_and_print
-        from isomorph.cli.progress import spinner
         from isomorph.report.compare_page import compare_sections, histories_json, history_tables
         from isomorph.report.html import write_page
         from isomorph.report.run_files import read_run_logs
     logs = read_run_logs(folders)
-    points = all_points(folders, logs, evaluated or [])
-    images = TestImages(data, root, max_images)
+    points = _accuracy_points(folders, logs, evaluated or [])
     with spinner("measuring") as show_step:
-        histories = measure_along(folders, logs, along, images, device, show_step) if along else {}
-    sampled = f"{max_images} test images of {data or 'the data of each run'}, drawn at random"
+        histories = _measure_along(folders, logs, along, test, device, show_step) if along else {}
+    sampled = f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
     sections = compare_sections(logs, gating_histories(folders, logs), histories, sampled, points)
     if not sections:
         raise UserError(f"{points[0].name} is the only model; give another one in --evaluated, or a run")
@@ -82,4 +90,97 @@ def compare_(
     size = write_page(out, title, sections[0].finding, sections, page_footer())
     measured: dict[str, Any] = {"along": histories_json(histories)} if histories else {}
     measured |= {"points": [point._asdict() for point in points]} if points else {}
-    save_figures_and_print(out, size, sections, figures, json_, measured, history_tables(histories))
+    save_figures_and_show(json_, out, size, sections, figures, measured, history_tables(histories))
+
+
+def gating_histories(folders: Sequence[Path], logs: Sequence[Any]) -> dict[str, Any]:
+    """Return gates, centres and spans along each run that saved a model with gated layers; other runs are left out.
+
+    Checkpoints that cannot be read are added to the problems of the run's log.
+    """
+    from isomorph.training import gating_history
+
+    histories = {}
+    for folder, log in zip(folders, logs, strict=True):
+        with suppress(UserError):  # no saved checkpoint, or no gated layer in it
+            histories[log.name] = gating_history(folder, damaged=log.problems)
+    return histories
+
+
+def _open_images(log: Any, test: ImageOptions) -> Any:
+    """Open the images for a run. Raises: UserError when its data is unknown or missing."""
+    from isomorph.data.formats.registry import open_source
+    from isomorph.data.sources import first_classes
+    from isomorph.evaluation.suites.test_data import sample_images
+
+    own = log.recipe.get("data") or {}
+    name, root = test.data or own.get("source"), test.root or own.get("root")
+    if not name:
+        raise UserError("recipe.json does not name its data source; give --data")
+    source = open_source(name, "test", root and Path(root), None if test.data else own.get("split"))
+    if not test.data and own.get("classes"):
+        source = first_classes(source, own["classes"])
+    return sample_images(source, test.max_images)
+
+
+def _measure_along(
+    folders: Sequence[Path],
+    logs: Sequence[Any],
+    keys: Sequence[str],
+    test: ImageOptions,
+    device: str,
+    show_step: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure attention on every saved checkpoint of each run; failures are added to the problems of the run's log.
+
+    Raises: UserError when nothing can be measured of any run.
+    """
+    from isomorph.distributed import open_runtime
+    from isomorph.report.compare_page import MEASURES, MeasureHistory
+    from isomorph.training.history import attention_history
+
+    if not logs:
+        raise UserError("--along measures runs; give the folder of at least one run")
+    histories: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    measures = {key: MEASURES[key].of for key in keys}
+    device = str(open_runtime(device).device)
+    for folder, log in zip(folders, logs, strict=True):
+        show_step(log.name)
+        try:
+            epochs, values = attention_history(folder, measures, _open_images(log, test), device, log.problems)
+        except UserError as error:
+            log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
+            continue
+        for key, layers in values.items():
+            histories[key][log.name] = MeasureHistory(epochs, layers)
+    if not any(histories.values()):
+        raise UserError(f"{logs[0].name}: {logs[0].problems[-1]}")
+    return histories
+
+
+def _accuracy_points(folders: Sequence[Path], logs: Sequence[Any], evaluated: Sequence[Path]) -> list[Any]:
+    """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model.
+
+    Failures are added to the problems of a run's log.
+
+    Raises: UserError for two points of one name.
+    """
+    from isomorph.report.run_files import AccuracyPoint, best_top1, read_points
+    from isomorph.training.history import run_cost
+
+    points = read_points(evaluated)
+    if len(logs) + len(points) <= 1:
+        return points
+    own = []
+    for folder, log in zip(folders, logs, strict=True):
+        top1, data = best_top1(log), log.recipe.get("data") or {}
+        if top1 is None:
+            continue
+        try:
+            own.append(AccuracyPoint(log.name, str(data.get("source", "test set")), top1, **run_cost(folder)))
+        except UserError as error:
+            log.problems.append(f"its cost was not counted: {error}")
+    names = [point.name for point in (*own, *points)]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{repeated[0]} is given twice; give it once, as a run or in --evaluated")
+    return [*own, *points]

@@ -2,21 +2,18 @@
 
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import Json, check_limits
+from isomorph.cli.options import Json, Several, command
+from isomorph.cli.output import progress_bar, show
+from isomorph.cli.start import loading
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.terminal_tables import print_text_table
 
 
-@app.command
-@check_limits
+@command
 def coverage(
     *models: str,
-    rule: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    rule: Annotated[list[str] | None, Several] = None,
     family: str | None = None,
     json_: Json = False,
 ) -> None:
@@ -37,7 +34,6 @@ def coverage(
         if name not in tables()["rules"]:
             raise UserError(f"--rule {name} is not a rule; choose from {', '.join(tables()['rules'])}")
     with loading():
-        from isomorph.cli.progress import progress_bar
         from isomorph.surgery.coverage import cover_models, summarise_coverage, timm_models
         from isomorph.surgery.rule import RULES
     names = timm_models(models, family)
@@ -47,7 +43,7 @@ def coverage(
             rows.append(row)
             update(len(rows), len(names), row["model"])
     if json_:
-        print_json({"models": rows, "families": summarise_coverage(rows)})
+        show(True, {"models": rows, "families": summarise_coverage(rows)})
         return
     _print_rows(rows) if models else _print_families(summarise_coverage(rows))
     for row in rows:

@@ -7,24 +7,20 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import isomorph as iso
-from isomorph.cli.app import app
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import Json
-from isomorph.terminal_tables import print_table
+from isomorph.cli.options import Json, command
+from isomorph.cli.output import show
 
 PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts")
 EXTRAS = {"datasets": "data", "imagecorruptions-imaug": "corruptions", "tensorboard": "track"}
 MIN_FREE_DISK = 10 * 2**30
 
 
-@app.command
+@command
 def doctor(*, json_: Json = False) -> None:
     """Check versions, devices, free disk space, and that torchvision matches torch; exit with 1 on a problem."""
     lines = list(_examine_environment())
-    if json_:
-        print_json({what: {"finding": finding, "ok": ok} for what, finding, ok in lines})
-    else:
-        print_table([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
+    table = [["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)]
+    show(json_, {what: {"finding": finding, "ok": ok} for what, finding, ok in lines}, table)
     if not all(ok for _, _, ok in lines):
         sys.exit(1)
 

@@ -1,59 +1,74 @@
 """The evaluate command."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
-    CheckpointOptions,
+    EXPORTED,
     Device,
+    Flag,
     Json,
-    MaxImages,
+    LoadOptions,
     Model,
-    Pretrained,
-    Root,
+    OpenOptions,
+    Sizes,
     Split,
-    Weights,
     WholeNumber,
-    check_limits,
+    check_least,
     check_page,
+    command,
     display_name,
+    group,
+    only_size,
 )
-from isomorph.cli.sizes import Sizes
+from isomorph.cli.output import show, track_steps
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
-from isomorph.terminal_tables import grid_table, metric_table, print_table, sweep_table
+from isomorph.terminal_tables import grid_table, metric_table, row_table, sweep_table
 
 
-@app.command(name="evaluate")
-@check_limits
+@group
+class ClassifierOptions:
+    """What to measure of a classifier of images."""
+
+    suite: Annotated[list[str] | None, Parameter(negative="")] = None
+    """imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
+    imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several with
+    commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
+    NAME=FOLDER gives its folder."""
+    split: Split = None
+    partial: Flag = False
+    """Accept a suite with missing classes or images."""
+    classes: WholeNumber | None = None
+    """Use only the first N classes of the data, as data.classes does in training."""
+    rfc: tuple[float, ...] = ()
+    """Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
+    1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13)
+    print a row each."""
+    rfc_fill: Literal["zero", "black"] = "zero"
+    """Padding of --rfc: zero after normalisation (the mean colour), or black before it."""
+    per_class: Path | None = None
+    """File for the accuracy of every class (.csv)."""
+    cost: bool = True
+    """Also measure MACs and throughput."""
+
+
+@command
 def evaluate_(
     model: Model,
     /,
     *,
-    suite: Annotated[list[str] | None, Parameter(negative="")] = None,
     data: str | None = None,
-    root: Root = None,
-    split: Split = None,
-    partial: Annotated[bool, Parameter(negative="")] = False,
-    weights: Weights = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: Pretrained = True,
-    batch_size: WholeNumber = 100,
-    workers: WholeNumber = 0,
+    load: LoadOptions = LoadOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: Sizes = None,
-    max_images: MaxImages = None,
-    classes: WholeNumber | None = None,
-    rfc: tuple[float, ...] = (),
-    rfc_fill: Literal["zero", "black"] = "zero",
-    per_class: Path | None = None,
+    of: ClassifierOptions = ClassifierOptions(),  # noqa: B008
+    opening: OpenOptions = OpenOptions(),  # noqa: B008
     page: Path | None = None,
     overwrite: Annotated[bool, Parameter(negative="", help="Replace --per-class or --page if they exist.")] = False,
     device: Device = "auto",
-    cost: bool = True,
     json_: Json = False,
 ) -> None:
     """Measure accuracy, calibration and cost of a model on a test set, or on several ImageNet test suites.
@@ -62,102 +77,129 @@ def evaluate_(
 
     Parameters
     ----------
-    suite
-        imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
-        imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several
-        with commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
-        NAME=FOLDER gives its folder.
     data
         A folder of images with one folder per class (in val/ or test/, or directly), or a data source: cifar10,
         cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its
         folder (imagefolder, tar, webdataset, huggingface), by default detected.
-    partial
-        Accept a suite with missing classes or images.
-    batch_size
-        Images per batch.
-    workers
-        Number of processes that load images; 0 loads them in the main process.
     size
         Height and width of the input; by default the model's own. May be given several times (--size 160 --size 224)
         for a row each.
-    classes
-        Use only the first N classes of the data, as data.classes does in training.
-    rfc
-        Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
-        1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13)
-        print a row each.
-    rfc_fill
-        Padding of --rfc: zero after normalisation (the mean colour), or black before it.
-    per_class
-        File for the accuracy of every class (.csv).
     page
         File for a page (.html) of a model for segmentation or detection: its predictions next to the truth, the worst
         images first, with the metrics of every class. Of a text network: its attention.
-    cost
-        Also measure MACs and throughput.
     """
-    _check_options(batch_size, workers, bool(suite), classes is not None, partial)
+    check_least(batch_size=load.batch_size)
+    check_least(0, workers=load.workers)
+    if of.suite and of.classes is not None:
+        raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
+    if of.partial and not of.suite:
+        raise UserError("--partial applies to --suite only; give --suite too")
     check_page(page, overwrite)
-    sizes = tuple(size or ())
     with loading():
-        from isomorph.cli.evaluate_run import Sweep, find_inputs, measure, open_test_sets
-        from isomorph.cli.evaluate_task import EvaluationOptions, evaluate_own_task
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-    locations = find_inputs(suite, root, data, per_class, overwrite)
+        from isomorph.evaluation.suites.imagenet import find_suites
+        from isomorph.evaluation.suites.sweep import check_csv_path
+        from isomorph.evaluation.suites.test_data import default_data
+        from isomorph.training.task import EvaluationOptions, task_of
+    check_csv_path(of.per_class, overwrite)
+    locations = find_suites(of.suite, load.root, data) if of.suite else {}
     runtime = open_runtime(device)
-    net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
-    classifiers = dict(suite=suite, split=split, classes=classes, rfc=rfc, per_class=per_class, partial=partial)
-    own = EvaluationOptions(data, root, batch_size, workers, None, max_images, page)
-    if evaluate_own_task(net, model, own, sizes, runtime, json_, classifiers):
-        return
-    test_sets = open_test_sets(net, locations, partial, data, root, split, classes, sizes, max_images)
-    rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost, runtime)
+    net = open_classifier(model, opening, runtime.device)
+    given = EvaluationOptions(data, **vars(load), page=page)
+    if task := task_of(net):
+        evaluate_task(task, net, model, of, given._replace(size=only_size(size)), runtime, json_)
+    elif page:
+        raise UserError("--page is for networks of other tasks, such as detectors; for a classifier: isomorph analyze")
+    else:
+        rows, costs = _measure(net, of, given, locations, tuple(size or ()), runtime, Path(model).suffix in EXPORTED)
+        if runtime.is_main:
+            head = {"model": model} | ({} if locations else {"data": data or default_data(net)})
+            head |= {} if opening.pretrained else {"weights": "random"}
+            _show_rows(head, rows, costs, bool(locations) or len(size or ()) > 1, json_)
+
+
+def evaluate_task(
+    task: Any, net: Any, model: str, of: ClassifierOptions, given: Any, runtime: Any, json_: bool
+) -> None:
+    """Print the metrics of a model's own task: a table of the first row, and one with a line for each further row."""
+    reject_classifier_options({name: value for name, value in vars(of).items() if name not in ("rfc_fill", "cost")})
+    rows = task.evaluate(net, given, runtime)
     if runtime.is_main:
-        _print_results(_head(model, net, data, bool(suite), pretrained), suite, sizes, rows, costs, json_)
+        texts = [metric_table(model, rows[0]), *([row_table(rows[1:])] if rows[1:] else [])]
+        show(json_, {"model": model, "rows": rows}, *texts, *([f"page: {given.page}"] if given.page else []))
 
 
-def _head(model: str, net: Any, data: str | None, suite: bool, pretrained: bool) -> dict[str, str]:
-    """Return what was evaluated: the model, the data unless it is suites, and random weights."""
-    from isomorph.evaluation.suites.test_data import default_data
-
-    head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
-    return head | ({} if pretrained else {"weights": "random"})
-
-
-def _check_options(batch_size: int, workers: int, suite: bool, classes: bool, partial: bool) -> None:
-    """Raise UserError for options that are too small or cannot be combined."""
-    if batch_size < 1 or workers < 0:
-        raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    if suite and classes:
-        raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
-    if partial and not suite:
-        raise UserError("--partial applies to --suite only; give --suite too")
+def reject_classifier_options(given: Mapping[str, Any]) -> None:
+    """Raise UserError for an option that is for image classifiers only, with a value."""
+    for option, value in given.items():
+        if value:
+            raise UserError(f"--{option.replace('_', '-')} is for image classifiers; leave it out for this model")
 
 
-def _print_results(
-    head: dict[str, str],
-    suites: Sequence[str] | None,
+def _measure(
+    net: Any,
+    of: ClassifierOptions,
+    given: Any,
+    locations: Mapping[Any, Any],
     sizes: Sequence[tuple[int, int]],
-    rows: list[dict[str, Any]],
-    costs: list[dict[str, Any]],
-    json_: bool,
+    runtime: Any,
+    exported: bool,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size.
+
+    The processes share the images; the main one writes the accuracy of every class, and measures the costs.
+
+    Raises: UserError for data of other classes than the model's.
+    """
+    from isomorph.checkpoints.files import write_atomically
+    from isomorph.evaluation.suites.imagenet import NUM_CLASSES, open_located
+    from isomorph.evaluation.suites.sweep import Sweep, measure_costs, run_sweep, write_csv
+    from isomorph.evaluation.suites.test_data import evaluation_data
+    from isomorph.evaluation.suites.test_set import TestSet, check_num_classes, no_progress
+
+    if locations:
+        check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
+        test_sets = open_located(locations, of.partial)
+    else:
+        size = sizes[0] if sizes else None
+        test_sets = [TestSet.from_source(evaluation_data(net, given.data, given.root, size, of.classes, of.split)[0])]
+    if given.max_images is not None:
+        test_sets = [test_set.spaced(given.max_images) for test_set in test_sets]
+    progress = track_steps if runtime.is_main else no_progress
+    sweep = Sweep(sizes, of.rfc, of.rfc_fill)
+    rows, class_rows = run_sweep(net, test_sets, sweep, given.batch_size, given.workers, progress, runtime)
+    if of.per_class and runtime.is_main:
+        write_atomically(of.per_class, lambda file: write_csv(file, class_rows))
+    if not (of.cost and runtime.is_main):
+        return rows, []
+    images = sum(len(test_set.source) for test_set in test_sets)
+    return rows, (_measure_exported if exported else measure_costs)(net, sizes, images)
+
+
+def _measure_exported(net: Any, sizes: Sequence[tuple[int, int]], images: int) -> list[dict[str, Any]]:
+    """Measure images per second of an exported model, whose multiply-accumulates nothing counts, at every size."""
+    from isomorph.evaluation import evaluation_config, throughput
+
+    shapes = [(size, evaluation_config(net, size)["input_size"]) for size in sizes or (None,)]
+    return [
+        ({"size": list(size)} if size else {}) | {"images_per_second": throughput(net, shape, max(1, min(images, 32)))}
+        for size, shape in shapes
+    ]
+
+
+def _show_rows(
+    head: dict[str, str], rows: list[dict[str, Any]], costs: list[dict[str, Any]], many: bool, json_: bool
 ) -> None:
     """Print a table if there are suites or several sizes, a row for each rfc ratio, or one metric per line."""
-    many = bool(suites) or len(sizes) > 1
-    single_cost = costs[0] if len(costs) == 1 else {}
     model = display_name(head["model"], pretrained="weights" not in head)
-    if json_:
-        several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | single_cost
-        print_json(head | (several if many or len(rows) > 1 else rows[0] | single_cost))
-    elif many:
-        print(model)
-        print_table(grid_table(rows))
-        if costs:
-            print_table(grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost))
+    single_cost = costs[0] if len(costs) == 1 else {}
+    cost = grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost)
+    if many:
+        show(json_, head | {"rows": rows, "cost": costs}, model, grid_table(rows), *([cost] if costs else []))
     elif len(rows) == 1:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
-        print_table(metric_table(model + rfc, rows[0] | single_cost))
+        show(json_, head | rows[0] | single_cost, metric_table(model + rfc, rows[0] | single_cost))
     else:
-        print_table(sweep_table(model, rows, "rfc"))
-        print_table(metric_table(model, single_cost))
+        curve = {"curve": [head | row for row in rows]}
+        show(json_, head | curve | single_cost, sweep_table(model, rows, "rfc"), metric_table(model, single_cost))

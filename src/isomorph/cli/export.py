@@ -1,43 +1,57 @@
-"""The export command."""
+"""The export and quantize commands."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
+from cyclopts import Parameter
+
+import isomorph as iso
 from isomorph.cli.options import (
-    CheckpointOptions,
+    EXPORTED,
+    Flag,
     Json,
+    MaxImages,
     Model,
+    OpenOptions,
     Overwrite,
-    Pretrained,
-    Weights,
-    check_limits,
+    Root,
+    Size,
+    WholeNumber,
+    check_least,
     check_out,
+    command,
+    group,
     out_next_to,
 )
-from isomorph.cli.sizes import Size
+from isomorph.cli.output import show, spinner, track_steps
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
+from isomorph.terminal_tables import metric_table
 
-SUFFIXES = (".onnx", ".pt2")
+
+@group
+class FileOptions:
+    """The form of an exported file."""
+
+    dynamic: Literal["batch", "batch,size", "size", "none"] = "batch"
+    """What stays open: the number of images (batch), their height and width (size), both, or nothing (none); of texts
+    their number and length."""
+    opset: Literal[18, 19, 20, 21, 22, 23] | None = None
+    """Operator set of the ONNX file; by default 20."""
+    overwrite: Overwrite = False
 
 
-@app.command
-@check_limits
+@command
 def export(
     model: Model,
     /,
     *,
     format_: Literal["onnx", "pt2"] | None = None,
-    dynamic: Literal["batch", "batch,size", "size", "none"] = "batch",
-    opset: Literal[18, 19, 20, 21, 22, 23] | None = None,
     out: Path | None = None,
     size: Size | None = None,
     atol: float = 1e-4,
-    weights: Weights = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: Pretrained = True,
-    overwrite: Overwrite = False,
+    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    file: FileOptions = FileOptions(),  # noqa: B008
     json_: Json = False,
 ) -> None:
     """Export a model as an ONNX file or a PyTorch program that runs without isomorph; fuse it first, and check it.
@@ -52,11 +66,6 @@ def export(
     format_
         onnx (onnxruntime and other programs run it) or pt2 (PyTorch runs it, with torch.export.load); by default that
         of --out, else onnx.
-    dynamic
-        What stays open: the number of images (batch), their height and width (size), both, or nothing (none); of texts
-        their number and length.
-    opset
-        Operator set of the ONNX file; by default 20.
     out
         File to write; by default the name of MODEL, with .onnx or .pt2, in its folder.
     size
@@ -64,48 +73,118 @@ def export(
     atol
         Largest difference from the model's outputs, relative to the largest output where that is above 1.
     """
-    if Path(model).suffix in SUFFIXES:
+    if Path(model).suffix in EXPORTED:
         raise UserError(f"{model} is an exported model; give the checkpoint that it was made from")
-    path = _choose_path(model, format_, out)
-    if opset and path.suffix == ".pt2":
+    path = out or out_next_to(model, f".{format_ or 'onnx'}")
+    if format_ and path.suffix != f".{format_}":
+        raise UserError(f"--out {path} must end in .{format_}, or leave --format out")
+    if file.opset and path.suffix == ".pt2":
         raise UserError("--opset is for ONNX files; leave it out, or give --format onnx")
     if not atol > 0:
         raise UserError(f"--atol {atol:g} must be above 0")
-    check_out(path, overwrite, Path(model), SUFFIXES)
+    check_out(path, file.overwrite, Path(model), EXPORTED)
+    with spinner("export") as show_step:
+        net = _open(model, opening, path, file, show_step)
+        report = _export(net, path, size=size, atol=atol, progress=show_step, **vars(file))
+    show(json_, report.as_dict(), f"{report}\nwrote {path}")
+
+
+def _open(model: str, opening: OpenOptions, path: Path, file: FileOptions, show_step: Any) -> Any:
+    """Open the model to export, after checking that the file can be written and its packages are there."""
     with loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.cli.progress import spinner
         from isomorph.deployment.export import check_destination
         from isomorph.deployment.extra import require_packages
     if path.suffix == ".onnx":
         require_packages()
-    check_destination(path, overwrite)
-    with spinner("export") as show_step:
-        show_step(f"loading {model}")
-        net = open_classifier(model, checkpoint, weights, pretrained)
-        given = {"dynamic": dynamic, "size": size, "opset": opset, "atol": atol, "overwrite": overwrite}
-        report = _export(net, path, **given, progress=show_step)
-    if json_:
-        print_json(report.as_dict())
-    else:
-        print(f"{report}\nwrote {path}")
+    check_destination(path, file.overwrite)
+    show_step(f"loading {model}")
+    return open_classifier(model, opening)
 
 
-def _export(model: Any, path: Path, **given: Any) -> Any:
+def _export(net: Any, path: Path, **given: Any) -> Any:
     """Export a model, and return the report. Raises: UserError of one line when the file deviates."""
-    from isomorph.deployment.export import export
     from isomorph.surgery import NotEqual
 
     try:
-        return export(model, path, **given)
+        return iso.export(net, path, **given)
     except NotEqual as error:
         raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
 
 
-def _choose_path(model: str, format_: str | None, out: Path | None) -> Path:
-    """Return the file to write. Raises: UserError when --out has another ending than --format."""
-    if out is None:
-        return out_next_to(model, f".{format_ or 'onnx'}")
-    if format_ and out.suffix != f".{format_}":
-        raise UserError(f"--out {out} must end in .{format_}, or leave --format out")
-    return out
+@command
+def quantize(
+    model: Model,
+    /,
+    *,
+    data: str | None = None,
+    root: Root = None,
+    images: WholeNumber = 512,
+    weights_only: Flag = False,
+    float_layers: Annotated[list[str] | None, Parameter(negative="")] = None,
+    weight_bits: Literal[7, 8] | None = None,
+    max_images: MaxImages = None,
+    batch_size: WholeNumber = 100,
+    out: Path | None = None,
+    opening: OpenOptions = OpenOptions(),  # noqa: B008
+    file: FileOptions = FileOptions(),  # noqa: B008
+    json_: Json = False,
+) -> None:
+    """Quantise a model to 8-bit integers, as an ONNX file; calibrate it on training images, and test it.
+
+    The model is fused first. Printed are the layers with their precision, top-1 before and after on test images, the
+    signal-to-noise ratio of the outputs, size and speed. `isomorph evaluate` opens the file.
+
+    Example: isomorph quantize runs/tdrl --images 512 --out thin-int8.onnx
+
+    Parameters
+    ----------
+    data
+        Data source or folder, with training images to calibrate on and test images; by default the one the model was
+        trained on.
+    images
+        Number of training images to calibrate on.
+    weights_only
+        Only weights are 8-bit integers, activations stay in float: a small file that computes in float.
+    float_layers
+        Globs over names of layers that stay in float; may be given several times.
+    weight_bits
+        Bits of weights. 7, the default, is exact on every processor; 8 needs one that multiplies 8-bit integers
+        without overflow (VNNI, ARM), and is the default with --weights-only.
+    batch_size
+        Images per batch.
+    out
+        File to write; by default NAME-int8.onnx in the folder of MODEL.
+    """
+    check_least(images=images, batch_size=batch_size)
+    path = out or out_next_to(model, "-int8.onnx")
+    check_out(path, file.overwrite, Path(model), (".onnx",))
+    chosen = dict(weights_only=weights_only, float_layers=float_layers or (), weight_bits=weight_bits)
+    with spinner("quantize") as show_step:
+        net = _open(model, opening, path, file, show_step)
+        train, test = _open_images(net, data, root, images, max_images, batch_size if "batch" in file.dynamic else 1)
+        report = iso.quantize(net, train, path, progress=show_step, **vars(file), **chosen)  # type: ignore[arg-type]
+    accuracy = {}
+    for name, each in (("float", net), ("int8", iso.deployment.open_artefact(path))):
+        found = iso.evaluate(each, track_steps(test, f"{name} on test images", len(test)))
+        accuracy[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
+    before, after = (metric_table(name, row) for name, row in accuracy.items())
+    table = [[*left, right] for left, (_, right) in zip(before, after, strict=True)]
+    show(json_, report.as_dict() | {"accuracy": accuracy}, str(report), table, f"wrote {report.path}")
+
+
+def _open_images(
+    net: Any, data: str | None, root: Path | None, images: int, max_images: int | None, batch_size: int
+) -> tuple[Any, Any]:
+    """Return loaders of random training images to calibrate on, and of test images, prepared as for a test.
+
+    Raises: UserError when there are no such images, or the data has other classes than the model.
+    """
+    from isomorph.data.loaders import eval_loader
+    from isomorph.data.sources import spaced_images
+    from isomorph.evaluation.suites.test_data import evaluation_data, open_training_images, sample_images
+
+    test, config = evaluation_data(net, data, root)
+    train = sample_images(open_training_images(net, data, root), images)
+    test = test if max_images is None else spaced_images(test, max_images)
+    return eval_loader(train, config, batch_size), eval_loader(test, config, batch_size)

@@ -1,26 +1,23 @@
 """The fid command."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from cyclopts import Parameter
-
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import Device, Json, MaxImages, Root, WholeNumber, check_limits
+from isomorph.cli.options import Device, Flag, Json, MaxImages, Root, WholeNumber, check_least, command
+from isomorph.cli.output import progress_bar, show
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
-from isomorph.terminal_tables import metric_table, print_table
+from isomorph.terminal_tables import metric_table
 
 
-@app.command
-@check_limits
+@command
 def fid(
     images: Path,
     /,
     *,
     data: str,
     root: Root = None,
-    test: Annotated[bool, Parameter(negative="")] = False,
+    test: Flag = False,
     features: str = "inception",
     weights: Path | None = None,
     max_images: MaxImages = None,
@@ -55,14 +52,12 @@ def fid(
         Folder in which the features of real images are stored; by default isomorph/features below $XDG_CACHE_HOME or
         ~/.cache.
     """
-    if batch_size < 1:
-        raise UserError(f"--batch-size {batch_size} must be at least 1")
+    check_least(batch_size=batch_size)
     if not images.is_dir():
         raise UserError(f"there is no folder {images}; `isomorph sample --out FOLDER` makes one of generated images")
     if weights and not weights.is_file():
         raise UserError(f"--weights {weights} does not exist")
     with loading():
-        from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.image_distance import (
             compare_folder,
@@ -76,9 +71,6 @@ def fid(
     extractor = open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:
         found = compare_folder(images, real, extractor, batch_size, cache, update)
-    result: dict[str, Any] = {"generated": str(images), "data": data, "split": split, **found}
-    if json_:
-        print_json(result)
-    else:
-        source = "" if features == "inception" else f", features of {features}"
-        print_table(metric_table(f"{images}, {split} images of {data}{source}", found))
+    source = "" if features == "inception" else f", features of {features}"
+    result = {"generated": str(images), "data": data, "split": split, **found}
+    show(json_, result, metric_table(f"{images}, {split} images of {data}{source}", found))

@@ -7,16 +7,15 @@ from typing import Any
 
 from cyclopts import App
 
-from isomorph.cli.app import app
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import Json
+from isomorph.cli.options import Json, app, command
+from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.recipes import RECIPES, recipe_values
 from isomorph.terminal_tables import print_text_table
 
 
-@app.command(name="models")
+@command
 def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
     """List the models that isomorph adds to timm, with their parameters, input size and public weights.
 
@@ -32,7 +31,7 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
     if not rows:
         raise UserError(f"no model of isomorph matches {pattern!r}; choose from {', '.join(r['name'] for r in known)}")
     if json_:
-        print_json(rows)
+        show(True, rows)
     else:
         _print_models(rows)
 
@@ -71,7 +70,7 @@ def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
     if not matching:
         raise UserError(f"no recipe matches {pattern!r}; give a glob over names, for example 'tcnn_*'")
     if json_:
-        print_json(matching, default=str)
+        show(True, matching)
     else:
         rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in matching.items())
         print_text_table([["recipe", "source", "expected"], *rows])

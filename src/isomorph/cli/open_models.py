@@ -1,6 +1,7 @@
-"""Opening the models that a command names."""
+"""Opening the models, recipes and images that a command names."""
 
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,49 +11,53 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.checkpoints.hub import local_file
-from isomorph.checkpoints.open import check_pretrained_option, needs_options, open_model, open_trained
+from isomorph.checkpoints.open import check_pretrained_option, local_file, needs_options, open_model, open_trained
 from isomorph.checkpoints.paths import parse_hub_name
-from isomorph.cli.options import CheckpointOptions
-from isomorph.deployment.artefact import is_artefact, open_image_artefact
+from isomorph.cli.options import EXPORTED, CheckpointOptions, OpenOptions
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import spaced_images
 from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import random_inputs, training_config
 from isomorph.evaluation.suites.test_data import record_root
-from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
+from isomorph.surgery.model_inputs import Inputs
 from isomorph.training.recipe.read import parse_value
-from isomorph.training.task import task_of, task_record
 
 
 def open_given(
-    name: str,
-    checkpoint: CheckpointOptions,
-    weights: Path | None = None,
-    pretrained: bool = True,
-    among: Sequence[str] = (),
+    name: str, opening: CheckpointOptions, pretrained: bool | None = None, among: Sequence[str] = ()
 ) -> nn.Module:
     """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken.
 
-    `among` are all models of the command: if some are checkpoints of other programs, the options are about these alone.
+    `pretrained` replaces that of the options. `among` are all models of the command, the first of which has the
+    weights: if some are checkpoints of other programs, the options are about these alone.
 
     Raises: UserError when there is no such model, file or folder.
     """
-    if is_artefact(name):
+    if Path(name).suffix in EXPORTED:
         raise UserError(f"{name} is an exported model, which only evaluate and robustness take; give its checkpoint")
     if "/" in name and ":" not in name and not Path(name).exists():
         raise UserError(f"there is no file or folder {name}")
+    weights = getattr(opening, "weights", None) if not among or name == among[0] else None
+    pretrained = getattr(opening, "pretrained", True) if pretrained is None else pretrained
     name, among = _on_disk(name), [_on_disk(other) for other in among]
-    if not needs_options(name) and any(map(needs_options, among)):
-        checkpoint = CheckpointOptions(ema=checkpoint.ema)
-    model = _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
-    if recipe := _recipe_of(name):
+    if any(map(needs_options, among)) and not needs_options(name):
+        opening = CheckpointOptions(ema=opening.ema)
+    model = _print_notes(open_model(name, weights, pretrained, library_options(opening)))
+    if recipe := find_recipe(Path(name)):
         record_root(model, recipe)
     return model
 
 
-def _recipe_of(name: str) -> dict[str, Any] | None:
-    """Return the recipe of a run, or of the run of a checkpoint, or None."""
-    path = Path(name)
-    return find_recipe(path) if path.exists() else None
+def find_recipe(path: Path) -> dict[str, Any] | None:
+    """Return the recipe.json next to a checkpoint or in a run's folder, None if there is none to read."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        recipe = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return recipe if isinstance(recipe, dict) else None
 
 
 @functools.cache
@@ -61,42 +66,25 @@ def _on_disk(name: str) -> str:
     return str(local_file(name)) if parse_hub_name(name) else name
 
 
-def open_classifier(
-    name: str,
-    checkpoint: CheckpointOptions,
-    weights: Path | None = None,
-    pretrained: bool = True,
-    device: torch.device | str = "cpu",
-) -> nn.Module:
+def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:
     """Open a model as `open_given` does, or an exported one, to measure its accuracy on a device.
 
     Raises: UserError for --no-pretrained with weights, or a run of masked pre-training, whose classifier is not
         trained.
     """
-    if is_artefact(name):
-        return _open_exported(name, weights, pretrained)
-    check_pretrained_option([name], weights, pretrained)
-    recipe = _recipe_of(name)
-    if recipe and recipe.get("mask"):
+    if Path(name).suffix in EXPORTED:
+        from isomorph.deployment.artefact import open_image_artefact
+
+        if opening.weights or not opening.pretrained:
+            raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
+        return open_image_artefact(name)
+    check_pretrained_option([name], opening.weights, opening.pretrained)
+    if (find_recipe(Path(name)) or {}).get("mask"):
         raise UserError(
             f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "
             "model.safetensors as --model.weights of `isomorph train`"
         )
-    return open_given(name, checkpoint, weights, pretrained).to(device)
-
-
-def require_classifier(model: nn.Module, name: str) -> None:
-    """Raise UserError for a model that was trained for another task than image classification."""
-    if task_of(model):
-        kind = task_record(model)["name"]
-        raise UserError(f"{name} was trained for {kind}; this command is for image classifiers, see isomorph evaluate")
-
-
-def _open_exported(name: str, weights: Path | None, pretrained: bool) -> nn.Module:
-    """Open a .onnx or .pt2 file. Raises: UserError for options that are about weights, which it has."""
-    if weights or not pretrained:
-        raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
-    return open_image_artefact(name)
+    return open_given(name, opening).to(device)
 
 
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Module:
@@ -106,21 +94,40 @@ def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Modul
 
 def library_options(given: CheckpointOptions) -> ModelOptions:
     """Return the options as the library takes them. Raises: UserError for --model-kwargs that are not NAME=VALUE."""
-    return ModelOptions(given.arch, given.num_classes, _parse_model_kwargs(given.model_kwargs or []), given.ema)
-
-
-def _parse_model_kwargs(assignments: Sequence[str]) -> dict[str, Any]:
-    """Return arguments from assignments such as `img_size=96` or `img_size=[96,128]`. Raises: UserError without `=`."""
     arguments = {}
-    for assignment in assignments:
+    for assignment in given.model_kwargs or []:
         name, equals, text = assignment.partition("=")
         if not equals or not name.isidentifier():
             raise UserError(f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96")
         arguments[name] = parse_value(text)
-    return arguments
+    return ModelOptions(given.arch, given.num_classes, arguments, given.ema)
 
 
 def _print_notes(model: nn.Module) -> nn.Module:
     for note in notes(model):
         print(f"isomorph: {note}", file=sys.stderr)
     return model
+
+
+def comparison_inputs(
+    model: nn.Module,
+    data: str | None,
+    root: Path | None,
+    batch: int,
+    max_images: int | None = None,
+    sizes: Sequence[tuple[int, int]] = (),
+) -> list[Inputs]:
+    """Return batches of test images of a data source or folder, by default one batch; without data, random inputs.
+
+    They are of every size, or of the model's own.
+
+    Raises: UserError for a number of images without data.
+    """
+    if max_images and not data:
+        raise UserError("--max-images is a number of images of --data; give --data too")
+    if not data:
+        return [random_inputs(batch, model, size) for size in sizes or (None,)]
+    batch = max(batch, 1)
+    source = spaced_images(open_source(data, "test", root), max_images or batch)
+    configs = [training_config(model, size) for size in sizes] or [training_config(model)]
+    return [images for config in configs for images, _ in eval_loader(source, config, batch)]

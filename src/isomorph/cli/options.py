@@ -1,23 +1,44 @@
-"""Options that several commands share, each declared once: their types, help texts and limits.
+"""The application, and options that several commands share, each declared once: types, help texts and limits.
 
-A group is a dataclass: a command takes it as one keyword argument, for example `weights: WeightsOptions`, and each of
-its fields becomes an option. To add an option to every command of a group, add a field with its help text, and the
-largest value of a number to LIMITS.
+A group is a dataclass: a command takes it as one keyword argument, for example `checkpoint: CheckpointOptions`, and
+each of its fields becomes an option. To add an option to every command of a group, add a field with its help text, and
+the largest value of a number to LIMITS.
 """
 
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from cyclopts import Parameter, Token
+from cyclopts import App, Parameter, Token
 
+import isomorph as iso
 from isomorph.checkpoints.paths import parse_hub_name, require_writable
 from isomorph.errors import UserError
 
+app = App(
+    name="isomorph",
+    help="Change the form of a vision model, keep its function.",
+    version=iso.__version__,
+    version_format="plaintext",
+    exit_on_error=False,
+    suppress_keyboard_interrupt=False,
+    print_error=False,
+    default_parameter=Parameter(negative_iterable=()),
+)
+
 Command = TypeVar("Command", bound=Callable[..., None])
+T = TypeVar("T")
+EXPORTED = (".onnx", ".pt2")
+"""Suffixes of exported models."""
+SIZE_FIELDS = ("data.size", "model.recast.grid_size")
+"""Recipe fields that are sizes."""
+_SIZE_OPTIONS = ("--size", "--grid-size", *(f"--{field}" for field in SIZE_FIELDS))
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
+_SIZE = re.compile(r"[\[(]?\s*(-?\d+)\s*(?:[x, ]\s*(-?\d+)\s*)?[\])]?", re.IGNORECASE)
 
 
 def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
@@ -28,7 +49,59 @@ def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
         raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
 
 
+def parse_size(option: str, text: str) -> tuple[int, int]:
+    """Return the height and width that a text such as 96, 96x128 or [96, 128] stands for.
+
+    Raises: UserError, which names the option, for anything else.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found or max(map(len, found.groups(default=""))) > 20:
+        given = text if len(text) <= 40 else f"{text[:40]}..."
+        raise UserError(f"{given} is not a size; write {option} 96, or {option} 96 128 for height and width")
+    height, width = found.groups()
+    return int(height), int(width or height)
+
+
+def _convert_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
+    return [parse_size(token.keyword or "--size", token.value) for token in tokens]
+
+
+def only_size(sizes: Sequence[tuple[int, int]] | None) -> tuple[int, int] | None:
+    """Return the size that --size gives, or None without one. Raises: UserError for several."""
+    if sizes and len(sizes) > 1:
+        raise UserError("--size is given several times; give one height and width")
+    return sizes[0] if sizes else None
+
+
+def join_sizes(tokens: Sequence[str]) -> list[str]:
+    """Return a command line in which what follows an option for a size is a single argument: --size=96x128.
+
+    A size is written 96, 96 128 or 96x128 (height, then width).
+    """
+    joined: list[str] = []
+    rest = list(tokens)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if option not in _SIZE_OPTIONS:
+            joined.append(f"{option}{equals}{value}")
+            continue
+        if not equals:
+            numbers = next((i for i, text in enumerate(rest[:2]) if not _NUMBER.fullmatch(text)), len(rest[:2]))
+            count = max(numbers, int(bool(rest) and rest[0][:1] in "[("))
+            value = "x".join(rest[:count])
+            del rest[:count]
+        bare = "x".join(value.strip("[]() ").replace(",", " ").split())  # a list in brackets has a meaning in cyclopts
+        joined.append(f"{option}={bare}" if value else option)
+    return joined
+
+
+Flag = Annotated[bool, Parameter(negative="")]
 WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
+Several = Parameter(consume_multiple=True)
+"""Marks an option that takes several values at once."""
+Size = Annotated[tuple[int, int], Parameter(converter=lambda *given: _convert_sizes(*given)[0], n_tokens=1)]
+Sizes = Annotated[list[tuple[int, int]] | None, Parameter(converter=_convert_sizes, n_tokens=1)]
+"""Type of an option for a size that may be given several times."""
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
 Model = Annotated[
     str,
@@ -38,15 +111,9 @@ Model = Annotated[
     ),
 ]
 Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
-Weights = Annotated[
-    Path | None, Parameter(help="Checkpoint to load into the timm model instead of its public weights.")
-]
 Split = Annotated[
     float | None,
     Parameter(help="Fraction of every class to test on, for a folder without test images of its own; 1 takes all."),
-]
-Pretrained = Annotated[
-    bool, Parameter(help="Load the timm model's public weights; --no-pretrained starts from random ones.")
 ]
 MaxImages = Annotated[
     WholeNumber | None,
@@ -61,7 +128,6 @@ LIMITS: dict[str, float] = {
     "batch": 2**16,
     "batch_size": 2**16,
     "classes": 10**7,
-    "loss": 100,
     "max_images": 10**9,
     "images": 10**7,
     "megabytes": 1000,
@@ -71,7 +137,6 @@ LIMITS: dict[str, float] = {
     "seconds": 24 * 60 * 60,
     "seed": 2**31 - 1,
     "seeds": 2**31 - 1,
-    "setting": 1e6,
     "severity": 5,
     "size": 2**13,
     "split": 1,
@@ -82,41 +147,68 @@ LIMITS: dict[str, float] = {
 """Largest allowed value of every numeric option, by name; the same in all commands."""
 
 
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
+def group(options: type[T]) -> type[T]:
+    """Make a class a group of options: its fields, with the texts below them, are options of their own."""
+    return Parameter(name="*")(dataclasses.dataclass(frozen=True)(options))
+
+
+@group
 class CheckpointOptions:
     """How to open a checkpoint that isomorph did not write."""
 
-    arch: Annotated[
-        str | None,
-        Parameter(
-            help="Architecture of a checkpoint of another program: a timm model, for example resnet18. Checkpoints of "
-            "timm's train script name theirs."
-        ),
-    ] = None
-    num_classes: Annotated[
-        WholeNumber | None, Parameter(help="Number of classes, if the checkpoint does not contain it.")
-    ] = None
-    model_kwargs: Annotated[
-        list[str] | None,
-        Parameter(
-            consume_multiple=True,
-            help="More arguments of timm.create_model that the checkpoint does not contain, for example img_size=96 "
-            "num_heads=6.",
-        ),
-    ] = None
-    ema: Annotated[
-        bool, Parameter(help="Load a checkpoint's averaged weights (EMA) if it has any; --no-ema loads the last ones.")
-    ] = True
+    arch: str | None = None
+    """Architecture of a checkpoint of another program: a timm model, for example resnet18. Checkpoints of timm's train
+    script name theirs."""
+    num_classes: WholeNumber | None = None
+    """Number of classes, if the checkpoint does not contain it."""
+    model_kwargs: Annotated[list[str] | None, Several] = None
+    """More arguments of timm.create_model that the checkpoint does not contain, for example img_size=96 num_heads=6."""
+    ema: bool = True
+    """Load a checkpoint's averaged weights (EMA) if it has any; --no-ema loads the last ones."""
 
 
-def check_limits(command: Command) -> Command:
+@group
+class WeightsOptions(CheckpointOptions):
+    """How to open a checkpoint, or a timm model with weights from a file."""
+
+    weights: Path | None = None
+    """Checkpoint to load into the timm model instead of its public weights."""
+
+
+@group
+class OpenOptions(WeightsOptions):
+    """How to open a checkpoint, or a timm model with public, random or other weights."""
+
+    pretrained: bool = True
+    """Load the timm model's public weights; --no-pretrained starts from random ones."""
+
+
+@group
+class LoadOptions:
+    """How to load test images."""
+
+    root: Root = None
+    max_images: MaxImages = None
+    batch_size: WholeNumber = 100
+    """Images per batch."""
+    workers: WholeNumber = 0
+    """Number of processes that load images; 0 loads them in the main process."""
+
+
+def command(function: Command) -> Command:
+    """Register a function as the command of its name."""
+    app.command(check_limits(function), name=function.__name__.rstrip("_"))
+    return function
+
+
+def check_limits(function: Command) -> Command:
     """Decorate a command so that values beyond LIMITS, infinite or NaN raise UserError before it runs."""
 
-    @functools.wraps(command)
+    @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> None:
         _check_options(options)
-        command(*arguments, **options)
+        function(*arguments, **options)
 
     return checked  # type: ignore[return-value]
 
@@ -127,7 +219,7 @@ def _check_options(options: dict[str, Any]) -> None:
         if name in LIMITS:
             _check_limit(name, value, LIMITS[name])
         elif dataclasses.is_dataclass(value):
-            _check_options({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+            _check_options(vars(value))
 
 
 def _check_limit(name: str, value: Any, limit: float) -> None:
@@ -141,6 +233,13 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
         raise UserError(f"--{name.replace('_', '-')} nan must be a number")
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
+
+
+def check_least(least: float = 1, **numbers: float | None) -> None:
+    """Raise UserError for a number below `least`; the options that are None are left out."""
+    for name, number in numbers.items():
+        if number is not None and not number >= least:
+            raise UserError(f"--{name.replace('_', '-')} {number:g} must be at least {least:g}")
 
 
 def _check_suffix(option: str, path: Path, suffixes: Sequence[str]) -> None:

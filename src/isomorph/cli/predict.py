@@ -1,27 +1,24 @@
 """The predict command."""
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import Any
 
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import CheckpointOptions, Device, Json, Model, Overwrite, Pretrained, Weights, check_limits
+from isomorph.cli.options import Device, Json, Model, OpenOptions, Overwrite, command
+from isomorph.cli.output import show
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
-from isomorph.terminal_tables import METRIC_FORMATS, print_table
+from isomorph.terminal_tables import METRIC_FORMATS
 
 
-@app.command
-@check_limits
+@command
 def predict(
     model: Model,
     /,
     *,
     image: Path,
     out: Path | None = None,
-    weights: Weights = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: Pretrained = True,
+    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     device: Device = "auto",
     overwrite: Overwrite = False,
     json_: Json = False,
@@ -39,34 +36,52 @@ def predict(
         with the number of the class of every pixel, y.json with the objects. For a classifier a .json file. By default
         nothing is written.
     """
-    _check_files(image, out)
-    with loading():
-        from isomorph.cli.open_models import open_given
-        from isomorph.cli.prediction_files import planned_files, write_files
-        from isomorph.distributed import open_runtime
-        from isomorph.training.classification import CLASSIFICATION
-        from isomorph.training.task import recorded_task
-    net = open_given(model, checkpoint, weights, pretrained).to(open_runtime(device).device)
-    prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
-    files = planned_files(prediction, out, overwrite) if out else {}
-    write_files(files)
-    if json_:
-        print_json({"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))})
-        return
-    print_table(_table(str(image), prediction.rows))
-    for path in files:
-        print(f"wrote {path}")
-
-
-def _check_files(image: Path, out: Path | None) -> None:
-    """Raise UserError for an image that does not exist, or is the file to write."""
     if not image.is_file():
         raise UserError(f"--image {image} does not exist" if not image.is_dir() else f"--image {image} is a folder")
     if out and out.exists() and out.samefile(image):
         raise UserError(f"--out {out} is the image itself; give another file")
+    with loading():
+        from isomorph.cli.open_models import open_given
+        from isomorph.distributed import open_runtime
+        from isomorph.training.classification import CLASSIFICATION
+        from isomorph.training.task import recorded_task
+    net = open_given(model, opening).to(open_runtime(device).device)
+    prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
+    files = _planned_files(prediction.files, out, overwrite) if out else {}
+    for path, value in files.items():
+        _write(path, value)
+    found = {"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))}
+    show(json_, found, _table(str(image), prediction.rows), *(f"wrote {path}" for path in files))
 
 
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:
+    """Return what to write to which file: `out` itself, and others next to it with their endings.
+
+    Raises: UserError for another kind of file than the prediction has, or a file that exists without `overwrite`.
+    """
+    kinds = [ending for ending in values if ending.startswith(".")]
+    if out.suffix not in kinds:
+        raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
+    files = {out.with_name(out.stem + ending): value for ending, value in values.items()}
+    existing = [path for path in files if path.exists()]
+    if existing and not overwrite:
+        raise UserError(f"--out: {existing[0]} exists; give --overwrite to replace it, or another file")
+    return files
+
+
+def _write(path: Path, value: Any) -> None:
+    """Write an image or plain values, completely or not at all. Raises: UserError when it cannot be written."""
+    from PIL import Image
+
+    from isomorph.checkpoints.files import write_atomically
+
+    if isinstance(value, Image.Image):
+        write_atomically(path, lambda file: value.save(file, format="PNG"))
+    else:
+        write_atomically(path, lambda file: file.write_text(json.dumps(value, indent=1)))
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return a table of predictions, which have the same keys."""
     if not rows:
         return [["", title], ["nothing", ""]]

@@ -1,25 +1,25 @@
 """The prune command."""
 
 from pathlib import Path
+from typing import Any
 
 import isomorph as iso
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Json,
     Overwrite,
     WholeNumber,
-    check_limits,
+    check_least,
     check_out,
+    command,
     out_next_to,
 )
+from isomorph.cli.output import show, spinner
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
-from isomorph.terminal_tables import print_table
 
 
-@app.command
-@check_limits
+@command
 def prune(
     model: Path,
     /,
@@ -62,13 +62,15 @@ def prune(
     batch
         Number of images to compare on.
     """
-    _check_values(tolerance, batch, root is not None and data is None)
+    if tolerance < 0:
+        raise UserError(f"--tolerance {tolerance:g} is out of range; give a share of attention from 0 to 0.5")
+    check_least(batch=batch)
+    if root and not data:
+        raise UserError("--root is the folder of --data; give both")
     out = out or out_next_to(model, "-pruned.safetensors")
     check_out(out, overwrite, model)
     with loading():
-        from isomorph.cli.comparison_inputs import comparison_inputs
-        from isomorph.cli.open_models import open_given_checkpoint
-        from isomorph.cli.progress import spinner
+        from isomorph.cli.open_models import comparison_inputs, open_given_checkpoint
         from isomorph.evaluation.cost import count_macs, count_parameters
         from isomorph.evaluation.input_sizes import training_config
         from isomorph.surgery import compare_outputs, prunable_layers
@@ -82,29 +84,22 @@ def prune(
         if not report.passed:
             raise UserError(f"{str(report).splitlines()[0]}; give a smaller --tolerance, or a larger --atol")
         show_step("counting parameters and multiply-accumulates")
-        parameters = {name: [count_parameters(each.get_submodule(name)) for each in (net, pruned)] for name in forms}
         macs = [count_macs(each, training_config(net)["input_size"]) for each in (net, pruned)]
     iso.save(pruned, out)
-    if json_:
-        rows = [{"layer": name, "becomes": form, "parameters": parameters[name]} for name, form in forms.items()]
-        print_json({"out": str(out), "layers": rows, "macs": macs, "report": report.as_dict()})
-    else:
-        _print_layers(forms, parameters, macs)
-        print(f"{report}\nwrote {out}")
+    parameters = {name: [count_parameters(each.get_submodule(name)) for each in (net, pruned)] for name in forms}
+    _show_layers(json_, out, forms, parameters, macs, report)
 
 
-def _print_layers(forms: dict[str, str], parameters: dict[str, list[int]], macs: list[int]) -> None:
+def _show_layers(
+    json_: bool, out: Path, forms: dict[str, str], parameters: dict[str, list[int]], macs: list[int], report: Any
+) -> None:
     """Print what every pruned layer becomes, with its parameters, and the operations of both models."""
+    layers = [{"layer": name, "becomes": form, "parameters": parameters[name]} for name, form in forms.items()]
     rows = [[name, form, *(f"{count:,}" for count in parameters[name])] for name, form in forms.items()]
-    print_table([["layer", "becomes", "parameters before", "parameters after"], *rows])
-    print(f"{len(forms)} layers pruned; {macs[0] / 1e6:,.1f} M MACs an image before, {macs[1] / 1e6:,.1f} after")
-
-
-def _check_values(tolerance: float, batch: int, root_alone: bool) -> None:
-    """Raise UserError for values out of range, and for --root without --data."""
-    if tolerance < 0:
-        raise UserError(f"--tolerance {tolerance:g} is out of range; give a share of attention from 0 to 0.5")
-    if batch < 1:
-        raise UserError(f"--batch {batch} must be at least 1")
-    if root_alone:
-        raise UserError("--root is the folder of --data; give both")
+    show(
+        json_,
+        {"out": str(out), "layers": layers, "macs": macs, "report": report.as_dict()},
+        [["layer", "becomes", "parameters before", "parameters after"], *rows],
+        f"{len(forms)} layers pruned; {macs[0] / 1e6:,.1f} M MACs an image before, {macs[1] / 1e6:,.1f} after",
+        f"{report}\nwrote {out}",
+    )

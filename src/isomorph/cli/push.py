@@ -1,16 +1,15 @@
 """The push command."""
 
-import json
 from pathlib import Path
 
 from isomorph.checkpoints.paths import check_repository
-from isomorph.cli.app import app, loading
-from isomorph.cli.options import CheckpointOptions, Json, Overwrite, check_limits
+from isomorph.cli.options import CheckpointOptions, Json, Overwrite, command
+from isomorph.cli.output import show
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 
-@app.command
-@check_limits
+@command
 def push(
     model: str,
     name: str,
@@ -49,10 +48,9 @@ def push(
     check_repository(name)
     _check_out(out, overwrite, {"--private": private, "--revision": revision, "--message": message})
     with loading():
-        from isomorph.cli.open_models import open_given
+        from isomorph.cli.open_models import find_recipe, open_given
         from isomorph.deployment.hub import push as upload
         from isomorph.deployment.hub import require_token, save_for_hub
-        from isomorph.report.page_models import find_recipe
     if out is None:
         require_token(None)
     net = open_given(model, checkpoint)
@@ -64,7 +62,7 @@ def push(
         options = dict(private=private, revision=revision, message=message, replace_card=replace_card)
         url = upload(net, name, run=run, **options)  # type: ignore[arg-type]
         text, result = f"pushed to {url}; load it with iso.load('hf-hub:{name}')", {"url": url}
-    print(json.dumps(result) if json_ else text)
+    show(json_, result, text)
 
 
 def _check_out(out: Path | None, overwrite: bool, others: dict[str, object]) -> None:

@@ -1,21 +1,75 @@
 """The recast command. It is imported when it is called, as its options are those of the registered rules."""
 
-from dataclasses import asdict
+import typing
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 import isomorph as iso
-from isomorph.cli.app import loading
-from isomorph.cli.json_output import print_json
-from isomorph.cli.options import CheckpointOptions, Json, Model, Overwrite, Pretrained, Weights, check_limits, check_out
-from isomorph.cli.rule_options import with_rule_options
-from isomorph.cli.sizes import Size
+from isomorph.cli.options import (
+    Command,
+    Json,
+    Model,
+    OpenOptions,
+    Overwrite,
+    Size,
+    WholeNumber,
+    check_limits,
+    check_out,
+    group,
+)
+from isomorph.cli.output import show, spinner
+from isomorph.cli.start import loading
+from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.terminal_tables import count_of
 
+_TYPES = {"bool": bool, "float": float, "int": WholeNumber, "str": str, "tuple[int, int]": Size}
+"""Types of the fields of isomorph's rules by name, as they are parsed: without rounding, and sizes as in every
+command."""
+
+
+def _with_rule_options(command: Command) -> Command:
+    """Let the parameters `rule` and `fields` of a command take any registered rule, and the fields of all rules.
+
+    `fields` becomes a dataclass with one option per field, None where it is not given, so that a rule states its
+    options once.
+    """
+    rules, rows = _known_rules()
+    kinds = {row["name"]: Annotated[typing.Union[(*_types(row), None)], Parameter(help=row["help"])] for row in rows}
+    defaults = dict.fromkeys(kinds)
+    fields: Any = group(type("RuleFields", (), {"__annotations__": kinds, "__module__": __name__, **defaults}))
+    texts = [f"{name}: {text}" for name, text in rules.items()]
+    command.__annotations__["rule"] = Annotated[Literal[tuple(rules)], Parameter(help=" ".join(texts))]
+    command.__annotations__["fields"] = fields
+    assert command.__kwdefaults__ is not None
+    command.__kwdefaults__["fields"] = fields()
+    return command
+
+
+def _known_rules() -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return the first line of each rule's docstring by name, and the rows of all options.
+
+    They are in tables.json, unless an installed package offers rules, whose registry imports torch.
+    """
+    if not entry_points(group="isomorph.rules"):
+        return tables()["rules"], tables()["rule_options"]
+    with loading():
+        from isomorph.cli.write_tables import rule_rows
+        from isomorph.surgery.rule import rule_texts
+    return rule_texts(), rule_rows()
+
+
+def _types(row: dict[str, Any]) -> list[Any]:
+    """Return the types of an option."""
+    kinds = [Literal[tuple(row["choices"])]] if row["choices"] else []
+    return kinds + [_TYPES[name] for name in row["types"]]
+
 
 @check_limits
-@with_rule_options
+@_with_rule_options
 def recast(
     model: Model,
     /,
@@ -25,9 +79,7 @@ def recast(
     rule: str = "ConvToGPSA",
     fields: Any = None,
     unstride: str | None = None,
-    weights: Weights = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: Pretrained = True,
+    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: Size | None = None,
     overwrite: Overwrite = False,
     json_: Json = False,
@@ -51,14 +103,13 @@ def recast(
     check_out(out, overwrite, Path(model))
     with loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.cli.progress import spinner
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import compare_outputs, edits_since
         from isomorph.surgery.rule import build_rule
-    chosen = build_rule(rule, **asdict(fields))
+    chosen = build_rule(rule, **vars(fields))
     with spinner("recast") as show_step:
         show_step(f"loading {model}")
-        base = open_given(model, checkpoint, weights, pretrained)
+        base = open_given(model, opening)
         show_step(f"replacing {' '.join(where)}")
         if unstride:
             base = iso.unstride(base, unstride)
@@ -69,8 +120,6 @@ def recast(
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
-    if json_:
-        print_json({"recast": names, "out": str(out), "report": report.as_dict()})
-    else:
-        note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
-        print(f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}\n{report}{note}\nwrote {out}")
+    note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
+    text = f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}\n{report}{note}\nwrote {out}"
+    show(json_, {"recast": names, "out": str(out), "report": report.as_dict()}, text)

@@ -23,18 +23,14 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
     predict,
     prune,
     push,
-    quantize,
     robustness,
     sample,
     surgery,
     train,
 )
-from isomorph.cli.app import app
-from isomorph.cli.interrupt import INTERRUPTED, ignore_interrupts, was_interrupted
-from isomorph.cli.option_names import name_options
-from isomorph.cli.parse_errors import explain_parse_error
-from isomorph.cli.shape_errors import explain_shape_error
-from isomorph.cli.sizes import join_sizes
+from isomorph.cli.messages import explain_parse_error, explain_shape_error, name_options
+from isomorph.cli.options import app, join_sizes
+from isomorph.cli.start import INTERRUPTED, ignore_interrupts, was_interrupted
 from isomorph.errors import DoesNotRun, Stopped, UserError, is_out_of_memory
 from isomorph.process import SafeChildProcesses
 

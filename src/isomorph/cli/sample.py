@@ -1,20 +1,28 @@
 """The sample command."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
-from isomorph.cli.app import app, loading
-from isomorph.cli.options import CheckpointOptions, Device, Json, Overwrite, WholeNumber, check_limits
-from isomorph.cli.sizes import Sizes, only_size
+from isomorph.cli.options import (
+    CheckpointOptions,
+    Device,
+    Json,
+    Overwrite,
+    Sizes,
+    WholeNumber,
+    check_least,
+    command,
+    only_size,
+)
+from isomorph.cli.output import progress_bar, show
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 MAX_GRID = 4096
 """Largest number of images in one grid."""
 
 
-@app.command
-@check_limits
+@command
 def sample(
     model: str,
     /,
@@ -54,11 +62,12 @@ def sample(
     batch_size
         Images that are generated at the same time.
     """
-    _check_options(out, images, steps, batch_size, seed, overwrite)
+    check_least(images=images, batch_size=batch_size, steps=steps)
+    check_least(0, seed=seed)
+    _check_out(out, images, overwrite)
     height_width = only_size(size)
     with loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.noise_schedule import require_denoiser
         from isomorph.tasks.diffusion.sampling import check_replaceable, write_folder, write_grid
@@ -81,17 +90,11 @@ def sample(
         )
     (write_grid if out.suffix == ".png" else write_folder)(pixels, out)
     made = {"out": str(out), "images": images, "sampler": sampler, "seed": seed, "size": list(pixels.shape[-2:])}
-    print(json.dumps(made) if json_ else f"wrote {out}: {images:,} images of {pixels.shape[-2]} x {pixels.shape[-1]}")
+    show(json_, made, f"wrote {out}: {images:,} images of {pixels.shape[-2]} x {pixels.shape[-1]}")
 
 
-def _check_options(out: Path, images: int, steps: int | None, batch_size: int, seed: int, overwrite: bool) -> None:
-    """Raise UserError for numbers that are too small, or an --out that exists or is neither a PNG nor a folder."""
-    given = {"--images": images, "--batch-size": batch_size, "--steps": 1 if steps is None else steps}
-    for option, number in given.items():
-        if number < 1:
-            raise UserError(f"{option} {number} must be at least 1")
-    if seed < 0:
-        raise UserError(f"--seed {seed} must be at least 0")
+def _check_out(out: Path, images: int, overwrite: bool) -> None:
+    """Raise UserError for an --out that exists or is neither a PNG nor a folder, or for too many images in one."""
     if out.suffix not in (".png", ""):
         raise UserError(f"--out {out} must end in .png for a grid, or have no ending for a folder")
     if out.suffix and images > MAX_GRID:

@@ -1,28 +1,26 @@
 """The verify, fuse and revert commands."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import isomorph as iso
-from isomorph.cli.app import app, loading
-from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Json,
     MaxImages,
+    OpenOptions,
     Overwrite,
-    Pretrained,
-    Weights,
+    Sizes,
     WholeNumber,
-    check_limits,
+    app,
+    check_least,
     check_out,
+    command,
     out_next_to,
 )
-from isomorph.cli.sizes import Sizes
+from isomorph.cli.output import show
+from isomorph.cli.start import loading
 from isomorph.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 app.command(
     "isomorph.cli.recast:recast",
@@ -32,16 +30,13 @@ app.command(
 )
 
 
-@app.command
-@check_limits
+@command
 def verify(
     original: str,
     other: str,
     /,
     *,
-    weights: Weights = None,
-    pretrained: Pretrained = True,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: Sizes = None,
     batch: WholeNumber = 2,
     seeds: list[WholeNumber] | None = None,
@@ -61,8 +56,6 @@ def verify(
         A timm model, a checkpoint of isomorph or of another program, or the folder of a run.
     other
         The model made from it.
-    weights
-        Checkpoint with the weights of ORIGINAL, instead of its public ones.
     size
         Height and width of the inputs; may be given several times. By default the model's own.
     batch
@@ -79,27 +72,21 @@ def verify(
     """
     with loading():
         from isomorph.checkpoints.open import check_pretrained_option
-        from isomorph.cli.comparison_inputs import comparison_inputs
-        from isomorph.cli.open_models import open_given
+        from isomorph.cli.open_models import comparison_inputs, open_given
         from isomorph.surgery import compare_outputs
     both = [original, other]
-    check_pretrained_option(both, weights, pretrained)
-    first = open_given(original, checkpoint, weights, pretrained, both)
-    second = open_given(other, checkpoint, None, pretrained, both)
+    check_pretrained_option(both, opening.weights, opening.pretrained)
+    first, second = (open_given(name, opening, among=both) for name in both)
     inputs = comparison_inputs(first, data, root, batch, max_images, size or ())
     what = f"images of {data}" if data else "random"
     report = compare_outputs(first, second, inputs, atol, seeds or [1], what)
     verdict, *details = str(report).splitlines()
-    if json_:
-        print_json(report.as_dict())
-    else:
-        print("\n".join([verdict, *details] if report.passed else details))
+    show(json_, report.as_dict(), "\n".join([verdict, *details] if report.passed else details))
     if not report.passed:
         raise UserError(verdict)
 
 
-@app.command
-@check_limits
+@command
 def fuse(
     model: Path,
     /,
@@ -140,7 +127,6 @@ def fuse(
     check_out(out, overwrite, model)
     with loading():
         from isomorph.cli.open_models import open_given_checkpoint
-        from isomorph.cli.recalibrate_run import recalibrate_on_data
         from isomorph.surgery import fusible_modules
     net = open_given_checkpoint(model, checkpoint)
     if not fusible_modules(net):
@@ -149,13 +135,22 @@ def fuse(
             "tdrl_vit_*), norms in convolutional blocks (coatnet_*) or norms on attention maps (refined_vit_*_released)"
         )
     if recalibrate:
-        net = recalibrate_on_data(net, data, root, recalibrate, batch_size)
+        net = _recalibrate(net, data, root, recalibrate, batch_size)
     fused = iso.fuse(net)
     _write_converted(net, fused, out, "fusing", json_)
 
 
-@app.command
-@check_limits
+def _recalibrate(net: Any, data: str | None, root: Path | None, batches: int, batch_size: int) -> Any:
+    """Return a copy with BatchNorm statistics of random training images, by default of the model's own data source."""
+    from isomorph.data.loaders import eval_loader
+    from isomorph.evaluation.input_sizes import training_config
+    from isomorph.evaluation.suites.test_data import images_on_device, open_training_images, sample_images
+
+    source = sample_images(open_training_images(net, data, root), batches * batch_size)
+    return iso.recalibrate(net, images_on_device(eval_loader(source, training_config(net), batch_size), net))
+
+
+@command
 def revert(
     model: Path,
     /,
@@ -185,8 +180,7 @@ def revert(
     out
         File for the new checkpoint; by default NAME-reverted.safetensors in the same folder.
     """
-    if not atol >= 0:
-        raise UserError(f"--atol {atol:g} must be at least 0")
+    check_least(0, atol=atol)
     out = out or out_next_to(model, "-reverted.safetensors")
     check_out(out, overwrite, model)
     with loading():
@@ -196,9 +190,7 @@ def revert(
     _write_converted(net, reverted, out, "reverting", json_, atol=max(1e-4, 10 * atol))
 
 
-def _write_converted(
-    before: "nn.Module", after: "nn.Module", out: Path, what: str, json_: bool, atol: float | None = None
-) -> None:
+def _write_converted(before: Any, after: Any, out: Path, what: str, json_: bool, atol: float | None = None) -> None:
     """Compare a model with what `what` has made of it, save that, and print both.
 
     Raises: UserError if the outputs differ by more than `atol`, by default that of the rule.
@@ -212,7 +204,5 @@ def _write_converted(
         raise UserError(str(report).splitlines()[0])
     iso.save(after, out)
     counts = {"before": count_parameters(before), "after": count_parameters(after)}
-    if json_:
-        print_json({"out": str(out), **counts, "report": report.as_dict()})
-    else:
-        print(f"{report}\n{counts['before']:,} parameters before, {counts['after']:,} after {what}\nwrote {out}")
+    text = f"{report}\n{counts['before']:,} parameters before, {counts['after']:,} after {what}\nwrote {out}"
+    show(json_, {"out": str(out), **counts, "report": report.as_dict()}, text)

@@ -4,6 +4,7 @@ The file tables.json is written by `python -m isomorph.cli.write_tables`; a test
 """
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,3 +18,8 @@ def tables() -> dict[str, Any]:
     (`recipe_help`) and the allowed values (`recipe_values`).
     """
     return json.loads(PATH.read_text())
+
+
+def recipe_fields() -> list[str]:
+    """Return the names of all recipe fields, for example optim.lr."""
+    return re.findall(r"`--([\w.]+)`", tables()["recipe_help"])

@@ -10,7 +10,7 @@ import torch
 import isomorph as iso
 from isomorph.cli.tables import PATH
 from isomorph.evaluation.cost import count_parameters
-from isomorph.surgery.rule import RuleOption, rule_options, rule_texts
+from isomorph.surgery.rule import rule_options, rule_texts
 from isomorph.training.recipe.recipe import Recipe, document_fields
 
 
@@ -19,7 +19,7 @@ def library_tables() -> dict[str, Any]:
     return {
         "models": [_model_row(name) for name in iso.models.names()],
         "rules": rule_texts(),
-        "rule_options": [option_row(option) for option in rule_options().values()],
+        "rule_options": rule_rows(),
         "recipe_help": document_fields(),
         "recipe_values": _allowed_values(Recipe.model_json_schema()),
     }
@@ -75,12 +75,15 @@ def _weights_origin(config: Any) -> str | None:
     return "/".join([address.netloc, *address.path.split("/")[1:3]])
 
 
-def option_row(option: RuleOption) -> dict[str, Any]:
-    """Return an option of rules as plain values: its choices and other types by name."""
-    choices = [choice for kind in option.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    others = [kind for kind in option.kinds if get_origin(kind) is not Literal]
-    names = [str(kind) if get_args(kind) else kind.__name__ for kind in others]
-    return {"name": option.name, "choices": choices, "types": names, "help": option.help}
+def rule_rows() -> list[dict[str, Any]]:
+    """Return the options of rules as plain values: their choices and other types by name."""
+    rows = []
+    for option in rule_options().values():
+        choices = [choice for kind in option.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        others = [kind for kind in option.kinds if get_origin(kind) is not Literal]
+        names = [str(kind) if get_args(kind) else kind.__name__ for kind in others]
+        rows.append({"name": option.name, "choices": choices, "types": names, "help": option.help})
+    return rows
 
 
 if __name__ == "__main__":

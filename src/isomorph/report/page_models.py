@@ -50,16 +50,6 @@ def unique_names(names: Sequence[str]) -> list[str]:
     return list(names) if len(set(names)) == len(names) else [f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
-def find_recipe(path: Path) -> dict[str, Any] | None:
-    """Return the recipe.json next to a checkpoint or in a run's folder, None if there is none to read."""
-    folder = path if path.is_dir() else path.parent
-    try:
-        recipe = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return recipe if isinstance(recipe, dict) else None
-
-
 def framing_text(config: Mapping[str, Any]) -> str:
     """Return a sentence on how images are resized and cropped, from a model's data config."""
     height, width = config["input_size"][-2:]

@@ -1,4 +1,4 @@
-"""What Ctrl-C does in isomorph's command line: end it with one line and exit code 130."""
+"""The start of a command: Ctrl-C ends it with one line and exit code 130, and torch waits until it is parsed."""
 
 import os
 import signal
@@ -7,6 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+import isomorph as iso
+from isomorph.errors import UserError
+from isomorph.process import keep_freed_memory
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that Ctrl-C has ended."""
@@ -23,11 +27,6 @@ def exit_on_interrupt() -> None:
     global _pressed
     _pressed = False
     _handle_interrupt(_exit)
-
-
-def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, so that a command can remove its temporary files."""
-    _handle_interrupt(_raise)
 
 
 def ignore_interrupts() -> None:
@@ -71,3 +70,26 @@ def _raise(number: int, frame: FrameType | None) -> None:
     global _pressed
     _pressed = True
     raise KeyboardInterrupt
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Context for the imports of what a command computes with: torch, timm and the packages of isomorph.
+
+    Modules of `isomorph.cli` import none of these at their top, so that help, lists and errors in the command line are
+    printed at once. Ctrl-C ends the process while modules are imported, and raises KeyboardInterrupt afterwards.
+
+    Raises: UserError if torch, torchvision, timm or a package that they need cannot be imported; an ImportError of a
+        module of isomorph, which is no user's mistake, stays as it is.
+    """
+    exit_on_interrupt()
+    keep_freed_memory()
+    try:
+        iso.prepare()
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "isomorph":
+            raise
+        raise UserError(" ".join(str(error).split())) from error
+    finally:
+        _handle_interrupt(_raise)

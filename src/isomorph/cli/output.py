@@ -1,0 +1,145 @@
+"""What commands print: JSON, tables, and on stderr progress: bars in a terminal, elsewhere a line a minute."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+import isomorph as iso
+from isomorph.terminal_tables import print_table
+
+T = TypeVar("T")
+SECONDS_BETWEEN_LINES = 60.0
+DESCRIPTION = rich_progress.TextColumn("{task.description}")
+
+
+def show(json_: bool, value: Any, *texts: str | list[list[str]]) -> None:
+    """Print a value as JSON, or the texts and tables that say the same; null stands for NaN and infinity in JSON."""
+    if json_:
+        print(json.dumps(_without_nan(value), default=str))
+        return
+    for text in texts:
+        print(text) if isinstance(text, str) else print_table(text)
+
+
+def _without_nan(value: Any) -> Any:
+    """Return plain values with None for each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def page_footer() -> str:
+    """Return the footer of a page: versions and the date."""
+    import torch
+
+    versions = f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    return f"{versions}. This file loads nothing from the network."
+
+
+def save_figures_and_show(
+    json_: bool,
+    out: Path,
+    size: int,
+    sections: list[Any],
+    figures: Path | None,
+    measured: Mapping[str, Any] | None = None,
+    tables: Sequence[list[list[str]]] = (),
+) -> None:
+    """Save the charts of a page to the folder `figures`, if given, and print what was measured and written.
+
+    `out` and `size` are the page's path and its size in bytes, `measured` further values for JSON, `tables` for text.
+    """
+    from isomorph.report.figures import save_figures
+
+    saved = save_figures(figures, sections) if figures else []
+    written = {"out": str(out), "bytes": size, "figures": [str(path) for path in saved], **(measured or {})}
+    last = f"page: {out}  ({size / 1e6:.2f} MB; open it in a browser)"
+    last += f"\nfigures: {len(saved)} files in {figures}" * bool(figures)
+    show(json_, written, *(part for table in tables for part in (table, "")), last)
+
+
+class ProgressLines:
+    """Prints at most one line a minute, the first after a minute, so that short work prints nothing."""
+
+    def __init__(self) -> None:
+        self.begun = self.printed = time.monotonic()
+        self.first: float | None = None
+
+    def update(self, done: float, total: int, step: str) -> None:
+        """Print the step, how much is done, and the time left, which is estimated from the steps of this process."""
+        if self.first is None:
+            self.first = done  # above 0 if measurements were resumed
+        spent, new, shown = time.monotonic() - self.begun, done - self.first, round(done, 1)
+        left = f", {timedelta(seconds=round(spent / new * (total - done)))} left" if new > 0 and shown < total else ""
+        self.print(f"{step}: {shown:g} of {total}{left}")
+
+    def print(self, text: str) -> None:
+        """Print a line if the last one is a minute ago. A stderr that is closed is no reason to stop."""
+        now = time.monotonic()
+        if now - self.printed >= SECONDS_BETWEEN_LINES:
+            self.printed = now
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
+
+
+def _bar(*columns: Any) -> Any:
+    return rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def track_steps(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
+    """Iterate over steps and show the progress."""
+    if sys.stderr.isatty():
+        yield from rich_progress.track(steps, title, total, console=Console(stderr=True), transient=True)
+        return
+    lines = ProgressLines()
+    for done, step in enumerate(steps):
+        lines.update(done, total, title)
+        yield step
+
+
+@contextmanager
+def spinner(title: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner with the elapsed time.
+
+    Yields a function that takes the name of the current step.
+    """
+    if not sys.stderr.isatty():
+        lines = ProgressLines()
+        yield lambda step: lines.print(f"{title}: {step}")
+        return
+    with _bar(rich_progress.SpinnerColumn(), DESCRIPTION, rich_progress.TimeElapsedColumn()) as bar:
+        task = bar.add_task(title)
+        yield lambda step: bar.update(task, description=f"{title}: {step}")
+
+
+@contextmanager
+def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int, str], None]]:
+    """Show a progress bar, if `show`.
+
+    Yields a function that takes the number of finished steps, the number of all steps and the name of the current one.
+    """
+    if not show:
+        yield lambda done, total, step: None
+        return
+    if not sys.stderr.isatty():
+        yield ProgressLines().update
+        return
+    columns = rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
+    with _bar(DESCRIPTION, *columns) as bar:
+        task = bar.add_task(title)
+
+        def update(done: float, total: int, step: str) -> None:
+            bar.update(task, completed=round(done, 1), total=total, description=step)
+
+        yield update
