@@ -7,7 +7,7 @@ from timm.layers import Attention
 
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
-from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
+from isomorph.layers import MBConv, RelativeAttention
 from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, count_resolutions, parse_layout
 
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
@@ -137,29 +137,6 @@ class TestLayout:
 
 
 class TestFeatures:
-    @pytest.mark.parametrize("size", [(224, 320), (384, 384), (65, 97)])
-    def test_five_levels_for_dense_tasks(self, size):
-        model = timm.create_model(
-            "coatnet_0", features_only=True, **{k: TINY[k] for k in ("depths", "widths", "head_dim")}
-        )
-        features = model(torch.randn(1, 3, *size))
-        assert [f.shape[1] for f in features] == [8, 8, 16, 16, 32] == model.feature_info.channels()
-        assert model.feature_info.reduction() == [2, 4, 8, 16, 32]
-        expected = [(-(-size[0] // r), -(-size[1] // r)) for r in (2, 4, 8, 16, 32)]
-        assert [tuple(f.shape[-2:]) for f in features] == expected
-
-    def test_they_are_those_of_forward(self):
-        model = settled(tiny())
-        x = torch.randn(2, 3, 64, 64)
-        last, taken = model.forward_intermediates(x)
-        assert len(taken) == 5
-        torch.testing.assert_close(model.forward_head(last), model(x))
-        early = model.forward_intermediates(x, indices=[0, 3], stop_early=True, intermediates_only=True)
-        for a, b in zip(early, (taken[0], taken[3]), strict=True):
-            torch.testing.assert_close(a, b)
-        with pytest.raises(ValueError, match="use 'NCHW'"):
-            model.forward_intermediates(x, output_fmt="NLC")
-
     def test_pruned(self):
         model = tiny()
         assert model.prune_intermediate_layers([0, 2]) == [0, 2]
@@ -233,13 +210,6 @@ class TestFuse:
         torch.testing.assert_close(fused(x), gated(x), rtol=1e-4, atol=1e-4)
         assert sum(isinstance(m, MBConv) for m in fused.modules()) == 1
 
-    def test_layer_norm_has_nothing_to_fold(self):
-        model = settled(tiny(norm="layer"))
-        fused = iso.fuse(model)
-        assert sum(isinstance(m, LayerNormMBConv) for m in fused.modules()) == 2
-        x = torch.randn(1, 3, 64, 64)
-        torch.testing.assert_close(fused(x), model(x))
-
 
 class TestSurgery:
     def test_without_relative_attention_a_coatnet_takes_the_rules_for_attention(self):
@@ -258,16 +228,6 @@ class TestSurgery:
 
 
 class TestAnalysis:
-    def test_nonlocality_follows_the_table(self):
-        model = settled(tiny(img_size=128))
-        x = torch.randn(2, 3, 128, 128)
-        layer = model.stages[3][0].attn
-        with torch.no_grad():
-            layer.relative_bias.fill_(0)
-            layer.relative_bias[0, 7, 7] = 50.0  # the first head looks at itself
-        found = iso.nonlocality(model, x)["stages.3.0.attn"]
-        assert found[0] < 0.01 < found[1]
-
     def test_logits_include_the_table(self):
         model = settled(tiny())
         x = torch.randn(2, 3, 64, 64)

@@ -152,15 +152,6 @@ def test_any_rectangle_at_any_patch_size(patch_size, use_pos_embed):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_transposed_images_give_other_logits():
-    """8 x 2 and 4 x 4 patches are 16 tokens alike: the grid must be the image's."""
-    model = perturbed(small(use_pos_embed=False))
-    x = torch.randn(1, 3, 128, 32)
-    assert not torch.allclose(model(x), model(x.reshape(1, 3, 64, 64)), atol=1e-3)
-    narrow = model.forward_intermediates(x, indices=[0], intermediates_only=True)[0]
-    assert narrow.shape == (1, 36, 8, 2)
-
-
 def test_padding_to_the_patch():
     model, x = small(dynamic_img_pad=True), torch.randn(1, 3, 37, 61)
     padded = torch.nn.functional.pad(x, (0, 3, 0, 11))
@@ -221,16 +212,6 @@ def test_with_psa_it_is_the_same_network_but_for_the_softmax(tmp_path):
         public_state_dict(model)
 
 
-def test_psa_is_watched_like_any_attention():
-    model, x = perturbed(small(local_attention="psa", img_size=(32, 48), patch_size=8)), torch.randn(2, 3, 32, 48)
-    maps, far, logits = iso.attention_maps(model, x), iso.nonlocality(model, x), iso.analysis.logit_stats(model, x)
-    assert list(maps) == list(far) == list(logits) == [f"blocks.{i}.attn" for i in range(4)]
-    cells = torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
-    expected = (maps["blocks.1.attn"] * torch.cdist(cells, cells)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(far["blocks.1.attn"], expected)
-    torch.testing.assert_close(logits["blocks.1.attn"].max_attention, maps["blocks.1.attn"].amax((2, 3)).mean(0))
-
-
 def test_born_in_another_dtype_and_on_another_device():
     model = small(dtype=torch.bfloat16)
     assert model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -279,16 +260,6 @@ def test_pruning_drops_a_class_token_that_would_not_join():
     kept = small()
     kept.prune_intermediate_layers([3], prune_head=False)
     assert kept(torch.randn(1, 3, 32, 32)).shape == (1, 5)
-
-
-def test_saves_what_was_created_with_arguments_and_resized(tmp_path):
-    model = perturbed(small(img_size=(40, 72), patch_size=8, locality_strength=2.0))
-    model.set_input_size((48, 80))
-    iso.save(model, tmp_path / "small.safetensors")
-    x = torch.randn(1, 3, 48, 80)
-    assert torch.equal(iso.load(tmp_path / "small.safetensors")(x), model(x))
-    with pytest.raises(iso.UserError, match="must be a dictionary like"):
-        iso.save(model, tmp_path / "small.safetensors", base="convit_ti")
 
 
 @pytest.mark.parametrize(

@@ -75,17 +75,6 @@ class TestData:
         assert objects["masks"].sum() == 400
         assert torch.equal(objects["masks"][0].bool(), torch.tensor(np.asarray(image)[..., 0] > 0))
 
-    def test_a_fraction_is_drawn_with_the_seed_or_the_first(self, tmp_path):
-        write(write(tmp_path, images=8), split="val")
-
-        def files(**fields):
-            data = {**TINY["data"], "root": str(tmp_path), "fraction": 0.5, **fields.pop("data", {})}
-            recipe = validate({**TINY, "data": data, **fields})
-            return [record.file for record in recipe.task.task.open_data(recipe)[0].samples]
-
-        assert files(data={"draw": "first"}) == [f"{i}.png" for i in range(4)]
-        assert files(seed=1) == files(seed=1) != files(seed=2)
-
     def test_masks_from_polygons_and_rle(self):
         mask = np.zeros((48, 64), np.uint8)
         mask[10:30, 10:30] = 1

@@ -208,17 +208,6 @@ class TestRun:
         for name, tensor in run.model.state_dict().items():
             assert torch.equal(again.model.state_dict()[name], tensor), name
 
-    def test_recalibrate_takes_inputs_by_name(self, run):
-        batches = [{"x": torch.randn(8, 3, 8, 8), "t": torch.full((8,), t)} for t in (0, 5, 9)]
-        moved = iso.recalibrate(run.model, batches)
-        norms = [
-            (a, b)
-            for (n, a), (_, b) in zip(run.model.named_buffers(), moved.named_buffers(), strict=True)
-            if n.endswith("running_mean")
-        ]
-        assert norms
-        assert any(not torch.equal(a, b) for a, b in norms)
-
     @pytest.mark.parametrize(
         ("override", "message"),
         [

@@ -128,14 +128,6 @@ def test_files_as_on_the_hub(hub, name):
     assert read_examples(hub / name, name, "test")[0] == first
 
 
-def test_a_folder_with_both_reads_the_published_files(hub, published, tmp_path):
-    (tmp_path / "RTE").symlink_to(published / "RTE")
-    (tmp_path / "rte").symlink_to(hub / "rte")
-    assert read_examples(tmp_path, "rte", "train")[0][0] == ("a b c", "b c")
-    assert read_examples(tmp_path, "rte", "test")[0][0] == ("sentence1 one", "sentence2 one")
-    assert len(training_sentences(hub)) == 4 * 2 * 6 + 4 * 2
-
-
 @pytest.mark.parametrize(
     ("name", "label", "changes", "message"),
     [
