@@ -20,7 +20,7 @@ from torchvision import transforms
 from isomorph.data.label_maps import MapLabels
 from isomorph.data.sampler import SeededIndex, TrainSampler
 from isomorph.data.sources import Source
-from isomorph.distributed import seed_generators
+from isomorph.distributed import Runtime, seed_generators
 from isomorph.errors import UserError
 from isomorph.process import SafeChildProcesses
 
@@ -84,6 +84,23 @@ def eval_loader(
         source,
         batch_sampler=batch_ranges(len(source), batch_size)[batches],  # type: ignore[arg-type]
         num_workers=workers,
+        worker_init_fn=ignore_stop_signals,
+        persistent_workers=workers > 0,
+    )
+
+
+def loader_of_share(
+    examples: Any, batch_size: int, workers: int, runtime: Runtime, collate: Callable[[Any], Any] | None = None
+) -> DataLoader[Any]:
+    """Return the loader of this process's share of the test examples. Raises: UserError if they are too few."""
+    if len(examples) < runtime.world:
+        raise UserError(f"{len(examples)} test examples are too few for {runtime.world} processes; start fewer")
+    own = range(len(examples))[runtime.share]
+    return IsolatedDataLoader(
+        examples,
+        batch_sampler=[[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)],
+        num_workers=workers,
+        collate_fn=collate,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
     )

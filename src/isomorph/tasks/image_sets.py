@@ -7,12 +7,9 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from isomorph.data.loaders import IsolatedDataLoader, batch_ranges, ignore_stop_signals
 from isomorph.data.sources import read_image
-from isomorph.distributed import Runtime
-from isomorph.errors import UserError
 
 S = TypeVar("S")
 
@@ -62,20 +59,3 @@ class ImageSet(Dataset[Any], Generic[S]):
     def truth(self, index: int) -> list[np.ndarray]:
         """Return the truth of an image as arrays."""
         raise NotImplementedError
-
-
-def share_loader(
-    examples: Any, batch_size: int, workers: int, runtime: Runtime, collate: Callable[[Any], Any] | None = None
-) -> DataLoader[Any]:
-    """Return the loader of this process's share of the test examples. Raises: UserError if they are too few."""
-    if len(examples) < runtime.world:
-        raise UserError(f"{len(examples)} test examples are too few for {runtime.world} processes; start fewer")
-    own = range(len(examples))[runtime.share]
-    return IsolatedDataLoader(
-        examples,
-        batch_sampler=[[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)],
-        num_workers=workers,
-        collate_fn=collate,
-        worker_init_fn=ignore_stop_signals,
-        persistent_workers=workers > 0,
-    )

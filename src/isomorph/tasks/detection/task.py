@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import train_loader
+from isomorph.data.loaders import loader_of_share, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
@@ -24,7 +24,6 @@ from isomorph.tasks.detection.metrics import FittedImages, collect_detections, m
 from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask
 from isomorph.tasks.detection.page import predict_file, write_detections
 from isomorph.tasks.detection.transforms import TrainTransform
-from isomorph.tasks.image_sets import share_loader
 from isomorph.training.build import build_model
 from isomorph.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.training.recipe.recipe import Recipe
@@ -121,7 +120,7 @@ class Detection(Task):
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)
-        return share_loader(FittedImages(test, config), batch, recipe.data.workers, runtime)
+        return loader_of_share(FittedImages(test, config), batch, recipe.data.workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         def measure(module: nn.Module, loader: Any, runtime: Runtime) -> dict[str, float]:
@@ -164,7 +163,7 @@ class Detection(Task):
     ) -> list[dict[str, Any]]:
         config = evaluation_config(model, options.size)
         batch = min(options.batch_size, _LARGEST_BATCH)
-        loader = share_loader(FittedImages(images, config), batch, options.workers, runtime)
+        loader = loader_of_share(FittedImages(images, config), batch, options.workers, runtime)
         results = collect_detections(model.to(runtime.device), loader, runtime)
         rows = metric_rows(images, results)
         if options.page and runtime.is_main:

@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import seeded_loader
+from isomorph.data.loaders import loader_of_share, seeded_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_once
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
-from isomorph.tasks.image_sets import share_loader
 from isomorph.tasks.language.attention_page import write_attention
 from isomorph.tasks.language.sentences import PadBatch, check_tokenizer, open_tokenizer
 from isomorph.training.recipe.fields import Part
@@ -117,7 +116,7 @@ class LanguageTask(Task):
 
     def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
         """Return the loader of one process's share of the test examples. Raises: UserError if there are too few."""
-        return share_loader(test, batch_size, workers, runtime, PadBatch(self.tokenizer.pad_token_id))
+        return loader_of_share(test, batch_size, workers, runtime, PadBatch(self.tokenizer.pad_token_id))
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> Any:
         """Return the examples to evaluate a trained model on."""

@@ -13,7 +13,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import train_loader
+from isomorph.data.loaders import loader_of_share, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once, read_image
 from isomorph.distributed import Runtime
@@ -21,7 +21,6 @@ from isomorph.errors import UserError
 from isomorph.evaluation.class_names import check_own_classes, label_names
 from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem, training_config
 from isomorph.models.task_networks.upernet import UPerNet
-from isomorph.tasks.image_sets import share_loader
 from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.formats import FORMATS, open_splits, open_test_pairs
@@ -99,7 +98,7 @@ class Segmentation(Task):
         """Return this process's share of whole images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
         test = test.subset(range(len(test)))
         test.transform = TestTransform(self.options.resize, config["mean"], config["std"])
-        return share_loader(test, 1, workers, runtime)
+        return loader_of_share(test, 1, workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
