@@ -29,26 +29,20 @@ GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAtt
 GridSize = tuple[int, int]
 
 
-class _EmbeddedImage(NamedTuple):
-    """The grid of an embedded image, and the id of the backward pass in which it was embedded (-1: none)."""
+class _Running(NamedTuple):
+    """The grid of the tokens of a running module, or without `module` that of a model's last image in this thread.
 
+    `backward_id`: the backward pass in which it began (-1: none).
+    """
+
+    grids: ref["_CallGrids"]
+    module: nn.Module | None
     grid: GridSize
     backward_id: int
 
 
-class _RunningModule(NamedTuple):
-    """A module whose forward is running, and the grid of its tokens."""
-
-    grids: "_CallGrids"
-    module: nn.Module
-    grid: GridSize
-
-
-_EMBEDDED: ContextVar[dict[ref["_CallGrids"], _EmbeddedImage]] = ContextVar("isomorph_embedded")
-"""The last image of each model in this thread; the dict is replaced instead of changed, as contexts share it."""
-
-_RUNNING: ContextVar[tuple[_RunningModule, ...]] = ContextVar("isomorph_running", default=())
-"""The modules whose forward is running in this thread, the innermost last."""
+_RUNNING: ContextVar[tuple[_Running, ...]] = ContextVar("isomorph_running", default=())
+"""The last image of each model and the modules whose forward is running in this thread, the innermost last."""
 
 
 def _backward_pass_id() -> int:
@@ -80,38 +74,33 @@ class _CallGrids:
     def __init__(self) -> None:
         self.seen: dict[GridSize, None] = {}  # an ordered set
 
-    def set_next(self, grid: GridSize) -> None:
-        """Set the grid of the blocks that this thread runs next."""
-        alive = {key: image for key, image in _EMBEDDED.get({}).items() if key() is not None}
-        _EMBEDDED.set({**alive, ref(self): _EmbeddedImage(grid, _backward_pass_id())})
+    def set_image(self, grid: GridSize, interrupted: bool = False) -> None:
+        """Set the grid of the blocks that this thread runs next.
 
-    def start_image(self, grid: GridSize) -> None:
-        """Set the grid of a new image, and drop entries that an interrupted forward left behind."""
-        if all(type(size) is int for size in grid):  # under a tracer they are symbolic
-            self.seen.setdefault(grid)
-        _RUNNING.set(tuple(entry for entry in _RUNNING.get() if entry.grids is not self))
-        self.set_next(grid)
+        `interrupted`: drop modules of this model that an interrupted forward left behind.
+        """
 
-    def of_last_image(self) -> GridSize | None:
-        """Return the grid of the last image, if it was embedded in the forward or backward pass that runs now."""
-        image = _EMBEDDED.get({}).get(ref(self))
-        return image.grid if image and image.backward_id == _backward_pass_id() else None
+        def stays(entry: _Running) -> bool:
+            own = entry.grids() is self
+            return entry.grids() is not None and not (own and (interrupted or entry.module is None))
 
-    def of_running_module(self) -> GridSize | None:
-        """Return the grid of the innermost running module of this model."""
-        return next((entry.grid for entry in reversed(_RUNNING.get()) if entry.grids is self), None)
-
-    def of_recomputed(self, tokens: Any) -> GridSize | None:
-        """Return the grid that tokens are marked with, in a backward pass that runs their block again."""
-        grid = None if _backward_pass_id() == -1 else getattr(_storage_of(tokens), "isomorph_grid", None)
-        if grid:
-            self.set_next(grid)  # the next blocks of the same checkpoint get new tokens, without a mark
-        return grid
+        image = _Running(ref(self), None, grid, _backward_pass_id())
+        _RUNNING.set((image, *filter(stays, _RUNNING.get())))
 
     def of_tokens(self, tokens: Any, use_last_image: bool) -> GridSize | None:
-        """Return the grid of a module's tokens, if known; `use_last_image`: that of the last image by default."""
-        grid = self.of_recomputed(tokens) or self.of_running_module()
-        return grid or (self.of_last_image() if use_last_image else None)
+        """Return the grid of a module's tokens, if known.
+
+        It is the grid that they are marked with in a backward pass that computes their block again, or that of the
+        innermost running module, or with `use_last_image` that of the last image of this forward or backward pass.
+        """
+        in_backward = _backward_pass_id()
+        if in_backward != -1 and (grid := getattr(_storage_of(tokens), "isomorph_grid", None)):
+            self.set_image(grid)  # the next blocks of the same checkpoint get new tokens, without a mark
+            return grid
+        own = next((entry for entry in reversed(_RUNNING.get()) if entry.grids() is self), None)
+        if own and (own.module is not None or (use_last_image and own.backward_id == in_backward)):
+            return own.grid
+        return None
 
     def of_token_count(self, layer: Any, tokens: Tensor) -> GridSize | None:
         """Return the only grid seen so far with this number of tokens, if any.
@@ -138,7 +127,7 @@ class _CallGrids:
         grid = self.of_tokens(tokens, use_last_image=True)
         if grid:
             _mark_storage(tokens, grid)
-            _RUNNING.set((*_RUNNING.get(), _RunningModule(self, module, grid)))
+            _RUNNING.set((*_RUNNING.get(), _Running(ref(self), module, grid, -1)))
 
     def after_module(self, module: nn.Module, *_: Any) -> None:
         """Remove the grid of a module after it ran or raised."""
@@ -192,7 +181,9 @@ class _ImageHook:
             if isinstance(module, GRID_LAYERS):
                 module.grid_size = grid_size  # for calls outside the model, and under a compiler
         if not torch.compiler.is_compiling():
-            self.grids.start_image(grid_size)
+            if all(type(size) is int for size in grid_size):  # under a tracer they are symbolic
+                self.grids.seen.setdefault(grid_size)
+            self.grids.set_image(grid_size, interrupted=True)
 
 
 def _remove_grid_hooks(module: nn.Module) -> None:
