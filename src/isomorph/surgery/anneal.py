@@ -4,7 +4,6 @@ A T-CNN with exact initialisation keeps the CNN's accuracy, but its gates are cl
 paper's initialisation has to regain the accuracy. Annealing opens the layers while the rest of the network adapts.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -78,33 +77,19 @@ class Anneal:
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
         """Set the slopes of annealed ReLUs for a step; averaged weights need it too, as a slope is not averaged."""
-        for layer in _annealed_relus(model):
+        for layer in annealed_layers(model)[1]:
             layer.set_slope(min(max(step / self.steps, 0.0), 1.0))
 
 
-def _annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
-    """Return the annealed ReLUs of a model."""
-    return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
-
-
-def annealed_layers(model: nn.Module) -> tuple[Sequence[GatedAttention], Sequence[AnnealedReLU]]:
+def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU]]:
     """Return the gated attention layers and the annealed ReLUs of a model.
 
     Raises: UserError if there is neither.
     """
-    relus = _annealed_relus(model)
-    gated = any(isinstance(module, GatedAttention) for module in model.modules())
-    return (gpsa_layers(model) if gated or not relus else []), relus
-
-
-def gpsa_layers(model: nn.Module) -> Sequence[GatedAttention]:
-    """Return the gated attention layers of a model.
-
-    Raises: UserError if there is none.
-    """
-    layers = [module for module in model.modules() if isinstance(module, GatedAttention)]
-    if not layers:
+    gated = [module for module in model.modules() if isinstance(module, GatedAttention)]
+    relus = [module for module in model.modules() if isinstance(module, AnnealedReLU)]
+    if not (gated or relus):
         raise UserError(
             "the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first"
         )
-    return layers
+    return gated, relus

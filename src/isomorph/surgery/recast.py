@@ -6,7 +6,7 @@ checkpoint is rebuilt: create the base model, replay the edits, load the tensors
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -25,21 +25,9 @@ from isomorph.surgery.where import (
     joint_parts,
     list_names,
     matches_where,
-    names_of_kind,
     nearest_names,
     selectable_modules,
 )
-
-_Target = nn.Module | JointPart
-
-
-def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str, _Target]]:
-    """Yield every module once, under its first name."""
-    seen: set[_Target] = set()
-    for name, module in pairs:
-        if module not in seen:
-            seen.add(module)
-            yield name, module
 
 
 def _check_arguments(rule: Rule, where: Where) -> None:
@@ -79,12 +67,16 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     named: list[tuple[str, Any]] = selectable_modules(model)
     if rule.takes_parts and not callable(where):
         named += joint_parts(model).items()
-    own = names_of_kind(named, kind)
+    own = [name for name, module in named if name and isinstance(module, (*kind, JointPart))]
     names = own or [name for name, _ in named if name]
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, names)}")
-    selected = _without_covered(list(_unique_targets((n, m) for n, m in named if matches_where(where, n, m))))
+    first_names: dict[Any, str] = {}  # every module once
+    for name, module in named:
+        if matches_where(where, name, module):
+            first_names.setdefault(module, name)
+    selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
     if not selected:
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
     candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.reason(m) is None]
@@ -99,12 +91,6 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
             raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
     _check_not_nested([name for name, _ in candidates])
     return [name for name, _ in candidates]
-
-
-def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the selection without parts of joint projections whose whole layer is selected."""
-    modules = {module for _, module in selected}
-    return [(n, m) for n, m in selected if not (isinstance(m, JointPart) and m.joint in modules)]
 
 
 def check_model(model: object) -> None:

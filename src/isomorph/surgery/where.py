@@ -109,11 +109,6 @@ def joint_candidates(name: str) -> list[str]:
     return [f"{parent}{dot}{joint}" for joint, parts in JOINT_PARTS.items() if last in parts]
 
 
-def names_of_kind(named: Sequence[tuple[str, Any]], kind: tuple[type[nn.Module], ...]) -> list[str]:
-    """Return the names of the modules of a rule's kind, and of parts of joint projections."""
-    return [name for name, module in named if name and isinstance(module, (*kind, JointPart))]
-
-
 def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules by all their names, except those inside a pyramid, which reads the weights of its layers."""
     named = list(model.named_modules(remove_duplicate=False))
