@@ -18,8 +18,8 @@ from torch import nn
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.deployment.artefact import load_artefact
-from isomorph.deployment.onnx_model import build_onnx
+from isomorph.deployment.artefact import describe, load_artefact
+from isomorph.deployment.onnx_model import add_metadata, convert
 from isomorph.deployment.program import name_failure, prepare, trace
 from isomorph.deployment.shapes import parse_dynamic, plan_shapes
 from isomorph.evaluation.suites.robustness.cells import weights_hash
@@ -145,16 +145,22 @@ def test_no_file_names_a_folder_of_this_machine(onnx_file, pt2_file):
         assert str(Path(iso.__file__).parent).encode() not in path.read_bytes()
 
 
+def onnx_graph(model, shapes):
+    proto = convert(trace(prepare(model), shapes), shapes, 20)
+    add_metadata(proto, describe(model, shapes))
+    return proto
+
+
 def test_a_graph_of_one_image_runs_on_a_batch():
     model = Scaled()
     model.pretrained_cfg = CONFIG
-    proto = build_onnx(model, dynamic="none")
+    proto = onnx_graph(model, plan_shapes(model, "none"))
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value == 1
     assert [tensor.name for tensor in proto.graph.initializer][:1] == ["weight"]
     artefact = load_artefact(proto.SerializeToString(), "onnx")
     images = torch.randn(3, 3, 16, 16)
     torch.testing.assert_close(artefact(images), model(images).detach(), atol=1e-6, rtol=1e-5)
-    with pytest.raises(iso.UserError, match="images of 16 x 16 only; export it with dynamic batch,size"):
+    with pytest.raises(iso.UserError, match="images has the size 3x16x24, and the artefact takes 3x16x16; export it"):
         artefact(torch.randn(3, 3, 16, 24))
 
 
@@ -182,10 +188,10 @@ def test_what_is_dynamic():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True)
     shapes = plan_shapes(vit, "batch,size")
     assert shapes.size_multiple == 16
-    assert shapes.checks[:3] == ((1, 3, 32, 32), (2, 3, 32, 64), (5, 3, 64, 32))
-    assert shapes.checks[3:] == ((2, 3, 48, 48), (2, 3, 16, 16))
+    checks = ["1x3x32x32", "2x3x32x64", "5x3x64x32", "2x3x48x48", "2x3x16x16"]
+    assert [shape for shape, _ in shapes.examples()] == checks
     assert shapes.near == 2
-    assert plan_shapes(vit, "batch", (64, 48)).trace == (2, 3, 64, 48)
+    assert plan_shapes(vit, "batch", (64, 48)).example()[0][0].shape == (2, 3, 64, 48)
     fixed = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     with pytest.raises(iso.UserError, match=r"takes images of 32 x 32 only \(.*dynamic_img_size=True"):
         plan_shapes(fixed, "batch,size")
@@ -209,18 +215,15 @@ class PadsToCells(nn.Module):
 
 @pytest.mark.parametrize("ending", ["pt2", "onnx"])
 def test_same_padding_keeps_every_size_open(tmp_path, ending):
-    convs = [create_conv2d(3, 4, 3, stride=2, padding="same"), create_conv2d(4, 4, 5, stride=3, padding="same")]
-    pools = create_pool2d("max", 3, 2, padding="same"), nn.AdaptiveAvgPool2d(1)
-    model = nn.Sequential(*convs, *pools, nn.Flatten()).eval()
+    layers = create_conv2d(3, 4, 5, stride=3, padding="same"), create_pool2d("max", 3, 2, padding="same")
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     path = tmp_path / f"m.{ending}"
     assert iso.export(model, path, dynamic="batch,size", size=(24, 24)).size_multiple == 1
     images = torch.randn(3, 3, 25, 31)
     torch.testing.assert_close(iso.deployment.open_artefact(path)(images), model(images), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("both", [True, False])
-@pytest.mark.parametrize("ending", ["pt2", "onnx"])
-@pytest.mark.parametrize("cell", [2, 4])
+@pytest.mark.parametrize(("cell", "ending", "both"), [(2, "onnx", True), (4, "pt2", False), (2, "pt2", True)])
 def test_sizes_that_take_another_way_through_the_model_are_not_claimed(tmp_path, ending, cell, both):
     model, path = PadsToCells(cell, both).eval(), tmp_path / f"m.{ending}"
     report = iso.export(model, path, dynamic="batch,size")
@@ -228,7 +231,7 @@ def test_sizes_that_take_another_way_through_the_model_are_not_claimed(tmp_path,
     artefact = iso.deployment.open_artefact(path)
     images = torch.randn(3, 3, 32 - 3 * cell, 32 + 5 * cell)
     torch.testing.assert_close(artefact(images), model(images), rtol=0, atol=1e-4)
-    with pytest.raises(iso.UserError, match=f"multiples of {cell}|steps of {cell}"):
+    with pytest.raises(iso.UserError, match=f"multiples of {cell}"):
         artefact(torch.randn(1, 3, 33, 32))
 
 
@@ -287,7 +290,7 @@ def test_constants_stay_small_and_weights_are_constants():
     """Of a T-CNN layer's position attention the file has the maps along its axes, not their product."""
     layer = iso.layers.GPSA2d(12, 12, kernel_size=3, padding=1)  # 9 heads do not divide 12 channels
     model = perturbed(nn.Sequential(nn.Conv2d(3, 12, 1), layer))
-    proto = build_onnx(model, shapes=plan_shapes(model, "batch", (8, 8)))
+    proto = onnx_graph(model, plan_shapes(model, "batch", (8, 8)))
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     assert max(np.prod(tensor.dims) for tensor in weights.values()) <= 12 * 12 * 9
     products = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]

@@ -7,7 +7,7 @@ import torch
 import isomorph as iso
 from command_line import isomorph
 from isomorph.deployment.artefact import open_image_artefact
-from isomorph.deployment.named_inputs import plan_inputs
+from isomorph.deployment.shapes import plan_shapes
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
@@ -74,14 +74,14 @@ def test_the_unet_as_a_program_takes_images_and_times(unet, tmp_path):
     x, t = torch.randn(3, 3, 10, 14), torch.tensor([0, 500, 999])
     with torch.no_grad():
         torch.testing.assert_close(artefact(x=x, t=t), unet(x, t), atol=1e-4, rtol=1e-4)
-    with pytest.raises(iso.UserError, match="x has the size 3x9x8; sides must be multiples of 2"):
+    with pytest.raises(iso.UserError, match="x has the size 3x9x8; sides differ from 3x8x8 by multiples of 2"):
         artefact(x=x[..., :9, :8], t=t)
 
 
 def test_what_is_not_open_is_said(text, unet, tmp_path):
     """In the command line too."""
-    shapes = plan_inputs(text, "none")
-    assert {tuple(tensor.shape) for tensor in shapes.trace.values()} == {(1, 32)}
+    _, named = plan_shapes(text, "none").example()
+    assert {tuple(tensor.shape) for tensor in named.values()} == {(1, 32)}
     report = iso.export(text, tmp_path / "text.pt2")
     assert (report.axes, report.deviation.passed) == (("batch",), True)
     artefact = iso.deployment.open_artefact(tmp_path / "text.pt2")
@@ -93,7 +93,7 @@ def test_what_is_not_open_is_said(text, unet, tmp_path):
         iso.export(text, tmp_path / "x.pt2", size=(8, 8))
     with pytest.raises(iso.UserError, match="takes no images of 9 x 8: sides must be multiples of 2"):
         iso.export(unet, tmp_path / "x.pt2", size=(9, 8))
-    with pytest.raises(iso.UserError, match="takes input_ids and attention_mask, not images alone"):
+    with pytest.raises(iso.UserError, match="takes input_ids and attention_mask and token_type_ids, not images"):
         iso.quantize(text, [torch.randn(1, 3, 8, 8)], tmp_path / "x.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["text.pt2"]
     refused = isomorph("evaluate", tmp_path / "text.pt2", "--data", "digits")

@@ -93,8 +93,8 @@ def _open(model: str, opening: OpenOptions, path: Path, file: FileOptions, show_
     """Open the model to export, after checking that the file can be written and its packages are there."""
     with loading():
         from isomorph.cli.open_models import open_classifier
+        from isomorph.deployment.artefact import require_packages
         from isomorph.deployment.export import check_destination
-        from isomorph.deployment.extra import require_packages
     if path.suffix == ".onnx":
         require_packages()
     check_destination(path, file.overwrite)

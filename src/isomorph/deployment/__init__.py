@@ -3,8 +3,7 @@
 from isomorph.deployment.artefact import Artefact, open_artefact
 from isomorph.deployment.export import ExportReport, export
 from isomorph.deployment.hub import push, save_for_hub
-from isomorph.deployment.quantize import quantize
-from isomorph.deployment.quantize_report import QuantizedLayer, QuantizeReport
+from isomorph.deployment.quantize import QuantizedLayer, QuantizeReport, quantize
 
 __all__ = [
     "Artefact",

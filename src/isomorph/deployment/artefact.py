@@ -1,24 +1,37 @@
-"""Run an exported model, a .onnx or .pt2 file, as a model in evaluation."""
+"""Run an exported model, a .onnx or .pt2 file, as a model in evaluation; and what such a file says about itself."""
 
 import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.deployment.extra import require_packages
-from isomorph.deployment.metadata import parse_metadata
+from isomorph.checkpoints.header import DATA_KEYS, parse_data
+from isomorph.checkpoints.rebuild import describe_data
 from isomorph.deployment.program import quiet
-from isomorph.errors import UserError
+from isomorph.deployment.shapes import DYNAMIC, INPUT, ExportShapes
+from isomorph.errors import UserError, install_hint
+from isomorph.evaluation.input_sizes import evaluation_config
 
 FORMATS = ("onnx", "pt2")
 """File formats, by their suffix."""
 METADATA_FILE = "metadata.json"
 """Name of the metadata inside a .pt2 archive."""
+FORMAT_KEY = "isomorph_version"
+"""The key by which a file is known to be isomorph's."""
+METADATA_KEYS = (
+    *(FORMAT_KEY, "architecture", "num_classes", "class_names", "input_size", "mean", "std"),
+    *("interpolation", "crop_pct", "crop_mode", "source", "split", "dynamic", "size_multiple"),
+    *("quantization", "inputs", "length", "task"),
+)
+"""Keys of the metadata, each with a JSON value; the version, and a name or word, stand there without quotes."""
+_WORDS = (FORMAT_KEY, "architecture", "interpolation", "crop_mode", "source", "quantization")
 
 
 def is_artefact(name: str | Path) -> bool:
@@ -26,7 +39,131 @@ def is_artefact(name: str | Path) -> bool:
     return Path(name).suffix.removeprefix(".") in FORMATS
 
 
-class Artefact(nn.Module):
+def require_packages(*names: str) -> None:
+    """Import packages of the extra `export`. Raises: UserError, with the command that installs it, if one is missing.
+
+    Running an ONNX model needs onnxruntime alone.
+    """
+    for name in names or ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            import_module(name)
+        except ImportError as error:
+            reason = (
+                "is not installed" if error.name == name else f"cannot be imported ({' '.join(str(error).split())})"
+            )
+            raise UserError(f"ONNX needs {name}, which {reason}; {install_hint('export')}") from None
+
+
+def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
+    """Return the metadata of a model exported with these shapes, as texts by key.
+
+    Keys without a value (class names of a model that has none) are left out.
+    """
+    first, data = shapes.shape, describe_data(model)
+    if not shapes.named:
+        config = evaluation_config(model, (first[1], first[2]))
+        data |= {key: config[key] for key in DATA_KEYS if key in config}
+    elif len(first) == 3:
+        data["input_size"] = first
+    elif "size" not in shapes.dynamic:
+        data["length"] = first[0]
+    values = {
+        FORMAT_KEY: own_version(),
+        "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
+        "num_classes": getattr(model, "num_classes", None),
+        "class_names": data.pop("label_names", None),
+        **data,
+        "dynamic": list(shapes.dynamic),
+        "size_multiple": shapes.size_multiple,
+        "inputs": list(shapes.names) if shapes.named else None,
+    }
+    return {
+        key: values[key] if key in _WORDS else json.dumps(values[key])
+        for key in METADATA_KEYS
+        if values.get(key) is not None
+    }
+
+
+def own_version() -> str:
+    """Return isomorph's version, "unknown" where it runs without being installed."""
+    try:
+        return version("isomorph")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _parse_metadata(texts: Mapping[str, str], path: object) -> dict[str, Any]:
+    """Return the values of metadata by key. Raises: UserError when isomorph did not write it, or a value is damaged."""
+    if FORMAT_KEY not in texts or not {"input_size", "inputs"} & set(texts):
+        raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
+    try:
+        known = {key: texts[key] for key in METADATA_KEYS if key in texts}
+        values = {key: text if key in _WORDS else json.loads(text) for key, text in known.items()}
+        dynamic, classes = values.get("dynamic", []), values.get("num_classes", 0)
+        multiple = values.setdefault("size_multiple", None) or 1
+        if not (set(dynamic) <= set(DYNAMIC) and type(classes) is int and type(multiple) is int and multiple > 0):
+            raise ValueError("dynamic, num_classes or size_multiple has an impossible value")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"cannot read the metadata of {path}: {error}") from None
+    data = {key: values[key] for key in DATA_KEYS if key in values}
+    names = values.get("class_names")
+    return values | parse_data(data | ({"label_names": names} if names is not None else {}), path)
+
+
+class NamedArtefact(nn.Module):
+    """An exported text network or denoiser as a module, which takes its inputs by name; `metadata` lists them.
+
+    It runs on the CPU, one example at a time if its batch is not dynamic, and has no parameters to train. Make one with
+    `open_artefact`.
+
+    Shape: text: input_ids, attention_mask (B, N) and for some token_type_ids (B, N) -> (B, num_classes), or (B, N, V);
+        a denoiser: x (B, C, H, W), t (B,) -> (B, C, H, W)
+    Raises: UserError for other names, or sizes that were not left dynamic.
+    """
+
+    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
+        super().__init__()
+        self._run = run
+        self.metadata = dict(metadata)
+        # stands for the weights, which are in the file: results are stored with a hash of a model's state
+        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, **inputs: Tensor) -> Tensor:
+        names = self.metadata.get("inputs", [INPUT])
+        if sorted(inputs) != sorted(names):
+            given = ", ".join(inputs) or "none"
+            raise UserError(f"the inputs are {given}; give {', '.join(names)} by name")
+        first = inputs[names[0]]
+        if any(len(tensor) != len(first) for tensor in inputs.values()):
+            sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in inputs.items())
+            raise UserError(f"the inputs have unequal batches: {sizes}")
+        self._check_size(names[0], list(first.shape[1:]))
+        size = len(first) if "batch" in self.metadata.get("dynamic", ()) else 1
+        plain = (inputs[name].detach().cpu() for name in names)
+        parts = zip(*((x.float() if x.is_floating_point() else x).split(max(size, 1)) for x in plain), strict=True)
+        return torch.cat([self._run(**dict(zip(names, part, strict=True))) for part in parts]).to(first.device)
+
+    def _check_size(self, name: str, given: list[int]) -> None:
+        """Raise UserError for images or sequences of a size that the artefact was not exported for."""
+        known, multiple = self.metadata, self.metadata.get("size_multiple") or 1
+        own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
+        free = "size" in known.get("dynamic", ()) and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
+        shown, wanted = ("x".join(map(str, shape)) for shape in (given, own))
+        if not free and given != own:
+            raise UserError(
+                f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
+            )
+        if any((side - least) % multiple for side, least in zip(given[1:], own[1:], strict=True)):
+            raise UserError(f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an artefact that shares the program, which does not change."""
+        return type(self)(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
+
+
+class Artefact(NamedArtefact):
     """An exported model as a module: `iso.evaluate` and `isomorph evaluate` take it as any classifier.
 
     It runs on the CPU, one image at a time if its batch is not dynamic, and has no parameters to train. `metadata` says
@@ -47,90 +184,15 @@ class Artefact(nn.Module):
     """
 
     def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
-        super().__init__()
-        self._run = run
-        self.metadata = dict(metadata)
-        # stands for the weights, which are in the file: results are stored with a hash of a model's state
-        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        super().__init__(run, metadata, digest)
         self.num_classes = self.metadata.get("num_classes", 0)
         self.in_chans = self.metadata["input_size"][0]
         self.pretrained_cfg = self.default_cfg = self.metadata
         # modules of torch say by a parameter where they run
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
-        self.eval()
 
-    @torch.no_grad()
-    def forward(self, images: Tensor) -> Tensor:
-        self._check_shape(images)
-        size = len(images) if "batch" in self.metadata.get("dynamic", ()) else 1
-        parts = images.detach().to("cpu", torch.float32).split(max(size, 1))
-        return torch.cat([self._run(part) for part in parts]).to(images.device)
-
-    def _check_shape(self, images: Tensor) -> None:
-        """Raise UserError for images that the artefact was not exported for."""
-        channels, *sides = self.metadata["input_size"]
-        dynamic, multiple = self.metadata.get("dynamic", ()), self.metadata.get("size_multiple") or 1
-        given = "x".join(map(str, images.shape))
-        if images.ndim != 4 or images.shape[1] != channels:
-            raise UserError(f"images have shape {given}; the artefact takes B x {channels} x height x width")
-        if "size" not in dynamic and list(images.shape[2:]) != sides:
-            raise UserError(
-                f"images have shape {given}; the artefact takes images of {sides[0]} x {sides[1]} only; export it "
-                "with dynamic batch,size"
-            )
-        if any((side - own) % multiple for side, own in zip(images.shape[2:], sides, strict=True)):
-            raise UserError(f"images have shape {given}; height and width must be multiples of {multiple}")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Artefact":
-        """Return an artefact that shares the program, which does not change."""
-        return Artefact(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
-
-
-class NamedArtefact(nn.Module):
-    """An exported text network or denoiser as a module, which takes its inputs by name; `metadata` lists them.
-
-    It runs on the CPU. Make one with `open_artefact`.
-
-    Shape: text: input_ids, attention_mask (B, N) and for some token_type_ids (B, N) -> (B, num_classes), or (B, N, V);
-        a denoiser: x (B, C, H, W), t (B,) -> (B, C, H, W)
-    Raises: UserError for other names, or sizes that were not left dynamic.
-    """
-
-    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
-        super().__init__()
-        self._run = run
-        self.metadata = dict(metadata)
-        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-        self.eval()
-
-    @torch.no_grad()
-    def forward(self, **inputs: Tensor) -> Tensor:
-        names = self.metadata["inputs"]
-        if sorted(inputs) != sorted(names):
-            given = ", ".join(inputs) or "none"
-            raise UserError(f"the inputs are {given}; give {', '.join(names)} by name")
-        first = inputs[names[0]]
-        if any(len(tensor) != len(first) for tensor in inputs.values()):
-            sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in inputs.items())
-            raise UserError(f"the inputs have unequal batches: {sizes}")
-        self._check_size(names[0], list(first.shape[1:]))
-        size = len(first) if "batch" in self.metadata["dynamic"] else 1
-        plain = (inputs[name].detach().cpu() for name in names)
-        parts = zip(*((x.float() if x.is_floating_point() else x).split(max(size, 1)) for x in plain), strict=True)
-        return torch.cat([self._run(**dict(zip(names, part, strict=True))) for part in parts]).to(first.device)
-
-    def _check_size(self, name: str, given: list[int]) -> None:
-        """Raise UserError for images or sequences of a size that the artefact was not exported for."""
-        known, multiple = self.metadata, self.metadata.get("size_multiple") or 1
-        own = list(known.get("input_size") or [known.get("length", given[-1])])
-        free = "size" in known["dynamic"] and (given[0] == own[0] or len(own) == 1)
-        if len(given) != len(own) or (not free and given != own):
-            shown, wanted = ("x".join(map(str, shape)) for shape in (given, own))
-            raise UserError(
-                f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
-            )
-        if any((side - least) % multiple for side, least in zip(given[1:], own[1:], strict=True)):
-            raise UserError(f"{name} has the size {'x'.join(map(str, given))}; sides must be multiples of {multiple}")
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(images=images)
 
 
 def open_artefact(path: str | Path) -> Artefact | NamedArtefact:
@@ -177,7 +239,7 @@ def load_artefact(contents: bytes, file_format: str, path: object = "the artefac
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
-    metadata = parse_metadata(texts, path)
+    metadata = _parse_metadata(texts, path)
     return (NamedArtefact if "inputs" in metadata else Artefact)(run, metadata, hashlib.sha256(contents).digest())
 
 
@@ -192,11 +254,9 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str
     if session.get_modelmeta().custom_metadata_map.get("quantization") == "int8 weights":
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
-    first = session.get_inputs()[0].name
 
-    def run(*images: Tensor, **inputs: Tensor) -> Tensor:
-        given = {**dict(zip([first], images, strict=False)), **inputs}
-        return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0])
+    def run(**inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
 
     return run, session.get_modelmeta().custom_metadata_map
 
@@ -204,6 +264,6 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str
 def _load_pt2(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str]]:
     """Return a function that runs an exported program, and its metadata."""
     files = {METADATA_FILE: ""}
-    program = torch.export.load(io.BytesIO(contents), extra_files=files)
-    module = program.module()
-    return lambda *images, **inputs: module(*images, **inputs), json.loads(files[METADATA_FILE] or "{}")
+    module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
+    texts = json.loads(files[METADATA_FILE] or "{}")
+    return (lambda **inputs: module(**inputs) if "inputs" in texts else module(*inputs.values())), texts

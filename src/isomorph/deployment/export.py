@@ -4,7 +4,7 @@ import copy
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,21 @@ from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
-from isomorph.deployment.artefact import FORMATS, METADATA_FILE, load_artefact
-from isomorph.deployment.extra import require_packages
-from isomorph.deployment.metadata import describe
-from isomorph.deployment.named_inputs import NamedShapes, plan_inputs, takes_named_inputs
+from isomorph.deployment.artefact import FORMATS, METADATA_FILE, describe, load_artefact, require_packages
 from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
 from isomorph.deployment.program import explain_failure, fused_modules, prepare, quiet, trace
 from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
-from isomorph.surgery.model_inputs import Inputs, run_model
+from isomorph.surgery.model_inputs import run_model
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.record import unwrap_compiled
-from isomorph.surgery.verify import InputDeviation
+from isomorph.surgery.verify import InputDeviation, cast_floats
 from isomorph.terminal_tables import count_of
 
 ATOL = 1e-4
 """Largest deviation of an artefact from its model, relative to the largest output where that is above 1."""
-_Shapes = ExportShapes | NamedShapes
 Progress = Callable[[str], None]
 """Called with the name of each step."""
 
@@ -118,7 +114,9 @@ def export(
         require_packages()
         check_onnx_size(model)
     progress("choosing shapes")
-    model, shapes = _plan(model, dynamic, size)
+    if size and not hasattr(model, "example_inputs"):
+        model = fit_to_size(model, size)
+    shapes = plan_shapes(model, dynamic, size)
     progress("fusing")
     prepared = prepare(model)
     shapes, contents, deviation = encode(prepared, model, kind, shapes, opset, atol, progress)
@@ -133,23 +131,15 @@ def export(
     return ExportReport(*about)
 
 
-def _plan(model: nn.Module, dynamic: tuple[str, ...], size: ImageSize | None) -> tuple[nn.Module, _Shapes]:
-    """Return the model, fitted to a size of images, and the inputs to trace and check it on."""
-    if takes_named_inputs(model):
-        return model, plan_inputs(model, dynamic, size)
-    model = fit_to_size(model, size) if size else model
-    return model, plan_shapes(model, dynamic, size)
-
-
 def encode(
     prepared: nn.Module,
     model: nn.Module,
     kind: str,
-    shapes: _Shapes,
+    shapes: ExportShapes,
     opset: int | None = None,
     atol: float = ATOL,
     progress: Progress = lambda step: None,
-) -> tuple[_Shapes, bytes, VerifyReport]:
+) -> tuple[ExportShapes, bytes, VerifyReport]:
     """Return the contents of the file of a prepared model, the shapes that it is right for, and its deviation.
 
     A traced graph has no branches. Where it deviates on sizes near the model's own only, the network takes another way
@@ -159,37 +149,39 @@ def encode(
     """
     while True:
         contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
-        deviation = _compare(model, contents, kind, shapes, atol, progress)
-        if not (isinstance(shapes, ExportShapes) and _fails_near(deviation, shapes)):
+        progress("comparing")
+        deviation = _compare(model, contents, kind, shapes, atol)
+        far = replace(deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near])
+        if deviation.passed or not shapes.near or not far.passed:
             return shapes, contents, deviation
-        shapes = plan_shapes(model, shapes.dynamic, shapes.checks[0][2:], (shapes.size_multiple or 1) + 1)
+        height, width = shapes.shape[1:]
+        shapes = plan_shapes(model, shapes.dynamic, (height, width), (shapes.size_multiple or 1) + 1)
 
 
-def _compare(
-    model: nn.Module, contents: bytes, kind: str, shapes: _Shapes, atol: float, progress: Progress
-) -> VerifyReport:
-    """Return the deviation of a file's contents from the model. Raises: UserError when it cannot be run.
+@torch.no_grad()
+def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes, atol: float) -> VerifyReport:
+    """Return the deviation of a file's contents from the model in float32 and in float64, on the inputs to check.
 
-    If it cannot be run on a near size of `ExportShapes`, the deviation is infinite on all of these.
+    If it cannot be run on a near size, the deviation is infinite there.
+
+    Raises: UserError when it cannot be run on another.
     """
-    progress("comparing")
-    artefact, examples = load_artefact(contents, kind), shapes.examples()
-    first_near = len(examples) - (shapes.near if isinstance(shapes, ExportShapes) else 0)
-    with explain_failure("the exported model does not run", shapes):
-        rows = compare_artefact(model, artefact, examples[:first_near], atol).inputs
-    near = examples[first_near:]
-    try:
-        rows += compare_artefact(model, artefact, near, atol).inputs
-    except Exception:  # runtimes raise many types for sizes that a graph does not take
-        rows += tuple(InputDeviation(shape, math.inf, math.inf, 0.0) for shape, _ in near)
-    return VerifyReport(atol, rows, ())
-
-
-def _fails_near(deviation: VerifyReport, shapes: ExportShapes) -> bool:
-    """True if an artefact deviates from its model on the near sizes only."""
-    if deviation.passed or not shapes.near:
-        return False
-    return replace(deviation, inputs=deviation.inputs[: -shapes.near]).passed
+    artefact = load_artefact(contents, kind)
+    plain = copy.deepcopy(model).cpu().float().eval()
+    exact = copy.deepcopy(plain).double()
+    rows: list[InputDeviation] = []
+    for shape, inputs in shapes.examples():
+        single, double = run_model(plain, inputs).double(), run_model(exact, cast_floats(inputs, torch.float64))
+        try:
+            with explain_failure("the exported model does not run", shapes):
+                out = run_model(artefact, inputs).double()
+            apart = ((out - single).abs().max().item(), (out - double).abs().max().item())
+        except UserError:
+            if len(rows) < len(shapes.checks) - shapes.near:
+                raise
+            apart = (math.inf, math.inf)
+        rows.append(InputDeviation(shape, *apart, double.abs().max().item()))
+    return VerifyReport(atol, tuple(rows), ())
 
 
 def check_format(path: Path, opset: int | None = None) -> str:
@@ -211,12 +203,7 @@ def check_destination(path: Path, overwrite: bool) -> None:
 
 
 def _encode(
-    prepared: nn.Module,
-    model: nn.Module,
-    kind: str,
-    shapes: _Shapes,
-    opset: int,
-    progress: Progress,
+    prepared: nn.Module, model: nn.Module, kind: str, shapes: ExportShapes, opset: int, progress: Progress
 ) -> bytes:
     """Return the bytes of the file of a prepared model, with the metadata of the model that it was made from."""
     progress("tracing")
@@ -231,26 +218,3 @@ def _encode(
     with quiet(), explain_failure("torch.export cannot save the model", shapes):
         torch.export.save(program, buffer, extra_files={METADATA_FILE: json.dumps(metadata)})
     return buffer.getvalue()
-
-
-@torch.no_grad()
-def compare_artefact(
-    model: nn.Module, artefact: nn.Module, examples: Sequence[tuple[str, Inputs]], atol: float = ATOL
-) -> VerifyReport:
-    """Return the deviation of an artefact from its model in float32 and in float64, on inputs with their shapes."""
-    plain = copy.deepcopy(model).cpu().float().eval()
-    exact = copy.deepcopy(plain).double()
-    rows = []
-    for shape, inputs in examples:
-        out, single = run_model(artefact, inputs).double(), run_model(plain, inputs).double()
-        double = run_model(exact, _to_double(inputs))
-        apart = ((out - single).abs().max().item(), (out - double).abs().max().item())
-        rows.append(InputDeviation(shape, *apart, double.abs().max().item()))
-    return VerifyReport(atol, tuple(rows), ())
-
-
-def _to_double(inputs: Inputs) -> Inputs:
-    """Return inputs with their floating-point tensors in float64."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.double()
-    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}

@@ -15,7 +15,7 @@ from torch import nn
 
 import isomorph.models as own_models
 from isomorph.checkpoints.rebuild import describe_data, describe_edits
-from isomorph.deployment.metadata import own_version
+from isomorph.deployment.artefact import own_version
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config

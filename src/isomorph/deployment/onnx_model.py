@@ -1,61 +1,36 @@
 """A model as an ONNX graph, by torch's exporter."""
 
 import ast
+import math
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from isomorph.deployment.constants import optimize_graph
-from isomorph.deployment.extra import require_packages
-from isomorph.deployment.metadata import describe
-from isomorph.deployment.named_inputs import NamedShapes
-from isomorph.deployment.program import name_failure, prepare, quiet, trace
-from isomorph.deployment.shapes import ExportShapes, plan_shapes
+from isomorph.deployment.program import name_failure, quiet
+from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
+    from onnx_ir import Node
 
 DEFAULT_OPSET = 20
 """Operator set of ONNX unless another one is asked for; onnxruntime runs it since 2023."""
 OPSETS = range(18, 24)
 """Operator sets that torch's exporter writes."""
-INPUT = "images"
-"""Name of the graph's input, of networks of images."""
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 """Where torch's exporter notes the modules that a node is from, and its own name."""
 MAX_BYTES = 2**31 - 2**20
 """Largest ONNX file: the format counts bytes in 31 bits."""
-
-
-def build_onnx(
-    model: nn.Module,
-    dynamic: str | Iterable[str] = "batch",
-    opset: int | None = None,
-    shapes: ExportShapes | None = None,
-) -> "ModelProto":
-    """Return a model as an ONNX graph, fused and with its metadata; nothing is checked or written.
-
-    The graph's input is "images" (B, C, H, W), its output "logits" (B, num_classes). Weights keep the names of the
-    model's parameters, except where the exporter folds constants.
-
-    Args:
-        dynamic: "batch", "batch,size" or "none".
-        opset: ONNX operator set, by default 20.
-        shapes: The result of `plan_shapes`, instead of `dynamic`.
-
-    Raises: UserError when a package is missing, or the model cannot be exported; the message names the operator.
-    """
-    require_packages("onnx", "onnxscript")
-    shapes = shapes or plan_shapes(model, dynamic)
-    prepared = prepare(model)
-    proto = convert(trace(prepared, shapes), shapes, check_opset(opset))
-    add_metadata(proto, describe(model, shapes))
-    return proto
+_REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that rearrange a weight: the quantiser rounds weights only if these are computed."""
+_SMALL = 1024
+"""Elements that a constant may always have."""
+_GROWTH = 2
+"""Largest ratio of the size of a computed constant to the sizes of those that it is computed from."""
 
 
 def check_opset(opset: int | None) -> int:
@@ -77,8 +52,10 @@ def check_onnx_size(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def convert(program: ExportedProgram, shapes: ExportShapes | NamedShapes, opset: int) -> "ModelProto":
+def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "ModelProto":
     """Convert a traced model to ONNX. Raises: UserError that names the operator when there is no ONNX form of it."""
+    from onnxscript.optimizer import optimize_ir
+
     try:
         with quiet():
             made = torch.onnx.export(
@@ -91,7 +68,7 @@ def convert(program: ExportedProgram, shapes: ExportShapes | NamedShapes, opset:
                 verbose=False,
             )
             assert made is not None
-            optimize_graph(made.model)
+            optimize_ir(made.model, should_fold=_should_compute)
             proto = made.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
         raise UserError(f"ONNX cannot express the model: {name_failure(error)}; export a .pt2 file") from error
@@ -102,7 +79,23 @@ def convert(program: ExportedProgram, shapes: ExportShapes | NamedShapes, opset:
     return proto
 
 
-def _name_axes(proto: "ModelProto", shapes: ExportShapes | NamedShapes) -> None:
+def _should_compute(node: "Node") -> bool | None:
+    """Return whether to compute a node whose inputs are constants; None leaves it to the rules of onnxscript.
+
+    A constant that is much larger than those stays a product of small ones, such as a map of position attention with
+    the maps along its two axes. onnxruntime computes it once, when it opens the file.
+    """
+    shape = node.outputs[0].shape
+    if shape is None or not shape.is_static():
+        return None
+    read = [(value.const_value.size, len(value.uses())) for value in node.inputs if value and value.const_value]
+    if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * sum(size for size, _ in read)):
+        return False
+    replaces = all(size <= _SMALL or uses == 1 for size, uses in read)  # instead of storing the weight twice
+    return True if node.op_type in _REARRANGING and replaces else None
+
+
+def _name_axes(proto: "ModelProto", shapes: ExportShapes) -> None:
     """Name the dynamic axes, such as batch, instead of the tracer's symbols, and remove notes on the code."""
     symbols = {
         value.type.tensor_type.shape.dim[axis].dim_param: name
@@ -131,8 +124,6 @@ def _name_by_layer(node: "NodeProto") -> None:
 
 def add_metadata(proto: "ModelProto", metadata: dict[str, str]) -> None:
     """Write metadata into an ONNX graph, by key; earlier values of the same keys are replaced."""
-    kept = [(entry.key, entry.value) for entry in proto.metadata_props if entry.key not in metadata]
-    del proto.metadata_props[:]
-    for key, value in [*kept, *metadata.items()]:
-        entry = proto.metadata_props.add()
-        entry.key, entry.value = key, value
+    from onnx.helper import set_model_props
+
+    set_model_props(proto, {entry.key: entry.value for entry in proto.metadata_props} | metadata)

@@ -6,15 +6,15 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
+from timm.layers import padding
 from timm.utils.model import reparameterize_model
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from isomorph.deployment.named_inputs import NamedShapes
-from isomorph.deployment.same_padding import integer_same_padding
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.surgery import fuse, fusible_modules
@@ -74,8 +74,18 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> int | torch.SymInt:
+    """Return the rows or columns to add for ceil(size / stride) outputs: (outputs - 1) stride + extent - size.
+
+    timm divides sizes to floats and rounds up, which a .pt2 file with open height and width cannot hold.
+    """
+    outputs = (size + stride - 1) // stride  # -(-size // stride) is rounded the other way by ONNX
+    extent = (kernel_size - 1) * dilation + 1
+    return torch.sym_max((outputs - 1) * stride + extent - size, 0)
+
+
 @torch.no_grad()
-def trace(model: nn.Module, shapes: ExportShapes | NamedShapes) -> ExportedProgram:
+def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
     """Trace a prepared model with torch.export, with the dynamic axes of the shapes.
 
     Raises: UserError that names the operator when the model cannot be traced.
@@ -83,7 +93,11 @@ def trace(model: nn.Module, shapes: ExportShapes | NamedShapes) -> ExportedProgr
     images, named = shapes.example()
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-    with quiet(), integer_same_padding(), explain_failure("torch.export cannot trace the model", shapes):
+    with (
+        quiet(),
+        patch.object(padding, "get_same_padding", _same_padding),
+        explain_failure("torch.export cannot trace the model", shapes),
+    ):
         dynamic = axes if named else tuple(axes.values())
         program = torch.export.export(model, images, named, dynamic_shapes=dynamic)
     if (outputs := len(program.graph_signature.user_outputs)) != 1:
@@ -97,19 +111,15 @@ def trace(model: nn.Module, shapes: ExportShapes | NamedShapes) -> ExportedProgr
 
 
 @contextmanager
-def explain_failure(what: str, shapes: ExportShapes | NamedShapes) -> Iterator[None]:
+def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
     """Raise errors within the block as UserError: what failed, the operator at fault, and what to try."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what}: {name_failure(error)}{_advice(shapes)}") from error
-
-
-def _advice(shapes: ExportShapes | NamedShapes) -> str:
-    """Return what to try when a model cannot be traced with these dynamic axes."""
-    return "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
+        advice = "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
+        raise UserError(f"{what}: {name_failure(error)}{advice}") from error
 
 
 def name_failure(error: BaseException) -> str:

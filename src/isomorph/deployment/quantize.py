@@ -1,29 +1,29 @@
 """Quantise a model to 8-bit integers, as an ONNX file that runs without isomorph."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.deployment.artefact import load_artefact
+from isomorph.deployment.artefact import describe, load_artefact, require_packages
 from isomorph.deployment.export import ATOL, Progress, check_destination, encode
-from isomorph.deployment.extra import require_packages
-from isomorph.deployment.metadata import describe
 from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
 from isomorph.deployment.program import prepare, trace
 from isomorph.deployment.quantize_graph import (
+    LAYER_OPERATORS,
     layer_nodes,
     layer_of,
     quantize_activations,
     quantize_weights,
     weight_of,
 )
-from isomorph.deployment.quantize_report import QuantizeReport, describe_layers, float_operators, sqnr
 from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
@@ -33,10 +33,99 @@ from isomorph.surgery.verify import verify
 from isomorph.surgery.where import nearest_names
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
+_BOOKKEEPING = {
+    *("QuantizeLinear", "DequantizeLinear", "Constant", "Shape", "Gather", "Slice", "Split", "Expand", "Cast"),
+    *("Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Flatten", "Concat", "Pad", "Range", "Where"),
+}
+"""Operators that compute nothing, or only move values."""
 _SPEED_IMAGES = 8
 """Images of a batch whose speed is measured."""
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A convolution or matrix product with its precision: "int8", "int8 w" (weights alone), or "float" and the reason.
+
+    Example:
+        >>> iso.deployment.QuantizedLayer("blocks.0.attn", "MatMul", "float", "a product of two activations").reason
+        'a product of two activations'
+    """
+
+    name: str
+    operator: str
+    precision: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class QuantizeReport:
+    """Result of `quantize`: the file, its size and speed next to the float model's as ONNX, and every layer.
+
+    `agreement` is the share of calibration images, in percent, of which both models predict the same class, and
+    `output_sqnr` the signal-to-quantisation-noise ratio of the outputs in decibels: 6 dB are one bit.
+    `images_per_second` are measured with onnxruntime, on as many threads as torch has.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+        >>> report = iso.quantize(vit, [torch.randn(4, 3, 32, 32)], "int8.onnx", weights_only=True)
+        >>> report.mode, round(report.float_megabytes / report.megabytes, 1)
+        ('weights', 3.9)
+    """
+
+    path: str
+    mode: str
+    weight_bits: int
+    images: int
+    megabytes: float
+    float_megabytes: float
+    images_per_second: float
+    float_images_per_second: float
+    agreement: float
+    output_sqnr: float
+    layers: tuple[QuantizedLayer, ...]
+    float_operators: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rounded = [layer for layer in self.layers if layer.precision != "float"]
+        lines = [_layer_table(self.layers)] if self.layers else []
+        kind = "weights" if self.mode == "weights" else "weights and activations"
+        lines.append(
+            f"{len(rounded)} of {len(self.layers)} layers have {kind} in int8 ({self.weight_bits}-bit weights)"
+        )
+        lines += [f"  float: {name} ({reason})" for name, reason in self._kept()]
+        if self.float_operators:
+            lines.append("  float: " + ", ".join(f"{n} {name}" for name, n in self.float_operators.items()))
+        ratio = self.float_megabytes / self.megabytes
+        lines.append(
+            f"{self.megabytes:.2f} MB, {ratio:.1f} times smaller than in float ({self.float_megabytes:.2f} MB)"
+        )
+        lines.append(
+            f"same class as the float model on {self.agreement:.1f}% of {self.images} calibration images; "
+            f"outputs at {self.output_sqnr:.1f} dB"
+        )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _kept(self) -> list[tuple[str, str]]:
+        """Return the layers in float by reason, several of one kind in one row."""
+        by_reason: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.precision == "float":
+                by_reason.setdefault(layer.reason, []).append(layer.name)
+        return [(", ".join(dict.fromkeys(names)), reason) for reason, names in by_reason.items()]
+
+
+def _layer_table(layers: Sequence[QuantizedLayer]) -> str:
+    width = max(len(layer.name) for layer in layers)
+    rows = [f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision}" for layer in layers]
+    return "\n".join([f"{'layer':<{width}}  operator  precision", *rows])
 
 
 def quantize(
@@ -92,78 +181,66 @@ def quantize(
     progress("fusing")
     prepared, shapes = _prepare(model, dynamic, opset)
     progress("reading calibration images")
-    batches = calibration_batches(calibration_loader, shapes)
+    batches = _calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
     float_layers = [float_layers] if isinstance(float_layers, str) else float_layers
-    check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
+    _check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
     progress("converting to onnx")
     before = convert(trace(prepared, shapes), shapes, check_opset(opset))
     add_metadata(before, describe(model, shapes))
-    kept = kept_nodes(before, float_layers)
+    kept = _kept_nodes(before, float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
-    after = _round(before, None if weights_only else batches, list(kept), bits)
+    if weights_only:
+        after = quantize_weights(before, list(kept), bits)
+    else:
+        after = quantize_activations(before, batches, list(kept), bits)
+    mode = "weights" if weights_only else "static"
+    add_metadata(after, {"quantization": f"int8 {mode}"})
     progress("comparing")
-    graphs = Graphs(before, after, kept, prepared)
-    report = _report(graphs, batches, shapes, path=str(path), weight_bits=bits)
+    layers, measured = _describe_layers(before, after, kept), _measure(prepared, before, after, batches, shapes)
+    report = QuantizeReport(path=str(path), mode=mode, weight_bits=bits, layers=layers, **measured)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()))
     return report
 
 
-def _round(before: "ModelProto", batches: list[Tensor] | None, kept: Sequence[str], bits: int) -> "ModelProto":
-    """Return the graph with rounded weights, and rounded activations if there are batches to calibrate on."""
-    mode = "weights" if batches is None else "static"
-    after = (
-        quantize_weights(before, kept, bits) if batches is None else quantize_activations(before, batches, kept, bits)
-    )
-    add_metadata(after, {"quantization": f"int8 {mode}"})
-    return after
-
-
-class Graphs(NamedTuple):
-    """A model before and after rounding, the nodes that stay in float with the reason, and the model itself."""
-
-    before: "ModelProto"
-    after: "ModelProto"
-    kept: dict[str, str]
-    model: nn.Module
-
-
-def _report(graphs: Graphs, batches: list[Tensor], shapes: ExportShapes, **options: Any) -> QuantizeReport:
-    """Compare a quantised graph with the model, in outputs, size and speed.
-
-    Raises: UserError if an output is not finite.
-    """
-    before, after, kept, model = graphs
-    both = {name: load_artefact(g.SerializeToString(), "onnx") for name, g in (("float", before), ("int8", after))}
-    agreement, noise = _compare(model, both["int8"], batches)
-    speed = measure_speeds(both, shapes.checks[0][1:], _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
-    return QuantizeReport(
-        mode=both["int8"].metadata["quantization"].removeprefix("int8 "),
-        images=sum(map(len, batches)),
-        megabytes=after.ByteSize() / 1e6,
-        float_megabytes=before.ByteSize() / 1e6,
-        images_per_second=speed["int8"].median,
-        float_images_per_second=speed["float"].median,
-        agreement=agreement,
-        output_sqnr=noise,
-        layers=describe_layers(before, after, kept),
-        float_operators=float_operators(after),
-        **options,
-    )
-
-
 @torch.no_grad()
-def _compare(model: nn.Module, artefact: nn.Module, batches: Sequence[Tensor]) -> tuple[float, float]:
-    """Return in percent how often two models predict the same class, and the SQNR of the second one's outputs.
+def _measure(
+    model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
+) -> dict[str, Any]:
+    """Return size and speed of both graphs, the share of equal predictions in percent, and the SQNR of the outputs.
+
+    SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels
 
     Raises: UserError if an output is not finite.
     """
-    exact, rounded = (torch.cat([run(batch) for batch in batches]) for run in (model, artefact))
+    both = {
+        name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in (("float", before), ("int8", after))
+    }
+    exact, rounded = (torch.cat([run(batch) for batch in batches]).double() for run in (model, both["int8"]))
     if not rounded.isfinite().all():
         raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
-    same = (exact.argmax(1) == rounded.argmax(1)).double().mean().item()
-    return 100 * same, sqnr(exact, rounded)
+    speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
+    return {
+        "images": len(exact),
+        "megabytes": after.ByteSize() / 1e6,
+        "float_megabytes": before.ByteSize() / 1e6,
+        "float_operators": _float_operators(after),
+        "images_per_second": speed["int8"].median,
+        "float_images_per_second": speed["float"].median,
+        "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
+        "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
+    }
+
+
+def _prepare(model: nn.Module, dynamic: str | Iterable[str], opset: int | None) -> tuple[nn.Module, ExportShapes]:
+    """Return the fused model, and the shapes that its graph is right for. Raises: UserError as `encode`."""
+    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
+    if shapes.named:
+        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
+    if shapes.near:
+        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
+    return prepared, shapes
 
 
 def _check_options(path: Path, weights_only: bool, bits: int | None) -> int:
@@ -175,14 +252,7 @@ def _check_options(path: Path, weights_only: bool, bits: int | None) -> int:
     return bits or (8 if weights_only else 7)
 
 
-def _prepare(model: nn.Module, dynamic: str | Iterable[str], opset: int | None) -> tuple[nn.Module, ExportShapes]:
-    """Return the fused model, and the shapes that its graph is right for. Raises: UserError as `encode`."""
-    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
-    right: Any = encode(prepared, model, "onnx", shapes, opset)[0] if shapes.near else shapes
-    return prepared, right
-
-
-def calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
+def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
     """Return the images of a loader, batch by batch.
 
     Raises: UserError if there are none, or they are not normalised images of the size that the model takes.
@@ -204,7 +274,7 @@ def calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Ten
 
 def _check_images(images: object, shapes: ExportShapes) -> None:
     """Raise UserError for a batch that the model cannot be calibrated on."""
-    _, channels, height, width = shapes.checks[0]
+    channels, height, width = shapes.shape
     wanted = f"B x {channels} x {height} x {width}"
     if not isinstance(images, Tensor):
         raise UserError(f"calibration images are {type(images).__name__}; give tensors of {wanted}")
@@ -224,18 +294,18 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
         raise UserError("calibration images have values that are not finite")
 
 
-def check_globs(float_layers: Sequence[str], names: Sequence[str]) -> None:
+def _check_globs(float_layers: Sequence[str], names: Sequence[str]) -> None:
     """Raise UserError for a glob in `float_layers` that matches none of the names."""
     for glob in float_layers:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, names)}")
 
 
-def kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:
+def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:
     """Return the nodes that stay in float, with the reason. Raises: UserError for a glob that matches no layer."""
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     nodes = layer_nodes(proto)
-    check_globs(float_layers, list(dict.fromkeys(layer_of(name) for name in nodes)))
+    _check_globs(float_layers, list(dict.fromkeys(layer_of(name) for name in nodes)))
     kept = {}
     for name, node in nodes.items():
         if any(fnmatchcase(layer_of(name), glob) for glob in float_layers):
@@ -243,3 +313,35 @@ def kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, st
         elif weight_of(node, weights) is None:
             kept[name] = "a product of two activations"
     return kept
+
+
+def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
+    """Return every layer of the float graph, with its precision in the quantised one. `kept`: reasons by node."""
+    weights = {tensor.name: tensor for tensor in before.graph.initializer}
+    made_by = {name: node for node in after.graph.node for name in node.output}
+    now = layer_nodes(after)
+    rows = []
+    for name, node in layer_nodes(before).items():
+        reads = [_dequantize(made_by.get(source)) for source in now[name].input[:2]] if name in now else []
+        in_float = weight_of(node, weights) is None or not any(reads)
+        precision = "float" if in_float else "int8" if all(reads) else "int8 w"
+        reason = kept.get(name, "not supported") if in_float else ""
+        rows.append(QuantizedLayer(layer_of(name), node.op_type, precision, reason))
+    return tuple(rows)
+
+
+def _dequantize(node: "NodeProto | None") -> bool:
+    return node is not None and node.op_type == "DequantizeLinear"
+
+
+def _float_operators(after: "ModelProto") -> dict[str, int]:
+    """Count the operators of a quantised graph that compute in float, other than layers, by kind."""
+    made_by = {name: node for node in after.graph.node for name in node.output}
+    counts = Counter(
+        node.op_type
+        for node in after.graph.node
+        if node.op_type not in _BOOKKEEPING
+        and node.op_type not in LAYER_OPERATORS
+        and not any(_dequantize(made_by.get(name)) for name in node.input)
+    )
+    return dict(sorted(counts.items()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from isomorph.deployment.onnx_model import INPUT
+from isomorph.deployment.shapes import INPUT
 from isomorph.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,14 +94,6 @@ class _Reader:
         batch = next(self.batches, None)
         return None if batch is None else {INPUT: batch.numpy()}
 
-    def __iter__(self) -> "_Reader":
-        return self
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        if (values := self.get_next()) is None:
-            raise StopIteration
-        return values
-
 
 @contextmanager
 def _temporary_file() -> Iterator[Path]:
@@ -141,7 +133,7 @@ def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int) -> "Mo
         if name is None or initializers[name].data_type != onnx.TensorProto.FLOAT:
             continue
         if name not in done:
-            axis = output_axis(node, name, len(initializers[name].dims))
+            axis = _output_axis(node, name, len(initializers[name].dims))
             weight, scale = round_to_integers(numpy_helper.to_array(initializers[name]), axis, bits)
             graph.initializer.append(numpy_helper.from_array(weight, f"{name}_quantized"))
             graph.initializer.append(numpy_helper.from_array(scale, f"{name}_scale"))
@@ -156,7 +148,7 @@ def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int) -> "Mo
     return quantized
 
 
-def output_axis(node: "NodeProto", weight: str, ndim: int) -> int:
+def _output_axis(node: "NodeProto", weight: str, ndim: int) -> int:
     """Return the axis of a weight that counts output channels."""
     if node.op_type == "Conv":
         return 0

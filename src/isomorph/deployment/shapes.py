@@ -1,12 +1,12 @@
-"""The sizes that an exported model takes: which of them are dynamic, and the shapes to trace and check it on."""
+"""The inputs of an export: which of their sizes are dynamic, and the examples to trace and check a model on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from timm.layers import PatchEmbed
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, input_size_problem
@@ -14,56 +14,61 @@ from isomorph.surgery.model_inputs import Inputs
 
 DYNAMIC = ("batch", "size")
 """What may be dynamic: the number of images, and their height and width."""
+INPUT = "images"
+"""Name of the input of networks of images."""
 _STEPS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 64)
 """Differences to the model's own height and width to try, ascending."""
 _TRACE_STEP = 32
 """Least difference of height and width in the traced images, so that the tracer does not take them for one size."""
-
-Shape = tuple[int, int, int, int]
-"""Images, channels, height and width."""
+_MAX_LENGTH = 512
+"""Length of the sequences of a text network without dynamic size, if it takes more."""
+NamedTensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class ExportShapes:
-    """The shapes of an export. `size_multiple`: height and width differ from the model's own by multiples of it.
+    """The inputs to trace and check an export on, by name, and the names of their dynamic axes.
 
-    The last `near` checks are on sizes that a smaller multiple would not include.
+    `named`: the model takes them by name. `size_multiple`: height and width differ from the model's own by multiples of
+    it. The last `near` checks are on sizes that a smaller multiple would not include.
     """
 
     dynamic: tuple[str, ...]
-    trace: Shape
-    checks: tuple[Shape, ...]
+    checks: tuple[NamedTensors, ...]
+    axes: dict[str, dict[int, str]]
+    output: str = "logits"
     size_multiple: int | None = None
     near: int = 0
-    names: ClassVar[tuple[str, ...]] = ("images",)
-    output: ClassVar[str] = "logits"
+    named: bool = True
 
     @property
-    def axes(self) -> dict[str, dict[int, str]]:
-        """The dynamic axes of the images, and their names."""
-        return {"images": open_axes(self.dynamic, {2: "height", 3: "width"})}
+    def names(self) -> tuple[str, ...]:
+        """The names of the inputs, in order."""
+        return tuple(self.checks[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first input at the model's own size, without the batch."""
+        return tuple(self.checks[0][self.names[0]].shape[1:])
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and named arguments to trace a model on."""
-        return (random_images(self.trace, 0),), {}
+        return ((), self.checks[1]) if self.named else (tuple(self.checks[1].values()), {})
 
     def examples(self) -> list[tuple[str, Inputs]]:
-        """Return inputs to check a model on, each with its shape in words."""
-        return [("x".join(map(str, shape)), random_images(shape, seed)) for seed, shape in enumerate(self.checks)]
+        """Return inputs to check a model on, each with the shape of the first in words."""
+        first = self.names[0]
+        shapes = ("x".join(map(str, inputs[first].shape)) for inputs in self.checks)
+        return [(s, inputs if self.named else inputs[first]) for s, inputs in zip(shapes, self.checks, strict=True)]
 
 
-def random_images(shape: Shape, seed: int) -> torch.Tensor:
-    """Return standard normal noise, the same for every call with a seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def open_axes(dynamic: tuple[str, ...], sides: dict[int, str]) -> dict[int, str]:
+def _open_axes(dynamic: tuple[str, ...], sides: dict[int, str]) -> dict[int, str]:
     """Return the dynamic axes of an input by number, with their names: the batch, and the given sides."""
     return ({0: "batch"} if "batch" in dynamic else {}) | (sides if "size" in dynamic else {})
 
 
-def batch_sizes(dynamic: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return the numbers of examples in the checks; the second is that of the traced inputs."""
+def _batch_sizes(dynamic: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the numbers of examples in the checks; the second is traced."""
     return (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
 
 
@@ -79,26 +84,35 @@ def parse_dynamic(dynamic: str | Iterable[str]) -> tuple[str, ...]:
 def plan_shapes(
     model: nn.Module, dynamic: str | Iterable[str] = "batch", size: ImageSize | None = None, least_multiple: int = 1
 ) -> ExportShapes:
-    """Choose the shapes to trace and check a model on, at the given size (height, width) or its own.
+    """Choose the inputs to trace and check a model on: images at the given size (height, width) or the model's own.
+
+    For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they
+    have the network's greatest length, at most 512), or images with time steps.
 
     Raises: UserError when the model does not take that size, or is to take any size and takes only one.
     """
     names = parse_dynamic(dynamic)
-    if inputs := getattr(model, "example_inputs", None):
-        raise UserError(f"the model takes {' and '.join(inputs(1))}, not images alone; give a network of images")
+    if hasattr(model, "example_inputs"):
+        return (_plan_denoiser if getattr(model, "time_steps", None) else _plan_text)(model, names, size)
     channels, height, width = evaluation_config(model, size)["input_size"]
     if problem := input_size_problem(model, (channels, height, width)):
         raise UserError(f"the model takes no images of {height} x {width}: {problem}")
-    batches = batch_sizes(names)
+    axes = {INPUT: _open_axes(names, {2: "height", 3: "width"})}
+    batches = _batch_sizes(names)
     if "size" not in names:
-        checks = tuple((batch, channels, height, width) for batch in batches)
-        return ExportShapes(names, checks[1], checks)
+        return ExportShapes(names, _images([(batch, channels, height, width) for batch in batches]), axes, named=False)
     multiple, step = _size_steps(model, channels, height, width, least_multiple)
     sides = ((height, width), (height, width + step), (height + step, width))
-    shapes = tuple((batch, channels, *hw) for batch, hw in zip(batches, sides, strict=True))
     near = _near_sizes(model, channels, height, width, multiple, step)
-    checks = shapes + tuple((batches[1], *size) for size in near)
-    return ExportShapes(names, shapes[1], checks, multiple, len(near))
+    shapes = [(batch, channels, *hw) for batch, hw in zip(batches, sides, strict=True)]
+    checks = _images([*shapes, *((batches[1], *other) for other in near)])
+    return ExportShapes(names, checks, axes, size_multiple=multiple, near=len(near), named=False)
+
+
+def _images(shapes: Iterable[tuple[int, ...]]) -> tuple[NamedTensors, ...]:
+    """Return standard normal noise of each shape, the same at every call."""
+    seeded = ((shape, torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes))
+    return tuple({INPUT: torch.randn(shape, generator=generator)} for shape, generator in seeded)
 
 
 def _near_sizes(
@@ -138,3 +152,36 @@ def _steps(model: nn.Module) -> tuple[int, ...]:
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         return (max(embed.patch_size),)
     return _STEPS
+
+
+def _plan_text(model: Any, names: tuple[str, ...], size: ImageSize | None) -> ExportShapes:
+    """Return sequences of unequal lengths, with padding in every batch, and the types of their tokens if they count."""
+    if size:
+        raise UserError("--size is for images; leave it out for a text network")
+    longest = min(int(model.max_length), _MAX_LENGTH)
+    lengths = (longest // 2, longest // 3, longest - 1) if "size" in names else (longest,) * 3
+    checks = tuple(_text(model, b, n) for b, n in zip(_batch_sizes(names), lengths, strict=True))
+    axes = _open_axes(names, {1: "length"})
+    return ExportShapes(names, checks, dict.fromkeys(checks[0], axes))
+
+
+def _text(model: Any, batch: int, length: int) -> NamedTensors:
+    """Return random sequences; the second half of each is a second text. Shape: -> (batch, length) each"""
+    inputs: NamedTensors = model.example_inputs(batch, (1, length))
+    if getattr(model.body.config, "type_vocab_size", 0) > 1:
+        second = (torch.arange(length) >= length // 2).long()
+        inputs["token_type_ids"] = (second * inputs["attention_mask"]).clone()
+    return inputs
+
+
+def _plan_denoiser(model: Any, names: tuple[str, ...], size: ImageSize | None) -> ExportShapes:
+    """Return images with time steps from the first to the last."""
+    height, width = size or model.pretrained_cfg["input_size"][-2:]
+    step = 2 ** (len(model.channels) - 1)
+    if height % step or width % step:
+        raise UserError(f"the model takes no images of {height} x {width}: sides must be multiples of {step}")
+    far = step * -(-32 // step) if "size" in names else 0
+    sizes = ((height, width), (height, width + far), (height + far, width))
+    checks = tuple(model.example_inputs(b, hw) for b, hw in zip(_batch_sizes(names), sizes, strict=True))
+    axes = {"x": _open_axes(names, {2: "height", 3: "width"}), "t": _open_axes(names, {})}
+    return ExportShapes(names, checks, axes, "noise", step if far else None)

@@ -191,7 +191,7 @@ def compare_outputs(
         dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
     }
     rows = tuple(_input_deviation(models, batch, name) for name, batch in named)
-    targets = _target_deviations(*models[torch.float64], _cast(batches[0], torch.float64))
+    targets = _target_deviations(*models[torch.float64], cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol=atol, inputs=rows, targets=targets, notes=new_notes)
     return replace(report, notes=(*new_notes, *_doubts(report, original, recast)))
 
@@ -249,7 +249,7 @@ def _map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     return {name: change(x) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
 
 
-def _cast(batch: Inputs, dtype: torch.dtype) -> Inputs:
+def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
     """Return a batch with its floating-point tensors in the given precision."""
     return _map_floats(batch, lambda x: x.to(dtype))
 
@@ -299,7 +299,7 @@ def _input_deviation(
     """Return the largest |a(x) - b(x)| in each precision."""
     differences, scale = {}, 0.0
     for dtype, (a, b) in models.items():
-        x = _cast(batch, dtype)
+        x = cast_floats(batch, dtype)
         differences[dtype], scale = _output_difference(run_model(a, x), run_model(b, x))
     return InputDeviation(describe_shape(batch), differences[torch.float32], differences[torch.float64], scale, what)
 
