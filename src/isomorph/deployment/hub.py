@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import timm
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from timm.models import PretrainedCfg
 from timm.models._hub import save_config_for_hf
@@ -84,9 +84,13 @@ def push(
         api = HfApi(token=token, library_name="isomorph")
         _open_repository(api, name, private, revision)
         kept = not replace_card and api.file_exists(name, CARD, revision=revision)
-        files = [path for path in sorted(Path(folder).iterdir()) if not (kept and path.name == CARD)]
-        operations = [CommitOperationAdd(path.name, path) for path in files]
-        api.create_commit(name, operations, commit_message=message or "Add a model of isomorph", revision=revision)
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            ignore_patterns=CARD if kept else None,
+            commit_message=message or "Add a model of isomorph",
+            revision=revision,
+        )
     return f"{constants.ENDPOINT}/{name}" + (f"/tree/{revision}" if revision else "")
 
 

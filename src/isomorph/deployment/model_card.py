@@ -118,27 +118,26 @@ def model_card(
     """Return the text of a model card, with the metadata that the hub reads at its head."""
     metrics = {**(training.metrics if training else {}), **results}
     measured = {key: value for key, value in metrics.items() if key in _METRICS or key in results}
+    task, data, short = _task(model), describe_data(model).get("source") or "test images", name.rpartition("/")[2]
+    accuracy = None
+    if "top1" in measured and task == _TASK:
+        top1 = round(measured["top1"], 2)
+        accuracy = [EvalResult(_TASK, data, data, "accuracy", top1, metric_name="top-1 (%)")]
+    metadata = ModelCardData(
+        library_name="timm" if in_timm else "isomorph",
+        pipeline_tag=task,
+        tags=[*([task] if task else []), "isomorph", *(["timm"] if in_timm else [])],
+        model_name=short if accuracy else None,
+        eval_results=accuracy,
+    )
     parts = [
-        f"---\n{_metadata(model, name, measured, in_timm)}---\n\n# {name.rpartition('/')[2]}\n\n{_summary(model)}",
+        f"---\n{metadata.to_yaml()}\n---\n\n# {short}\n\n{_summary(model)}",
         _method(edits(model)),
         _usage(model, name, in_timm),
         results_section(model, measured, training, results),
-        training_section(training),
+        _training_section(training),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _metadata(model: nn.Module, name: str, measured: Mapping[str, float], in_timm: bool) -> str:
-    """Return the metadata as YAML."""
-    task = _task(model)
-    data = describe_data(model).get("source") or "test images"
-    top1 = measured.get("top1")
-    accuracy = []
-    if top1 is not None and task == _TASK:
-        accuracy.append(EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)"))
-    library = "timm" if in_timm else "isomorph"
-    last = name.rpartition("/")[2] if accuracy else None
-    return card_metadata(library, ["timm"] * in_timm, task, last, accuracy or None)
 
 
 def _task(model: nn.Module) -> str | None:
@@ -153,48 +152,18 @@ def _architecture(model: nn.Module) -> str:
     return ((getattr(model, "pretrained_cfg", None) or {}).get("architecture") or "").partition(".")[0]
 
 
-def card_metadata(
-    library: str,
-    tags: Sequence[str],
-    task: str | None = _TASK,
-    name: str | None = None,
-    accuracy: list[EvalResult] | None = None,
-) -> str:
-    """Return the metadata of a card as YAML: the library that loads the model, tags, task, and measured accuracy."""
-    card = ModelCardData(
-        library_name=library,
-        pipeline_tag=task,
-        tags=[*([task] if task else []), "isomorph", *tags],
-        model_name=name,
-        eval_results=accuracy,
-    )
-    return card.to_yaml() + "\n"
-
-
 def _summary(model: nn.Module) -> str:
     """Return a sentence on the architecture, its size and its images."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    kind = config.get("architecture") or type(model).__name__
-    classes = getattr(model, "num_classes", 0)
+    config, images = getattr(model, "pretrained_cfg", None) or {}, evaluation_config(model)
+    kind, classes = config.get("architecture") or type(model).__name__, getattr(model, "num_classes", 0)
+    channels, height, width = images["input_size"]
+    mean, deviation = (", ".join(f"{value:.3g}" for value in images[key]) for key in ("mean", "std"))
     return (
         f"A `{kind}` with {count_parameters(model):,} parameters"
         + (f" and {classes:,} classes" if classes else "")
-        + f", for {describe_images(model)}. Written by isomorph {own_version()}."
+        + f", for images of {height} x {width} with {channels} channels (mean {mean}, standard deviation {deviation}, "
+        f"{images['interpolation']}, crop {images['crop_pct']:g}). Written by isomorph {own_version()}."
     )
-
-
-def describe_images(model: nn.Module) -> str:
-    """Return in words which images a model expects."""
-    images = evaluation_config(model)
-    channels, height, width = images["input_size"]
-    return (
-        f"images of {height} x {width} with {channels} channels (mean {_numbers(images['mean'])}, standard deviation "
-        f"{_numbers(images['std'])}, {images['interpolation']}, crop {images['crop_pct']:g})"
-    )
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)
 
 
 def _method(made: Sequence[Edit]) -> str:
@@ -212,32 +181,20 @@ def _method(made: Sequence[Edit]) -> str:
 def _usage(model: nn.Module, name: str, in_timm: bool) -> str:
     """Return how to load the model, and how to measure it again."""
     kind = _architecture(model)
-    own = kind in {full.partition(".")[0] for full in own_models.names()}
-    load = f'model = iso.load("hf-hub:{name}")'
-    if _is_module(model):
-        load = f'model = iso.load("hf-hub:{name}", base=...)  # a {type(model).__name__} before its changes'
+    base = ")" if kind else f", base=...)  # a {type(model).__name__} before its changes"
+    load = f'model = iso.load("hf-hub:{name}"{base}'
     text = f"## Use\n\n```python\nimport isomorph as iso\n\n{load}\n```"
-    if _is_module(model):
-        return text
     if in_timm:
+        own = kind in {full.partition(".")[0] for full in own_models.names()}
         imports = "import isomorph  # registers the architecture\nimport timm" if own else "import timm"
         load = f'model = timm.create_model("hf-hub:{name}", pretrained=True)'
         text += f"\n\nOr with timm:\n\n```python\n{imports}\n\n{load}\n```"
-    elif kind not in own_models.networks():
+    elif kind and kind not in own_models.networks():
         text += "\n\n`timm.create_model` cannot build this model and ends with an error: it does not make the changes."
-    if _task(model) is None:
-        return text
-    return f"{text}\n\nTo measure its accuracy:\n\n```bash\nisomorph evaluate hf-hub:{name}\n```"
-
-
-def _is_module(model: nn.Module) -> bool:
-    """True for a model that timm did not make."""
-    return not _architecture(model)
-
-
-def _cell(text: str) -> str:
-    """Return a text as it can stand in a table."""
-    return " ".join(text.split()).replace("|", r"\|")
+    measurable = kind and _task(model) is not None
+    return text + (
+        f"\n\nTo measure its accuracy:\n\n```bash\nisomorph evaluate hf-hub:{name}\n```" if measurable else ""
+    )
 
 
 def _number(key: str, value: float) -> str:
@@ -254,7 +211,8 @@ def results_section(
     if not measured:
         return ""
     data = describe_data(model).get("source")
-    rows = [f"| {_cell(_METRICS.get(key, key))} | {_number(key, value)} |" for key, value in measured.items()]
+    titles = {key: " ".join(_METRICS.get(key, key).split()).replace("|", r"\|") for key in measured}
+    rows = [f"| {titles[key]} | {_number(key, value)} |" for key, value in measured.items()]
     where = f"On the test images of `{data}`" if data else "On test images"
     epoch = training.metrics.get("epoch") if training else None
     when = f", after epoch {epoch} of {training.epochs}" if training and epoch else ""
@@ -262,7 +220,7 @@ def results_section(
     return "\n".join([f"## Results\n\n{where}{when}.{by}\n\n| metric | value |", "|---|---|", *rows])
 
 
-def training_section(training: Training | None) -> str:
+def _training_section(training: Training | None) -> str:
     """Return recipe, command and versions."""
     if training is None:
         return ""
