@@ -18,8 +18,7 @@ from command_line import LONGEST, SERVER, answer, isomorph, refusal, settings
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
-from isomorph.checkpoints.snapshot_values import digest_of
+from isomorph.checkpoints.snapshot import digest_of, list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
 from isomorph.training import Stopped
 from isomorph.training.history import saved_models

@@ -20,11 +20,11 @@ from isomorph.checkpoints.rebuild import describe_model, record_data
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
+    RunProgress,
     newest_snapshot,
     read_layout,
     read_tensors_into,
 )
-from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import has_pyramids

@@ -20,8 +20,7 @@ from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import write_model
 from isomorph.checkpoints.open import load
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX, model_tensors, split_optimizer
-from isomorph.checkpoints.snapshot import IntactSnapshot, write_snapshot
-from isomorph.checkpoints.snapshot_values import RunProgress
+from isomorph.checkpoints.snapshot import IntactSnapshot, RunProgress, write_snapshot
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.streams.loader import workers_of_part
 from isomorph.distributed import Runtime
