@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.header import parse_header
-from isomorph.checkpoints.rebuild import record_data
+from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 

@@ -13,7 +13,7 @@ from timm.models import group_parameters
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.files import read_header
-from isomorph.checkpoints.rebuild import record_data
+from isomorph.checkpoints.model import record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError

@@ -376,7 +376,7 @@ def test_the_built_size_is_saved_and_a_trained_size_is_kept(tmp_path):
     iso.save(timm.create_model("vit_tiny_patch16_224", **arguments), path)
     assert evaluation_config(iso.load(path))["input_size"] == (3, 96, 96)
     flexible = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **arguments)
-    from isomorph.checkpoints.rebuild import record_data
+    from isomorph.checkpoints.model import record_data
 
     record_data(flexible, {"input_size": (3, 128, 128)})
     assert evaluation_config(flexible)["input_size"] == (3, 128, 128)

@@ -8,7 +8,7 @@ import timm
 from PIL import Image
 
 import isomorph as iso
-from isomorph.checkpoints.rebuild import record_data
+from isomorph.checkpoints.model import record_data
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
 from isomorph.data.sources import image_name

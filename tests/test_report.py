@@ -20,7 +20,7 @@ from isomorph.analysis import GatingHistory
 from isomorph.analysis.cka import hsic
 from isomorph.analysis.evolution import random_draw_indices
 from isomorph.analysis.token_grid import TokenGrid
-from isomorph.checkpoints.rebuild import record_data
+from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.analyze import open_image_loaders
 from isomorph.cli.compare import gating_histories

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 import isomorph as iso
 from hub_server import READER, TOKEN, Hub
-from isomorph.checkpoints.rebuild import record_data
+from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.deployment.model_card import results_section
 from isomorph.evaluation.input_sizes import evaluation_config, random_images

@@ -6,8 +6,8 @@ import torch
 from timm.data import resolve_data_config
 
 import isomorph as iso
+from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
 from isomorph.cli.analyze import open_page_model
 from isomorph.cli.options import OpenOptions

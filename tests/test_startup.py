@@ -16,9 +16,10 @@ import isomorph as iso
 import isomorph_command
 from command_line import LONGEST, settings
 from isomorph.cli import main
+from isomorph.cli.options import loading
 from isomorph.cli.run import app
-from isomorph.cli.start import handler_kept, loading
 from isomorph.cli.tables import PATH, tables
+from isomorph.process import handler_kept
 
 PROGRAM = isomorph_command.__file__
 HEAVY = {"torch", "torchvision", "timm", "numpy", "matplotlib", "sklearn", "datasets", "pydantic"}
@@ -105,7 +106,7 @@ def test_public_names_are_those_of_their_modules():
 
 
 def test_a_missing_package_is_one_line_and_a_bug_is_not(monkeypatch):
-    monkeypatch.setattr(sys.modules["isomorph.cli.start"], "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(sys.modules["isomorph.cli.options"], "keep_freed_memory", lambda: None)
     with handler_kept():
         with pytest.raises(iso.UserError, match="No module named 'torchvision'"), loading():
             raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")

@@ -7,6 +7,7 @@
 
 import sys
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -147,9 +148,11 @@ def prepare() -> None:
         reason = " ".join(str(error).split())[:120]
         raise ImportError(f"torchvision does not work with this torch ({reason}); reinstall both together") from None
     import isomorph.models  # noqa: F401 (registers them)
-    from isomorph.surgery.rule import register_installed_rules
 
-    register_installed_rules()
+    if entry_points(group="isomorph.rules"):
+        from isomorph.surgery.rule import register_installed_rules
+
+        register_installed_rules()
 
 
 if "isomorph_command" not in sys.modules:

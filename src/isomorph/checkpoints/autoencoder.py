@@ -11,8 +11,16 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from isomorph.checkpoints.files import Contents, read_contents
-from isomorph.checkpoints.model import cast_like, check_state_fits, write_model
-from isomorph.checkpoints.rebuild import build_checked, describe_model, read_parts, rebuild, record_data
+from isomorph.checkpoints.model import (
+    build_checked,
+    cast_like,
+    check_state_fits,
+    describe_model,
+    read_parts,
+    rebuild,
+    record_data,
+    write_model,
+)
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed

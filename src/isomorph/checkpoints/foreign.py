@@ -12,8 +12,7 @@ from torch import nn
 from isomorph.checkpoints.arguments import build_empty, layer_names, read_arguments, shapes_fit
 from isomorph.checkpoints.files import Contents, strip_wrappers
 from isomorph.checkpoints.hub import read_config
-from isomorph.checkpoints.model import load_state
-from isomorph.checkpoints.rebuild import build_checked, record_base, record_data
+from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered

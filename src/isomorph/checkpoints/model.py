@@ -1,17 +1,302 @@
-"""Saving models, and loading weights into a model."""
+"""Saving models with a header that rebuilds them, and loading weights into a model.
 
-from collections.abc import Mapping
+A header describes a model by its timm base, the edits made on it, and the images it expects.
+Before a model is saved, the header is tried: the network that it builds must be the same but for its values.
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import save as serialize
+from timm.models._input import get_model_args
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import read_contents, short_reason, strip_wrappers, write_atomically
-from isomorph.checkpoints.rebuild import describe_model
+from isomorph.checkpoints.files import Contents, read_contents, short_reason, strip_wrappers, write_atomically
+from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, parse_header
 from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import built_size, label_names
+from isomorph.models import create
+from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import add_notes, unwrap_compiled
+from isomorph.surgery.record import add_notes, record, unwrap_compiled, update_record
+from isomorph.surgery.where import joint_candidates
+
+_ALWAYS_ALLOWED_NUMEL = 2**20
+"""Models of up to this many numbers are built however small their file is."""
+_WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
+"""Attributes that change neither what a model computes nor how it is trained; grids follow the last image."""
+T = TypeVar("T", bound=nn.Module)
+
+
+def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
+    """Return edits as plain values. Raises: UserError for a rule that is not registered."""
+    for edit in made:
+        if EDIT_RULES.get(type(edit.rule).__name__) is not type(edit.rule):
+            raise UserError(f"{type(edit.rule).__name__} is not a rule of isomorph: a checkpoint could not replay it")
+    return [
+        {"rule": type(edit.rule).__name__, "fields": dataclasses.asdict(edit.rule), "names": list(edit.names)}  # type: ignore[call-overload]
+        for edit in made
+    ]
+
+
+def _describe_arguments(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments with which timm would create the model as it is now, those that JSON can hold.
+
+    timm keeps those of changes such as reset_classifier too, but leaves out dropout rates.
+    """
+    arguments = {}
+    for name, value in {**getattr(model, "_model_args", {}), **get_model_args(model)}.items():
+        with suppress(TypeError):
+            json.dumps(value)
+            arguments[name] = value
+    return arguments
+
+
+def describe_base(model: nn.Module) -> dict[str, Any]:
+    """Return the timm.create_model arguments of the model before its edits.
+
+    They are those of `record_base`, else name, number of classes and input channels.
+    """
+    if recorded := record(model).base:
+        return dict(recorded)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    if not config.get("architecture"):
+        raise UserError(f"{type(model).__name__} does not come from timm.create_model; give save() its base")
+    return {
+        "name": config["architecture"],
+        "num_classes": getattr(model, "num_classes", None),
+        "in_chans": getattr(model, "in_chans", 3),
+    }
+
+
+def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
+    """Record on the model the timm.create_model arguments of its base, for `save`."""
+    update_record(model, base={key: value for key, value in base.items() if key != "pretrained"})
+    return model
+
+
+def describe_data(model: nn.Module) -> dict[str, Any]:
+    """Return the images that the model expects, from its pretrained_cfg, at the size that it was built for.
+
+    Class names are left out where `label_names` takes them for those of other weights.
+    """
+    config = getattr(model, "pretrained_cfg", None) or {}
+    data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
+    if not label_names(model):
+        data.pop("label_names", None)
+    size = built_size(model)
+    return data | ({"input_size": (data["input_size"][0], *size)} if size and "input_size" in data else {})
+
+
+def record_data(model: nn.Module, data: dict[str, Any]) -> None:
+    """Record the images that the model expects in its pretrained_cfg, where timm's resolve_data_config reads them."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    of_old_weights = ("test_input_size", "test_crop_pct", "label_names", "split", "task")
+    config = {key: value for key, value in config.items() if key not in of_old_weights}
+    model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
+    if "input_size" in data:
+        update_record(model, trained_size=True)
+
+
+def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
+    """Create the base and replay the edits that its constructor has not made itself."""
+    model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
+    for edit in recorded[len(edits(model)) :]:
+        model = replay(model, edit)
+    return record_base(model, base)
+
+
+def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
+    """Raise UserError unless base and edits rebuild this model, which is tried on the meta device."""
+    with torch.device("meta"):
+        twin = rebuild(base, made)
+    if difference := find_difference(model, twin):
+        raise UserError(
+            f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
+            "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"
+        )
+
+
+def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
+    """Return the shortest base and edits that rebuild the model: for a fused model, the plain network if possible.
+
+    Raises: UserError as `_check_rebuilds` when none does.
+    """
+    base, made = describe_base(model), edits(model)
+    remaining = _drop_fused_edits(made)
+    plain = base if remaining == made else {**base, **getattr(model, "fused_arguments", {})}
+    now = _describe_arguments(model)
+    records = [
+        (arguments, kept)
+        for start, kept in ((plain, remaining), (plain, made), (base, made))
+        for arguments in (start, {**now, **start}, {**start, **now})
+    ]
+    for candidate in records[:-1]:
+        with suppress(UserError):
+            _check_rebuilds(model, *candidate)
+            return candidate
+    _check_rebuilds(model, *records[-1])
+    return records[-1]
+
+
+def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
+    """Return the edits without those of modules that were fused later, and without the fusing itself."""
+    fused = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
+    remaining = (
+        Edit(e.rule, tuple(n for n in e.names if fused.isdisjoint([n, *joint_candidates(n)])))
+        for e in made
+        if not isinstance(e.rule, Fuse)
+    )
+    return tuple(edit for edit in remaining if edit.names)
+
+
+def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
+    """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
+    made = edits(model)
+    if isinstance(base, dict):
+        _check_rebuilds(model, base, made)
+        parts: dict[str, Any] = {"base": base}
+    elif base is None and _comes_from_timm(model):
+        parts = {}
+        parts["base"], made = _find_rebuild_record(model)
+    else:
+        if base is not None:
+            _check_edits_on(base, model)
+        kind = type(base or model)
+        parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
+    parts |= {"edits": describe_edits(made), "data": describe_data(model)}
+    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
+    parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
+    return header
+
+
+def _comes_from_timm(model: nn.Module) -> bool:
+    """True if timm.create_model can build the model before its edits."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return bool(record(model).base or config.get("architecture"))
+
+
+def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
+    """Raise UserError when the edits that `base` lacks do not make the model of it."""
+    with torch.device("meta"):
+        twin = copy.deepcopy(base).to("meta")
+        for edit in edits(model)[len(edits(base)) :]:
+            twin = replay(twin, edit)
+    if difference := find_difference(model, twin):
+        made = f"the edits of this model do not make it from base {type(base).__name__}"
+        raise UserError(f"{made}: {difference}; give another base")
+
+
+def rebuild_from_header(contents: Contents) -> nn.Module:
+    """Return the model that the header of a file describes, without its tensors. Raises: UserError as `load`."""
+    parts = read_parts(contents)
+    if parts.module:
+        kind = parts.module["class"]
+        raise UserError(
+            f"{contents.path} holds a {kind}, which timm cannot build; open it in Python: iso.load(path, base="
+            f"{kind.rpartition('.')[2]}(...)), or give a timm model with the same tensors as --arch"
+        )
+    model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
+    update_record(model, edits=parts.edits)
+    record_data(model, parts.data)
+    return model
+
+
+def read_parts(contents: Contents) -> Header:
+    """Return the checked parts of a file's header. Raises: UserError when isomorph of this version did not write it."""
+    if contents.header.get("format") != FORMAT:
+        raise UserError(
+            f"{contents.path} was written by another version of isomorph; create the model and use load_weights"
+        )
+    return parse_header(contents.header, contents.path)
+
+
+def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its header") -> T:
+    """Return the model that `build` makes, after checking on the meta device that it is not larger than its file.
+
+    `plan` names in messages what says how large the model is.
+
+    Raises: UserError when it is, before memory is allocated, or when it cannot be built.
+    """
+    held = sum(tensor.numel() for tensor in contents.tensors.values() if isinstance(tensor, Tensor))
+    try:
+        with torch.device("meta"):
+            wanted = sum(tensor.numel() for tensor in build().state_dict().values())
+        if wanted > max(2 * held, _ALWAYS_ALLOWED_NUMEL):
+            raise UserError(f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
+        return build()
+    except UserError:
+        raise
+    except Exception as error:  # modules raise many types for arguments of other modules
+        raise UserError(f"cannot rebuild {contents.path}: {type(error).__name__} {short_reason(error)}") from error
+
+
+def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
+    """Return the first difference between a model and its twin in words, or None if they are the same network.
+
+    Compared are tensors by name and shape, what modules print, and their attributes that are plain values, such as
+    num_heads; dropout rates are among them. Values of tensors, buffers that are not saved, and hooks are not compared.
+    """
+    shapes = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
+    for name in {**shapes[0], **shapes[1]}:
+        own, other = (each.get(name, "missing") for each in shapes)
+        if own != other:
+            return f"{name} is {own}, and would be {other}"
+    others = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        if name not in others:
+            return f"{name} would be missing"
+        if difference := _module_difference(module, others[name]):
+            return f"{name}.{difference}".removeprefix(".")
+    return None if repr(model) == repr(twin) else "its modules differ in their order or number"
+
+
+def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
+    """Return the first difference between two modules, without the modules in them, or None."""
+    if type(module) is not type(other):
+        return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
+    settings, others = _plain_attributes(module), _plain_attributes(other)
+    for name, value in settings.items():
+        if name in others and value != others[name]:
+            return f"{name} is {value!r}, and would be {others[name]!r}"
+    if module.extra_repr() != other.extra_repr():
+        return f"({module.extra_repr()}) would be ({other.extra_repr()})"
+    return None
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the public attributes of a module, not of the modules in it, whose values can be compared.
+
+    Those are numbers, strings, functions by their names, and lists of them.
+    """
+    return {
+        name: _comparable(value)
+        for name, value in vars(module).items()
+        if not name.startswith(("_", "isomorph_")) and name not in _WITHOUT_EFFECT and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype) or _is_function(value)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, Callable) and hasattr(value, "__qualname__")  # type: ignore[arg-type]
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value so that two are equal if they mean the same: lists as tuples, and functions by their names."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return value.__qualname__ if _is_function(value) else value
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:

@@ -14,18 +14,19 @@ from isomorph.checkpoints.arguments import read_arguments
 from isomorph.checkpoints.files import Contents, read_contents, read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
 from isomorph.checkpoints.hub import download_model
-from isomorph.checkpoints.model import cast_like, load_state
-from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.paths import parse_hub_name
-from isomorph.checkpoints.rebuild import (
+from isomorph.checkpoints.model import (
+    cast_like,
     describe_base,
     describe_data,
+    load_state,
     read_parts,
     rebuild,
     rebuild_from_header,
     record_base,
     record_data,
 )
+from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
+from isomorph.checkpoints.paths import HUB, parse_hub_name
 from isomorph.checkpoints.snapshot import DamagedSnapshot, IntactSnapshot, newest_snapshot, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
@@ -85,12 +86,13 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
 
     Raises: UserError when there is no such model or revision, it is private, or the hub does not answer.
     """
+    if not str(name).startswith(HUB):
+        if revision is not None:
+            raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
+        return Path(name)
     model = parse_hub_name(name)
-    if model:
-        return download_model(model.repository, revision or model.revision)
-    if revision is not None:
-        raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
-    return Path(name)
+    assert model
+    return download_model(model.repository, revision or model.revision)
 
 
 def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
@@ -209,11 +211,7 @@ def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrain
 
 def is_checkpoint_or_run(name: str) -> bool:
     """True if this is a checkpoint, also on the hub, or a run's folder, and not the name of a timm model."""
-    return (
-        parse_hub_name(name) is not None
-        or name.endswith(_SUFFIXES)
-        or (Path(name).exists() and not timm.is_model(name))
-    )
+    return name.startswith(HUB) or name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
 
 
 def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:

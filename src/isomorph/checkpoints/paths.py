@@ -15,6 +15,10 @@ _REPOSITORY = re.compile(f"{_PART}/{_PART}")
 _MODEL = re.compile(r"hf[-_]hub:([^@]*)(?:@(.+))?")
 
 
+HUB = ("hf-hub:", "hf_hub:")
+"""Prefixes of models on the hub."""
+
+
 class HubModel(NamedTuple):
     """A model on the hub: its repository as OWNER/NAME, and a branch, tag or commit, None for the latest of main."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from isomorph.cli.start import exit_on_interrupt, handler_kept
+from isomorph.process import exit_on_interrupt, handler_kept
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

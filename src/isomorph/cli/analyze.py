@@ -20,9 +20,9 @@ from isomorph.cli.options import (
     command,
     display_name,
     group,
+    loading,
 )
 from isomorph.cli.output import page_footer, save_figures_and_show, spinner
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 if TYPE_CHECKING:

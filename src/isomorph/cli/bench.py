@@ -3,9 +3,8 @@
 import sys
 from typing import Annotated
 
-from isomorph.cli.options import Device, Json, Several, Sizes, WeightsOptions, WholeNumber, command
+from isomorph.cli.options import Device, Json, Several, Sizes, WeightsOptions, WholeNumber, command, loading
 from isomorph.cli.output import progress_bar, show
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 

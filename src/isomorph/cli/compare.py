@@ -15,9 +15,9 @@ from isomorph.cli.options import (
     choose_page,
     command,
     group,
+    loading,
 )
 from isomorph.cli.output import page_footer, save_figures_and_show, spinner
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 

@@ -2,9 +2,8 @@
 
 from typing import Annotated, Any
 
-from isomorph.cli.options import Json, Several, command
+from isomorph.cli.options import Json, Several, command, loading
 from isomorph.cli.output import progress_bar, show
-from isomorph.cli.start import loading
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.terminal_tables import print_text_table

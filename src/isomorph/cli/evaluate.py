@@ -22,10 +22,10 @@ from isomorph.cli.options import (
     command,
     display_name,
     group,
+    loading,
     only_size,
 )
 from isomorph.cli.output import show, track_steps
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 from isomorph.terminal_tables import grid_table, metric_table, row_table, sweep_table
 

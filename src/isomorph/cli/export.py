@@ -21,10 +21,10 @@ from isomorph.cli.options import (
     check_out,
     command,
     group,
+    loading,
     out_next_to,
 )
 from isomorph.cli.output import show, spinner, track_steps
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
 

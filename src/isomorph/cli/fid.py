@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from isomorph.cli.options import Device, Flag, Json, MaxImages, Root, WholeNumber, check_least, command
+from isomorph.cli.options import Device, Flag, Json, MaxImages, Root, WholeNumber, check_least, command, loading
 from isomorph.cli.output import progress_bar, show
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import check_pretrained_option, local_file, needs_options, open_model, open_trained
-from isomorph.checkpoints.paths import parse_hub_name
+from isomorph.checkpoints.paths import HUB
 from isomorph.cli.options import EXPORTED, CheckpointOptions, OpenOptions
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
@@ -63,7 +63,7 @@ def find_recipe(path: Path) -> dict[str, Any] | None:
 @functools.cache
 def _on_disk(name: str) -> str:
     """Return the name of a model; of one on the hub, the path of its file, which is downloaded once."""
-    return str(local_file(name)) if parse_hub_name(name) else name
+    return str(local_file(name)) if name.startswith(HUB) else name
 
 
 def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -18,6 +19,7 @@ from cyclopts import App, Parameter, Token
 import isomorph as iso
 from isomorph.checkpoints.paths import parse_hub_name, require_writable
 from isomorph.errors import UserError
+from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
 
 app = App(
     name="isomorph",
@@ -194,6 +196,29 @@ class LoadOptions:
     """Images per batch."""
     workers: WholeNumber = 0
     """Number of processes that load images; 0 loads them in the main process."""
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Context for the imports of what a command computes with: torch, timm and the packages of isomorph.
+
+    Modules of `isomorph.cli` import none of these at their top, so that help, lists and errors in the command line are
+    printed at once. Ctrl-C ends the process while modules are imported, and raises KeyboardInterrupt afterwards.
+
+    Raises: UserError if torch, torchvision, timm or a package that they need cannot be imported; an ImportError of a
+        module of isomorph, which is no user's mistake, stays as it is.
+    """
+    exit_on_interrupt()
+    keep_freed_memory()
+    try:
+        iso.prepare()
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "isomorph":
+            raise
+        raise UserError(" ".join(str(error).split())) from error
+    finally:
+        raise_on_interrupt()
 
 
 def command(function: Command) -> Command:

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isomorph.cli.options import Device, Json, Model, OpenOptions, Overwrite, command
+from isomorph.cli.options import Device, Json, Model, OpenOptions, Overwrite, command, loading
 from isomorph.cli.output import show
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 from isomorph.terminal_tables import METRIC_FORMATS
 

@@ -12,10 +12,10 @@ from isomorph.cli.options import (
     check_least,
     check_out,
     command,
+    loading,
     out_next_to,
 )
 from isomorph.cli.output import show, spinner
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from isomorph.checkpoints.paths import check_repository
-from isomorph.cli.options import CheckpointOptions, Json, Overwrite, command
+from isomorph.cli.options import CheckpointOptions, Json, Overwrite, command, loading
 from isomorph.cli.output import show
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 

@@ -19,12 +19,11 @@ from isomorph.cli.options import (
     check_limits,
     check_out,
     group,
+    loading,
 )
 from isomorph.cli.output import show, spinner
-from isomorph.cli.start import loading
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.terminal_tables import count_of
 
 _TYPES = {"bool": bool, "float": float, "int": WholeNumber, "str": str, "tuple[int, int]": Size}
 """Types of the fields of isomorph's rules by name, as they are parsed: without rounding, and sizes as in every
@@ -121,5 +120,5 @@ def recast(
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
     note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
-    text = f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}\n{report}{note}\nwrote {out}"
+    text = f"{iso.edits(new)[-1].rule} on {len(names)} module{'s' * (len(names) != 1)}\n{report}{note}\nwrote {out}"
     show(json_, {"recast": names, "out": str(out), "report": report.as_dict()}, text)

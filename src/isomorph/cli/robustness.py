@@ -20,9 +20,9 @@ from isomorph.cli.options import (
     command,
     display_name,
     group,
+    loading,
 )
 from isomorph.cli.output import page_footer, progress_bar, show
-from isomorph.cli.start import loading
 
 
 @group

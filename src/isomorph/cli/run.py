@@ -30,9 +30,8 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
 )
 from isomorph.cli.messages import explain_parse_error, explain_shape_error, name_options
 from isomorph.cli.options import app, join_sizes
-from isomorph.cli.start import INTERRUPTED, ignore_interrupts, was_interrupted
 from isomorph.errors import DoesNotRun, Stopped, UserError, is_out_of_memory
-from isomorph.process import SafeChildProcesses
+from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, was_interrupted
 
 
 def _strip_traceback(error: Exception) -> str:

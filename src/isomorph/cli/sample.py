@@ -12,10 +12,10 @@ from isomorph.cli.options import (
     WholeNumber,
     check_least,
     command,
+    loading,
     only_size,
 )
 from isomorph.cli.output import progress_bar, show
-from isomorph.cli.start import loading
 from isomorph.errors import UserError
 
 MAX_GRID = 4096

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from isomorph.cli.options import SIZE_FIELDS, Overwrite, app, choose_page, command, parse_size
-from isomorph.cli.start import loading
+from isomorph.cli.options import SIZE_FIELDS, Overwrite, app, choose_page, command, loading, parse_size
 from isomorph.cli.tables import recipe_fields, tables
 from isomorph.errors import UserError
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
-from isomorph.checkpoints.rebuild import describe_data
+from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.program import quiet
 from isomorph.deployment.shapes import DYNAMIC, INPUT, ExportShapes
 from isomorph.errors import UserError, install_hint

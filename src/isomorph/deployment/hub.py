@@ -22,9 +22,8 @@ from torch import nn
 import isomorph.deployment.model_card as cards
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
-from isomorph.checkpoints.model import save
+from isomorph.checkpoints.model import find_difference, rebuild, save
 from isomorph.checkpoints.paths import check_repository
-from isomorph.checkpoints.rebuild import find_difference, rebuild
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.layers.eval_mode import eval_mode

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 import isomorph.models as own_models
-from isomorph.checkpoints.rebuild import describe_data, describe_edits
+from isomorph.checkpoints.model import describe_data, describe_edits
 from isomorph.deployment.artefact import own_version
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters

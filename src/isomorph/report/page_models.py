@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.evaluation.class_names import class_namer
+from isomorph.evaluation.input_sizes import class_namer
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import edits
 from isomorph.surgery.record import record

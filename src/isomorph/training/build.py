@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.files import read_contents, strip_wrappers
-from isomorph.checkpoints.model import load_state
+from isomorph.checkpoints.model import load_state, record_base
 from isomorph.checkpoints.open import local_file, open_with_classes
-from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform

@@ -18,8 +18,7 @@ from isomorph.data.streams.stream import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import count_predictions, sum_counts
-from isomorph.evaluation.class_names import class_namer
-from isomorph.evaluation.input_sizes import check_image_size, evaluation_config
+from isomorph.evaluation.input_sizes import check_image_size, class_namer, evaluation_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation

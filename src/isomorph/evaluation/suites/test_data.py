@@ -17,8 +17,7 @@ from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes, random_indices
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
-from isomorph.evaluation.class_names import label_names
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config, label_names
 from isomorph.surgery.record import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")

@@ -12,8 +12,7 @@ from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
 from isomorph.data.sources import read_image
-from isomorph.evaluation.class_names import label_names
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config, label_names
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.report.html import ImageCard, Section, write_page
 from isomorph.report.page_images import image_uri, stack_images

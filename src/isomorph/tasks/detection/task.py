@@ -17,8 +17,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.class_names import check_own_classes
-from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem
+from isomorph.evaluation.input_sizes import check_own_classes, evaluation_config, input_size_problem
 from isomorph.tasks.detection.dataset import DetectionSource, check_same_categories, find_annotations, open_split
 from isomorph.tasks.detection.metrics import FittedImages, collect_detections, metric_rows
 from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.checkpoints.rebuild import record_base
+from isomorph.checkpoints.model import record_base
 from isomorph.data.formats.registry import data_root
 from isomorph.data.loaders import loader_of_share, seeded_loader
 from isomorph.data.sampler import TrainSampler

@@ -18,8 +18,13 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once, read_image
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.class_names import check_own_classes, label_names
-from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem, training_config
+from isomorph.evaluation.input_sizes import (
+    check_own_classes,
+    evaluation_config,
+    input_size_problem,
+    label_names,
+    training_config,
+)
 from isomorph.models.task_networks.upernet import UPerNet
 from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
 from isomorph.tasks.segmentation.fields import SegmentationPart

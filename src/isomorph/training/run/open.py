@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isomorph.analysis import logit_stats
+from isomorph.checkpoints.model import describe_model, record_data
 from isomorph.checkpoints.open import local_file
 from isomorph.checkpoints.optimizer_state import OPTIMIZER_PREFIX, allocate_tensor, load_optimizer
-from isomorph.checkpoints.rebuild import describe_model, record_data
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
