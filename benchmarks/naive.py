@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
-from isomorph.layers import GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear, RefinedAttention
+from isomorph.layers import GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.refined.refiner import Refiner
 from isomorph.surgery.mobileone import CombinedBlock
 
@@ -86,15 +86,10 @@ def sum_chains(pyramid, x):
     return total if pyramid.norm is None else pyramid.norm(total)
 
 
-def three_convolutions(model, by_image=False):
-    """A copy of the model in which maps are expanded, convolved and reduced one after the other: Refiner as written.
-
-    Of all images at once, as one would write it, or some at a time as our layer does it.
-    """
+def three_convolutions(model):
+    """A copy of the model in which maps are expanded, convolved and reduced one after the other: Refiner as written."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        if isinstance(module, RefinedAttention):
-            module.needs_whole_batch = not by_image
         if isinstance(module, Refiner):
             module.forward = partial(refine_in_turn, module)
     return model

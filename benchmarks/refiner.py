@@ -31,7 +31,6 @@ def layers(N):
     return {
         "plain": Attention(**SHAPE),
         "three convolutions": three_convolutions(ours),
-        "three, by image": three_convolutions(ours, by_image=True),
         "one convolution": ours,
         "one, recomputed": RefinedAttention(recompute=True, **SHAPE),
         "without reduction": ExpandedAttention(**SHAPE),

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 import references
 from isomorph.layers import LayerNormMBConv, MBConv
-from isomorph.layers.relative import mbconv
 from isomorph.layers.relative.mbconv import BatchNormStem, FusedMBConv, LayerNormStem, MaxPool
 
 SHAPES = {"same": (8, 8, 1), "wider": (6, 8, 1), "halves": (6, 8, 2), "halves only": (8, 8, 2)}
@@ -63,59 +62,6 @@ def test_the_stem_fuses_exactly():
     stem = perturbed(BatchNormStem(3, 8)).eval()
     x = torch.randn(3, 3, 9, 6, dtype=torch.float64)
     torch.testing.assert_close(stem.fuse()(x), stem(x), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("images", [1, 2])
-@pytest.mark.parametrize("build", [MBConv, LayerNormMBConv, BatchNormStem, LayerNormStem])
-def test_some_images_at_a_time_in_evaluation(build, images, monkeypatch):
-    """As many as fit, whatever is left over in a last part; with gradients, in training or under a hook all at once."""
-    layer = perturbed(build(4, 8)).eval()
-    x = torch.randn(5, 4, 4, 4, dtype=torch.float64)
-    expected, parts = layer(x), []
-    whole, stride = layer.forward_chunk, 2 if hasattr(layer, "conv1") else 1
-    numbers = (8 if hasattr(layer, "conv1") else 32) * 16 // stride**2
-    monkeypatch.setattr(mbconv, "FEATURE_CHUNK_BYTES", images * numbers * 8)
-    monkeypatch.setattr(layer, "forward_chunk", lambda y: parts.append(len(y)) or whole(y))
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), expected)
-        assert parts == [images] * (5 // images) + [5 % images] * (5 % images > 0)
-        layer.register_forward_hook(lambda module, args, out: parts.append("itself"))
-        layer(x)
-        assert parts[-2:] == [5 % images or images, "itself"]
-        hook = next(layer.children()).register_forward_hook(lambda module, args, out: None)
-        layer(x)
-        assert parts[-2:] == [5, "itself"]
-        hook.remove()
-        if isinstance(layer, MBConv | BatchNormStem):
-            layer.train()(x)
-            assert parts[-2:] == [5, "itself"]
-    layer.eval()(x)
-    assert parts[-2:] == [5, "itself"]
-
-
-@pytest.mark.parametrize("norm", ["mode", "statistics"])
-def test_norms_that_look_at_the_batch_see_all_of_it(norm, monkeypatch):
-    """A block in eval mode whose norm is in train mode (as test-time adaptation has it), or keeps no statistics."""
-    block = perturbed(MBConv(4, 4)).eval()
-    if norm == "mode":
-        block.norm1.train()
-    else:
-        block.norm1.track_running_stats, block.norm1.running_mean, block.norm1.running_var = False, None, None
-    twin, x = copy.deepcopy(block), torch.randn(5, 4, 4, 4, dtype=torch.float64)
-    monkeypatch.setattr(mbconv, "FEATURE_CHUNK_BYTES", 1)
-    with torch.no_grad():
-        torch.testing.assert_close(block(x), twin.forward_chunk(x))
-    assert all(torch.equal(a, b) for a, b in zip(block.buffers(), twin.buffers(), strict=True))
-
-
-def test_hooks_on_all_modules_see_the_batch(monkeypatch):
-    block, seen = perturbed(MBConv(4, 4)).eval(), []
-    monkeypatch.setattr(mbconv, "FEATURE_CHUNK_BYTES", 1)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(len(out)))
-    with torch.no_grad():
-        block(torch.randn(5, 4, 4, 4, dtype=torch.float64))
-    handle.remove()
-    assert set(seen) == {5}
 
 
 def test_a_fused_block_can_still_learn():

@@ -14,11 +14,9 @@ from isomorph.layers import (
     LocalAttention,
     RefinedAttention,
     SpatialAttention,
-    attention_base,
 )
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
-from isomorph.layers.refined.released import ReleasedDLA
 
 HEADS, DIM = 4, 12
 FORMS = {
@@ -64,23 +62,6 @@ def test_equals_the_paper(name, init, recompute):
     layer, x = build(name, init, recompute=recompute), torch.randn(3, 9, DIM, dtype=torch.float64)
     same(outcome(layer, layer, x), outcome(layer, lambda t: references.refined_attention(layer, t), x))
     torch.testing.assert_close(layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["expanded, convolved, reduced", "without reduction", "local"])
-def test_image_by_image_is_the_same(name, monkeypatch):
-    """Large maps are formed some images at a time, masks with them, kept or recomputed, handed out or not."""
-    layer, x = build(name), torch.randn(5, 9, DIM, dtype=torch.float64)
-    real = torch.arange(9) < torch.tensor([9, 6, 4, 9, 1])[:, None]
-    expected = [outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x) for mask in (None, real)]
-    monkeypatch.setattr(attention_base, "MAP_CHUNK_BYTES", 2 * HEADS * 81 * 8)
-    assert attention_base.map_chunk_size(layer.queries_keys_values(x)[0]) == 2
-    for layer.recompute in (False, True):
-        for mask, wanted in zip((None, real), expected, strict=True):
-            same(outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x), wanted)
-        if name.startswith("expanded"):
-            y, maps = layer(x, return_maps=True)
-            torch.testing.assert_close(y, layer(x))
-            torch.testing.assert_close(maps, layer.attention(x))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -198,13 +179,6 @@ def kept_mib(layer, x):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         held = layer(x)  # noqa: F841 (keeps the storages alive)
     return sum(size for key, size in kept.items() if key not in own) / 2**20
-
-
-def test_norms_of_maps_see_the_whole_batch(monkeypatch):
-    monkeypatch.setattr(attention_base, "MAP_CHUNK_BYTES", 1)
-    layer = RefinedAttention(DIM, HEADS, refine=ReleasedDLA(HEADS))
-    layer(torch.randn(5, 9, DIM))
-    assert layer.refine.bn1.num_batches_tracked == 1
 
 
 def test_memory_of_base_width_at_224():

@@ -258,15 +258,6 @@ def test_dropout_drops_in_training_only():
     torch.testing.assert_close(layer.eval()(x), references.relative_attention(layer, x))
 
 
-def test_some_images_at_a_time(monkeypatch):
-    from isomorph.layers import attention_base
-
-    layer, x = build(), torch.randn(5, 4, 3, 12, dtype=torch.float64)
-    expected = layer(x)
-    monkeypatch.setattr(attention_base, "MAP_CHUNK_BYTES", 2 * 3 * 144 * 8)
-    torch.testing.assert_close(layer(x), expected)
-
-
 def test_options_of_timms_attention_are_kept():
     layer = build(qk_norm=True, gated=True, scale_norm=True, norm_layer=torch.nn.LayerNorm)
     layer.eval()

@@ -5,17 +5,6 @@ from typing import Any
 from timm.layers import Attention
 from torch import Tensor
 
-from isomorph.layers.eager import chunk_size
-
-MAP_CHUNK_BYTES = 2 * 2**20
-"""Most bytes of attention maps to form at a time on a CPU: maps that fit its cache are read twice as fast."""
-
-
-def map_chunk_size(q: Tensor) -> int:
-    """Return how many images' attention maps to form at a time. Shape: q (B, nh, N, hd)"""
-    _, nh, N, _ = q.shape
-    return chunk_size(MAP_CHUNK_BYTES, nh * N * N, q)
-
 
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the device and dtype in `arguments`, to create a submodule with."""

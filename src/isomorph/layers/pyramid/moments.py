@@ -148,7 +148,7 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) 
     centring = window is None or (window.is_pointwise and window.groups == 1)
     dtype = autocast_dtype(x) if centring else x.dtype
     with disable_autocast(x.device):
-        if window is not None and has_patch_moments(window, x.shape[1]) and group is None:
+        if window is not None and has_patch_moments(window, x) and group is None:
             mean, covariance = measure_patches(x, window)
             return Moments(x, mean, covariance, mean, count)
         reading = _Reading(window, centring, max(count, 1), group)  # at least 1: an empty batch gives zeros

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from isomorph.layers.pyramid.tokens import Window, unfold
-from isomorph.layers.pyramid.weight_products import VARIANCE_FLOOR_ULPS
+from isomorph.layers.pyramid.weight_products import VARIANCE_FLOOR_ULPS, saves_work
 
 TILE = 16
 """Output columns that are computed together: their product of rows has few entries off the diagonals that are read."""
@@ -176,9 +176,14 @@ REACH = 2
 """Largest lag between two of three taps."""
 
 
-def has_patch_moments(window: Window, channels: int) -> bool:
-    """True for a convolution whose moments `measure_patches` computes."""
-    return keeps_size(window) or (window.overlaps and window.groups == channels and window.dilation == (1, 1))
+def has_patch_moments(window: Window, x: Tensor) -> bool:
+    """True for a convolution whose moments `measure_patches` computes: depthwise ones where arithmetic takes the time.
+
+    Their products of rows are many small operations, for which a GPU pays more than for the patches.
+    """
+    if window.groups < x.shape[1]:
+        return keeps_size(window)
+    return saves_work(x) and (keeps_size(window) or (window.overlaps and window.dilation == (1, 1)))
 
 
 def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:

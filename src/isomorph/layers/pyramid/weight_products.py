@@ -27,10 +27,10 @@ LARGEST_RECOMPUTED = 2**18
 
 def _stacks(like: Tensor) -> bool:
     """True if matrices of this size are better copied into one than multiplied one by one."""
-    return not _saves_work(like) or like.numel() <= LARGEST_STACKED
+    return not saves_work(like) or like.numel() <= LARGEST_STACKED
 
 
-def _saves_work(like: Tensor) -> bool:
+def saves_work(like: Tensor) -> bool:
     """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
     return like.device.type in ("cpu", "meta")
 
@@ -43,7 +43,7 @@ def symmetric_product(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tens
     Shape: left, right (M, C) each -> (C, C); groups may lead
     """
     width, pairs = rights[0].shape[-1], list(zip(lefts, rights, strict=True))
-    if width < 2 * NARROWEST_BLOCK or rights[0].ndim > 2 or not _saves_work(rights[0]):
+    if width < 2 * NARROWEST_BLOCK or rights[0].ndim > 2 or not saves_work(rights[0]):
         return _sum_products([(left.mT, right) for left, right in pairs])
     product = lefts[0].new_empty(width, width)  # from left: under vmap it is the one that always has a sample axis
     spans = [(0, width)]

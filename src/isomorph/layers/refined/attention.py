@@ -20,8 +20,8 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, map_chunk_size
-from isomorph.layers.eager import is_functorch_tensor, run_in_chunks
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs
+from isomorph.layers.eager import is_functorch_tensor
 from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
@@ -68,11 +68,6 @@ def attention_kwargs(attention: Attention) -> dict[str, Any]:
     return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
-def _bind(function: Callable[..., Tensor], more: dict[str, Any]) -> Callable[..., Tensor]:
-    """Bind keyword arguments to a function, if there are any: torch.compile handles a plain function better."""
-    return partial(function, **more) if more else function
-
-
 @register_notrace_module
 class RefinedAttention(AttentionBase):
     """Self-attention whose heads exchange their attention maps and smooth or sharpen them locally (Refiner).
@@ -109,8 +104,6 @@ class RefinedAttention(AttentionBase):
         self.refine = self.default_refiner(num_heads, **factory_kwargs(kwargs)) if refine is None else refine
         self.recompute = recompute
         self.is_revertible = True
-        # buffers are taken for statistics of the batch, such as those of a BatchNorm on maps
-        self.needs_whole_batch = any(True for _ in self.refine.buffers())
         _check_refiner_heads(self.refine, num_heads)
 
     def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -126,15 +119,6 @@ class RefinedAttention(AttentionBase):
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         return self.refined_maps(q, k, token_mask) @ v
 
-    def _run_chunked(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        """Call `function` on some images at a time; with `recompute`, only its arguments are stored for backward."""
-        q = tensors[0]
-        assert q is not None
-        # torch.func does not support checkpoint
-        recompute = self.recompute and torch.is_grad_enabled() and not is_functorch_tensor(q)
-        call = partial(checkpoint, function, use_reentrant=False) if recompute else function
-        return run_in_chunks(call, q.shape[0] if self.needs_whole_batch else map_chunk_size(q), *tensors)
-
     def forward(
         self,
         x: Tensor,
@@ -149,10 +133,13 @@ class RefinedAttention(AttentionBase):
         """
         token_mask = _padding_mask(x, attn_mask, is_causal)
         q, k, v = self.queries_keys_values(x)
-        if not return_maps:
-            return self.project_output(self._run_chunked(_bind(self.attend, more), q, k, v, token_mask), x)
-        maps = self._run_chunked(_bind(self.refined_maps, more), q, k, token_mask)
-        return self.project_output(maps @ v, x), maps
+        if return_maps:
+            maps = self.refined_maps(q, k, token_mask, **more)
+            return self.project_output(maps @ v, x), maps
+        attend = partial(self.attend, **more) if more else self.attend  # torch.compile handles a method better
+        if self.recompute and torch.is_grad_enabled() and not is_functorch_tensor(q):  # torch.func has no checkpoint
+            return self.project_output(checkpoint(attend, q, k, v, token_mask, use_reentrant=False), x)
+        return self.project_output(attend(q, k, v, token_mask), x)
 
     def attention(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False

@@ -1,8 +1,6 @@
 """Convolution blocks of CoAtNet: pre-activation inverted bottlenecks with squeeze-and-excitation, and the stem."""
 
 import copy
-import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,19 +8,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
-
-from isomorph.layers.eager import (
-    chunk_size,
-    has_inner_hooks,
-    is_eager,
-    run_in_chunks,
-)
-from isomorph.layers.pyramid.affine_chain import uses_batch_statistics
-
-FEATURE_CHUNK_BYTES = 8 * 2**20
-"""Most bytes of a block's largest feature map in evaluation on a CPU: above this, allocation is slow, page by page."""
 
 
 def gelu_without_norm(width: int) -> nn.Module:
@@ -31,23 +17,6 @@ def gelu_without_norm(width: int) -> nn.Module:
     `width` is accepted because it replaces a norm layer's constructor.
     """
     return nn.GELU()
-
-
-def _needs_whole_batch(module: nn.Module) -> bool:
-    """True if a norm in the module uses batch statistics, or a hook would notice that the batch comes in chunks."""
-    return has_inner_hooks(module) or any(map(uses_batch_statistics, module.modules()))
-
-
-def _run_chunked(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
-    """Compute function(x) in chunks of images where that is faster and unobservable: CPU evaluation without hooks.
-
-    `first` is the convolution with the largest feature map. Shape: x (B, C, H, W) -> (B, ...)
-    """
-    traced = isinstance(x, Proxy) or not is_eager()
-    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or _needs_whole_batch(module):
-        return function(x)
-    elements = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
-    return run_in_chunks(function, chunk_size(FEATURE_CHUNK_BYTES, elements, x), x)
 
 
 class MaxPool(nn.Module):
@@ -127,10 +96,6 @@ class InvertedBottleneck(nn.Module):
         self.shortcut = make_shortcut(dim, dim_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_chunked(self, self.forward_chunk, self.expand, x)
-
-    def forward_chunk(self, x: Tensor) -> Tensor:
-        """Compute the formula for some of the images. Shape: as `forward`"""
         y = self.norm1(self.expand(self.norm(x)))  # (B, width, H, W)
         y = self.norm2(self.depthwise(y))
         return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
@@ -258,10 +223,6 @@ class Stem(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_chunked(self, self.forward_chunk, self.conv1, x)
-
-    def forward_chunk(self, x: Tensor) -> Tensor:
-        """Compute the formula for some of the images. Shape: as `forward`"""
         return self.conv2(self.norm(self.conv1(x)))
 
 
