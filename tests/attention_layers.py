@@ -58,12 +58,11 @@ CHANNELS_FIRST, CHANNELS_LAST = (2, C, 4, 6), (2, 4, 6, C)
 class Layer(NamedTuple):
     """How to make a layer, and what it is called with: the shape of its tokens, and further arguments.
 
-    `kind`: its key in the tables of surgery. `other`: the shape and arguments of a call of another size. `mask`: an
+    `other`: the shape and arguments of a call of another size. `mask`: an
     argument of a call that hides the last tokens. `heads`: heads of its map. `whole`: all laws are tried on it, not
     only the first ones: one a layout of maps.
     """
 
-    kind: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     more: tuple[Any, ...] = ()
@@ -109,106 +108,59 @@ def einsum_form() -> nn.Module:
 
 
 LAYERS = {
-    "beit": Layer("", lambda: beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
-    "eva": Layer("", lambda: eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
-    "relative positions": Layer("", lambda: vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
-    "differential": Layer("timm.layers.diff_attention.DiffAttention", lambda: DiffAttention(C, 2), TOKENS),
-    "differential, parallel": Layer(
-        "timm.models.vision_transformer.DiffParallelScalingBlock",
-        lambda: vision_transformer.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0),
-        TOKENS,
-    ),
+    "beit": Layer(lambda: beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
+    "eva": Layer(lambda: eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
+    "relative positions": Layer(lambda: vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
+    "differential": Layer(lambda: DiffAttention(C, 2), TOKENS),
+    "differential, parallel": Layer(lambda: vision_transformer.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0), TOKENS),
     "swin": Layer(
-        "",
         lambda: swin_transformer.WindowAttention(C, 4, window_size=WINDOW),
         TOKENS,
         mask=dict(mask=hide(16, floating=True)[None].clamp(min=-100.0)),
     ),
-    "swin v2": Layer("", lambda: swin_transformer_v2.WindowAttention(C, WINDOW, 4), TOKENS),
-    "swin v2 cr": Layer("", lambda: swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, WINDOW), TOKENS),
-    "gc vit": Layer("", lambda: gcvit.WindowAttentionGlobal(C, 4, WINDOW, use_global=False), TOKENS),
-    "davit": Layer("timm.models.davit.WindowAttention", lambda: davit.WindowAttention(C, 4, 4), TOKENS),
-    "nest": Layer("timm.models.nest.Attention", lambda: nest.Attention(C, 4), (2, 3, 16, C), whole=True),
+    "swin v2": Layer(lambda: swin_transformer_v2.WindowAttention(C, WINDOW, 4), TOKENS),
+    "swin v2 cr": Layer(lambda: swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, WINDOW), TOKENS),
+    "gc vit": Layer(lambda: gcvit.WindowAttentionGlobal(C, 4, WINDOW, use_global=False), TOKENS),
+    "davit": Layer(lambda: davit.WindowAttention(C, 4, 4), TOKENS),
+    "nest": Layer(lambda: nest.Attention(C, 4), (2, 3, 16, C), whole=True),
     "sam": Layer(
-        "timm.models.vision_transformer_sam.Attention",
-        lambda: vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)),
-        CHANNELS_LAST,
-        whole=True,
+        lambda: vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)), CHANNELS_LAST, whole=True
     ),
     "sam 2": Layer(
-        "timm.models.hieradet_sam2.MultiScaleAttention",
-        lambda: hieradet_sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)),
-        CHANNELS_LAST,
-        other=((1, 6, 4, C), ()),
+        lambda: hieradet_sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)), CHANNELS_LAST, other=((1, 6, 4, C), ())
     ),
-    "maxvit": Layer("", lambda: maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
-    "coatnet": Layer("", lambda: maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
-    "multi query": Layer(
-        "timm.layers.attention2d.MultiQueryAttention2d",
-        lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2),
-        CHANNELS_FIRST,
-        other=((1, C, 6, 8), ()),
-    ),
-    "multi query, einsum": Layer(
-        "timm.layers.attention2d.MultiQueryAttention2d",
-        einsum_form,
-        CHANNELS_FIRST,
-    ),
+    "maxvit": Layer(lambda: maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
+    "coatnet": Layer(lambda: maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
+    "multi query": Layer(lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2), CHANNELS_FIRST, other=((1, C, 6, 8), ())),
+    "multi query, einsum": Layer(einsum_form, CHANNELS_FIRST),
     "multi query v2": Layer(
-        "timm.layers.attention2d.MultiQueryAttentionV2",
         lambda: MultiQueryAttentionV2(C, C, 4, key_dim=4, value_dim=4),
         CHANNELS_FIRST,
         other=((1, C, 6, 8), ()),
         whole=True,
     ),
-    "bottleneck": Layer(
-        "timm.layers.bottleneck_attn.BottleneckAttn",
-        lambda: BottleneckAttn(C, C, feat_size=(4, 6), num_heads=4),
-        CHANNELS_FIRST,
-    ),
+    "bottleneck": Layer(lambda: BottleneckAttn(C, C, feat_size=(4, 6), num_heads=4), CHANNELS_FIRST),
     "halo": Layer(
-        "timm.layers.halo_attn.HaloAttn",
-        lambda: HaloAttn(C, num_heads=4, block_size=4, halo_size=1),
-        (2, C, 4, 8),
-        other=((1, C, 8, 4), ()),
-        whole=True,
+        lambda: HaloAttn(C, num_heads=4, block_size=4, halo_size=1), (2, C, 4, 8), other=((1, C, 8, 4), ()), whole=True
     ),
-    "pvt v2": Layer(
-        "", lambda: pvt_v2.Attention(C, 4, sr_ratio=2), (2, 24, C), ([4, 6],), other=((1, 32, C), ([8, 4],))
-    ),
+    "pvt v2": Layer(lambda: pvt_v2.Attention(C, 4, sr_ratio=2), (2, 24, C), ([4, 6],), other=((1, 32, C), ([8, 4],))),
     "twins, windows": Layer(
-        "timm.models.twins.LocallyGroupedAttn",
-        lambda: twins.LocallyGroupedAttn(C, 4, ws=3),
-        (2, 24, C),
-        ((4, 6),),
-        other=((1, 30, C), ((6, 5),)),
-        whole=True,
+        lambda: twins.LocallyGroupedAttn(C, 4, ws=3), (2, 24, C), ((4, 6),), other=((1, 30, C), ((6, 5),)), whole=True
     ),
-    "twins, pooled": Layer("", lambda: twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (2, 24, C), ((4, 6),)),
-    "next vit": Layer(
-        "timm.models.nextvit.EfficientAttention", lambda: nextvit.EfficientAttention(C, head_dim=4), TOKENS
-    ),
-    "next vit, pooled": Layer(
-        "timm.models.nextvit.EfficientAttention",
-        lambda: nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2),
-        TOKENS,
-        whole=True,
-    ),
-    "tnt": Layer("", lambda: tnt.Attention(C, C, 4), TOKENS),
-    "convit": Layer("timm.models.convit.GPSA", lambda: convit.GPSA(C, 4), TOKENS),
-    "cait": Layer("", lambda: cait.TalkingHeadAttn(C, 4), TOKENS, other=((1, 36, C), ())),
-    "class attention": Layer("timm.models.cait.ClassAttn", lambda: cait.ClassAttn(C, 4), WITH_CLASS, whole=True),
-    "crossvit": Layer("timm.models.crossvit.CrossAttention", lambda: crossvit.CrossAttention(C, 4), WITH_CLASS),
-    "volo": Layer("", lambda: volo.Attention(C, 4), CHANNELS_LAST),
-    "volo, class": Layer("timm.models.volo.ClassAttention", lambda: volo.ClassAttention(C, 4), WITH_CLASS),
+    "twins, pooled": Layer(lambda: twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (2, 24, C), ((4, 6),)),
+    "next vit": Layer(lambda: nextvit.EfficientAttention(C, head_dim=4), TOKENS),
+    "next vit, pooled": Layer(lambda: nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2), TOKENS, whole=True),
+    "tnt": Layer(lambda: tnt.Attention(C, C, 4), TOKENS),
+    "convit": Layer(lambda: convit.GPSA(C, 4), TOKENS),
+    "cait": Layer(lambda: cait.TalkingHeadAttn(C, 4), TOKENS, other=((1, 36, C), ())),
+    "class attention": Layer(lambda: cait.ClassAttn(C, 4), WITH_CLASS, whole=True),
+    "crossvit": Layer(lambda: crossvit.CrossAttention(C, 4), WITH_CLASS),
+    "volo": Layer(lambda: volo.Attention(C, 4), CHANNELS_LAST),
+    "volo, class": Layer(lambda: volo.ClassAttention(C, 4), WITH_CLASS),
     "mvit": Layer(
-        "timm.models.mvitv2.MultiScaleAttention",
-        lambda: mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)),
-        WITH_CLASS,
-        ([4, 4],),
+        lambda: mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)), WITH_CLASS, ([4, 4],)
     ),
     "mvit, pooled first": Layer(
-        "timm.models.mvitv2.MultiScaleAttentionPoolFirst",
         lambda: mvitv2.MultiScaleAttentionPoolFirst(
             C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2), has_cls_token=False
         ),
@@ -216,75 +168,34 @@ LAYERS = {
         ([4, 4],),
     ),
     "hiera": Layer(
-        "timm.models.hiera.MaskUnitAttention",
-        lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True),
-        TOKENS,
-        whole=True,
+        lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS, whole=True
     ),
-    "levit": Layer(
-        "timm.models.levit.Attention",
-        lambda: levit.Attention(C, 4, 4, resolution=WINDOW, use_conv=True),
-        (2, C, 4, 4),
-    ),
-    "levit, strided": Layer(
-        "timm.models.levit.AttentionDownsample",
-        lambda: levit.AttentionDownsample(C, C, 4, 4, resolution=WINDOW),
-        TOKENS,
-    ),
-    "tiny vit": Layer("timm.models.tiny_vit.Attention", lambda: tiny_vit.Attention(C, 4, 4, resolution=WINDOW), TOKENS),
-    "efficientformer": Layer(
-        "timm.models.efficientformer.Attention", lambda: efficientformer.Attention(C, 4, 4, resolution=4), TOKENS
-    ),
-    "efficientformer v2": Layer(
-        "timm.models.efficientformer_v2.Attention2d",
-        lambda: efficientformer_v2.Attention2d(C, 4, 4, resolution=4),
-        (2, C, 4, 4),
-    ),
+    "levit": Layer(lambda: levit.Attention(C, 4, 4, resolution=WINDOW, use_conv=True), (2, C, 4, 4)),
+    "levit, strided": Layer(lambda: levit.AttentionDownsample(C, C, 4, 4, resolution=WINDOW), TOKENS),
+    "tiny vit": Layer(lambda: tiny_vit.Attention(C, 4, 4, resolution=WINDOW), TOKENS),
+    "efficientformer": Layer(lambda: efficientformer.Attention(C, 4, 4, resolution=4), TOKENS),
+    "efficientformer v2": Layer(lambda: efficientformer_v2.Attention2d(C, 4, 4, resolution=4), (2, C, 4, 4)),
     "efficientformer v2, strided": Layer(
-        "timm.models.efficientformer_v2.Attention2dDownsample",
-        lambda: efficientformer_v2.Attention2dDownsample(C, 4, 4, resolution=4, out_dim=C),
-        (2, C, 4, 4),
+        lambda: efficientformer_v2.Attention2dDownsample(C, 4, 4, resolution=4, out_dim=C), (2, C, 4, 4)
     ),
     "efficientvit": Layer(
-        "timm.models.efficientvit_msra.CascadedGroupAttention",
         lambda: efficientvit_msra.CascadedGroupAttention(C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)),
         (2, C, 4, 4),
     ),
-    "iformer": Layer("timm.models.iformer.SHMA", lambda: iformer.SHMA(C), CHANNELS_FIRST),
-    "shvit": Layer("timm.models.shvit.SHSA", lambda: shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
-    "cpubone": Layer("timm.models.cpubone.ConvAttention", lambda: cpubone.ConvAttention(64), (2, 64, 16, 24)),
-    "lowformer": Layer("timm.models.lowformer.ConvAttention", lambda: lowformer.ConvAttention(64), (2, 64, 16, 24)),
-    "multihead": Layer(
-        "torch.nn.modules.activation.MultiheadAttention",
-        OnItself,
-        TOKENS,
-        other=((1, 36, C), ()),
-        mask=dict(key_padding_mask=~hide(16)[:2]),
-        whole=True,
-    ),
+    "iformer": Layer(lambda: iformer.SHMA(C), CHANNELS_FIRST),
+    "shvit": Layer(lambda: shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
+    "cpubone": Layer(lambda: cpubone.ConvAttention(64), (2, 64, 16, 24)),
+    "lowformer": Layer(lambda: lowformer.ConvAttention(64), (2, 64, 16, 24)),
+    "multihead": Layer(OnItself, TOKENS, other=((1, 36, C), ()), mask=dict(key_padding_mask=~hide(16)[:2]), whole=True),
     "multihead, attention mask": Layer(
-        "torch.nn.modules.activation.MultiheadAttention",
-        functools.partial(OnItself, bias=False),
-        TOKENS,
-        mask=dict(attn_mask=hide(16, floating=True)),
+        functools.partial(OnItself, bias=False), TOKENS, mask=dict(attn_mask=hide(16, floating=True))
     ),
-    "gated by timm": Layer("", lambda: Attention(C, 4, gated=True), TOKENS),
+    "gated by timm": Layer(lambda: Attention(C, 4, gated=True), TOKENS),
     "torchvision swin": Layer(
-        "torchvision.models.swin_transformer.ShiftedWindowAttention",
-        lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4),
-        (2, 4, 4, C),
-        other=((1, 5, 7, C), ()),
+        lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4), (2, 4, 4, C), other=((1, 5, 7, C), ())
     ),
-    "torchvision swin v2": Layer(
-        "torchvision.models.swin_transformer.ShiftedWindowAttentionV2",
-        lambda: ShiftedWindowAttentionV2(C, [2, 2], [1, 1], 4),
-        (2, 4, 4, C),
-    ),
-    "torchvision maxvit": Layer(
-        "torchvision.models.maxvit.RelativePositionalMultiHeadAttention",
-        lambda: maxvit.RelativePositionalMultiHeadAttention(C, 4, 16),
-        (2, 2, 16, C),
-    ),
+    "torchvision swin v2": Layer(lambda: ShiftedWindowAttentionV2(C, [2, 2], [1, 1], 4), (2, 4, 4, C)),
+    "torchvision maxvit": Layer(lambda: maxvit.RelativePositionalMultiHeadAttention(C, 4, 16), (2, 2, 16, C)),
 }
 
 TORCHVISION_VIT = functools.partial(torchvision.models.VisionTransformer, 32, 8, 2, 4, C, 2 * C, num_classes=3)

@@ -71,7 +71,6 @@ class Fuse(Rule):
 
 
 def _is_own(module: nn.Module) -> bool:
-    """True if the module's method `fuse()` is isomorph's."""
     return getattr(getattr(module, "fuse", None), "__module__", "").startswith("isomorph.")
 
 
@@ -92,7 +91,6 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _build_unit(rule: Fuse, unit: nn.Module) -> nn.Module:
-    """Return the unit with its pyramid fused."""
     pyramid: Any = unit.conv
     unit.conv = match_original(rule.build(pyramid), pyramid)
     if not pyramid.replaces_bias:

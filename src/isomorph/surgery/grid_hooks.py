@@ -60,7 +60,6 @@ def _storage_of(tokens: Any) -> Any:
 
 
 def _mark_storage(tokens: Any, grid: GridSize | None) -> None:
-    """Mark the storage of tokens with their grid."""
     storage = _storage_of(tokens)
     if storage is not None and grid is not None:
         storage.isomorph_grid = grid
@@ -187,19 +186,16 @@ class _ImageHook:
 
 
 def _remove_grid_hooks(module: nn.Module) -> None:
-    """Remove the hooks of this file from a module."""
     # torch removes hooks by their handles only, and a copied model has none: the private dicts have to do
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
     for hooks, *flags in (before, after):
-        for key in [key for key, hook in hooks.items() if _is_grid_hook(hook)]:
+        own = [
+            key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), _ImageHook | _CallGrids)
+        ]
+        for key in own:
             for entries in (hooks, *flags):
                 entries.pop(key, None)  # type: ignore[attr-defined]
-
-
-def _is_grid_hook(hook: Any) -> bool:
-    """True if a hook is one of this file."""
-    return isinstance(getattr(hook, "__self__", hook), _ImageHook | _CallGrids)
 
 
 def _register_grid_hooks(model: Any) -> None:

@@ -89,7 +89,6 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
 
 def _attachment_counts(module: nn.Module) -> tuple[int, list[str]]:
-    """Return the number of hooks of a module and the names of its patched methods."""
     return len(hooks_on(module)), _own_methods(module)
 
 
@@ -141,7 +140,6 @@ def first_altered_part(layer: nn.Module) -> str | None:
 
 
 def _tensor_mismatch(name: str, tensor: Tensor) -> str | None:
-    """Return why a tensor of a layer cannot be copied, or None."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return f"its {name} is not initialised yet; call the model once on a batch"
     if type(tensor) not in (nn.Parameter, Tensor):
@@ -196,7 +194,6 @@ def _standardised_weight(conv: Any) -> Tensor:
 
 
 def _pads_same(module: nn.Module) -> bool:
-    """True for a convolution with TensorFlow's SAME padding."""
     return type(module) is Conv2dSame or bool(getattr(module, "same_pad", False))
 
 

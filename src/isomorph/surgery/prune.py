@@ -148,7 +148,6 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
 
 
 def _nothing_to_prune(layers: dict[str, Any], tolerance: float) -> str:
-    """Return the message that no layer has closed or opened, with the one that comes nearest to it."""
     needed, name = min((min(_left_out(layer).values(), default=1.0), name) for name, layer in layers.items())
     digits = 1 - math.floor(math.log10(needed)) if needed > 0 else 0
     enough = math.ceil(needed * 10**digits) / 10**digits  # rounded up to two digits

@@ -83,8 +83,9 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     if not candidates:
         shown = [k for k in kind if not k.__module__.startswith("isomorph.layers")] or kind
         wanted = " and ".join(k.__name__ for k in shown) or "other modules"
-        classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
-        selection = f"{describe_where(where)} matches only other classes ({classes})"
+        classes = {type(module) for _, module in selected}
+        others = (f"another {k.__module__}.{wanted}" if k.__name__ == wanted else k.__name__ for k in classes)
+        selection = f"{describe_where(where)} matches only other classes ({', '.join(sorted(set(others)))})"
         raise UserError(f"{type(rule).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
     for name, module in candidates:
         if reason := rule.reason(module):
@@ -106,16 +107,7 @@ def check_model(model: object) -> None:
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
 
 
-def _class_name(kind: type, wanted: str) -> str:
-    """Return the name of a class, with its module if it has the same name as the wanted one."""
-    return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
-
-
 def _check_not_nested(names: Sequence[str]) -> None:
-    """Check that no target is inside another.
-
-    Raises: UserError otherwise.
-    """
     for outer in names:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
         if inner:
@@ -254,18 +246,14 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
-    for alias in _module_names(model, original):
-        model.set_submodule(alias, replacement)
+    for alias, module in list(model.named_modules(remove_duplicate=False)):
+        if module is original:
+            model.set_submodule(alias, replacement)
     return model
 
 
 def _is_channels_last(parameter: Tensor) -> bool:
     return not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
-
-
-def _module_names(model: nn.Module, module: nn.Module) -> list[str]:
-    """Return all names of a module in the model."""
-    return [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -277,7 +265,6 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter under its name in each module that has it."""
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
@@ -298,7 +285,9 @@ def restore_ties(model: nn.Module, before: list[list[str]]) -> tuple[str, ...]:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, shared)
         if lost := [name for name in names if name not in tied]:
-            messages.append(_describe_lost_tie(lost, tied))
+            verb = "was" if tied and len(lost) == 1 else "were"
+            partners = f" to {list_names(tied)}" if tied else ""
+            messages.append(f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately")
     return tuple(messages)
 
 
@@ -308,10 +297,3 @@ def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
         return True
     same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
     return same_form and (a.is_meta or torch.equal(a, b))
-
-
-def _describe_lost_tie(lost: list[str], tied: list[str]) -> str:
-    """Return a sentence about parameters that no longer share one tensor."""
-    verb = "was" if tied and len(lost) == 1 else "were"
-    partners = f" to {list_names(tied)}" if tied else ""
-    return f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"

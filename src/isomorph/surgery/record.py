@@ -147,7 +147,6 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """True if the model or a submodule is compiled, by `torch.compile(model)` or by `model.compile()`."""
     # model.compile() sets a private attribute of torch's and wraps nothing
     return any(_is_wrapper(m) or m._compiled_call_impl is not None for m in model.modules())
 
@@ -164,7 +163,6 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def _deepcopy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model, with torch's error as a UserError."""
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:

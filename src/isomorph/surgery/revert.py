@@ -19,7 +19,6 @@ _REVERT_METHODS = ("to_conv", "to_attention")
 
 
 def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
-    """Return the method by which a layer converts back to its original form, or None."""
     return next((getattr(layer, name) for name in _REVERT_METHODS if callable(getattr(layer, name, None))), None)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
@@ -280,17 +281,11 @@ def _merge(options: list[RuleOption]) -> RuleOption:
 
 def _alternatives(kinds: list[Any]) -> Any:
     """Return the union of types, with one Literal for the choices of all."""
-    parts = [part for kind in kinds for part in (get_args(kind) if _is_union(kind) else (kind,))]
-    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    others = [part for part in parts if get_origin(part) is not Literal]
-    if choices:
-        others.insert(0, Literal[tuple(dict.fromkeys(choices))])
-    return Union[tuple(dict.fromkeys(others))]  # noqa: UP007  (built at run time)
-
-
-def _is_union(kind: Any) -> bool:
-    """True for `A | B`, however it is written."""
-    return get_origin(kind) in (Union, types.UnionType)
+    unions = (Union, types.UnionType)
+    parts = [part for kind in kinds for part in (get_args(kind) if get_origin(kind) in unions else (kind,))]
+    literals = tuple(part for part in parts if get_origin(part) is Literal)
+    others = [part for part in parts if part not in literals]
+    return Union[(*([Literal[literals]] if literals else []), *others)]
 
 
 @cache
@@ -301,12 +296,8 @@ def _field_docstrings(rule: type) -> dict[str, str]:
     except (OSError, TypeError):
         return {}
     assert isinstance(body, ast.ClassDef)
-    pairs = zip(body.body, body.body[1:], strict=False)
-    texts = {ast.unparse(field.target): text.value for field, text in pairs if _is_documented(field, text)}  # type: ignore[attr-defined]
-    return {name: " ".join(str(text.value).split()) for name, text in texts.items()}
-
-
-def _is_documented(field: ast.stmt, text: ast.stmt) -> bool:
-    """True for an annotated name that a string follows."""
-    is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    return isinstance(field, ast.AnnAssign) and is_text
+    texts = {}
+    for field, text in pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return texts

@@ -54,7 +54,6 @@ class Unstride(Rule):
 
 
 def _is_strided(module: nn.Module) -> bool:
-    """True if the module is a convolution or an average pool with a stride above 1."""
     return isinstance(module, nn.Conv2d | nn.AvgPool2d) and module.stride not in (1, (1, 1))
 
 

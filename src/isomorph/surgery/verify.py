@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from isomorph.surgery.where import joint_parts
 
 
 def _max_or_inf(values: Iterable[float]) -> float:
-    """Return the maximum, with NaN as infinity."""
     return max(float("inf") if value != value else value for value in values)
 
 
@@ -89,7 +89,6 @@ class VerifyReport:
 
     @property
     def _outputs_agree(self) -> bool:
-        """True if every difference of the models' outputs is finite and within the tolerance."""
         finite = math.isfinite(self.fp32 + self.fp64)
         return finite and all(self._is_within(max(row.fp32, row.fp64), row.scale) for row in self.inputs)
 
@@ -181,8 +180,8 @@ def compare_outputs(
         check_not_empty(batch)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        named += [(f"random, seed {seed}", _redraw(batch, generator)) for batch in batches]
+        redraw = partial(_normal_like, generator=torch.Generator().manual_seed(seed))
+        named += [(f"random, seed {seed}", _map_floats(batch, redraw)) for batch in batches]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     new_notes = notes(recast)[len(notes(original)) :]
@@ -237,7 +236,6 @@ def verify(
 
 
 def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a model in eval mode, in the given precision and without gradients."""
     return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
 
 
@@ -254,9 +252,8 @@ def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
     return _map_floats(batch, lambda x: x.to(dtype))
 
 
-def _redraw(batch: Inputs, generator: torch.Generator) -> Inputs:
-    """Return a batch with standard normal values in the place of its floating-point tensors."""
-    return _map_floats(batch, lambda x: torch.randn(x.shape, generator=generator).to(x.device))
+def _normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=generator).to(x.device)
 
 
 def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

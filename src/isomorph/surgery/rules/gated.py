@@ -149,7 +149,6 @@ class ConvToGPSA(Rule):
         return with_same_padding(module, self._build_attention(plain_layer(module)))
 
     def _build_attention(self, module: nn.Module) -> GatedLayer:
-        """Return the attention that replaces a plain convolution."""
         assert isinstance(module, nn.Conv2d)
         named_padding = {"same": module.kernel_size[0] // 2, "valid": 0}
         gpsa = CONTENT[self.content](

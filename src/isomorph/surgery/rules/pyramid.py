@@ -76,7 +76,6 @@ def _normalise_rectify(given: str | Mapping[str, str]) -> str:
 
 
 def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
-    """Return the equal parts of a joint projection as separate layers."""
     width, bias = joint.out_features // parts, joint.bias is not None
     layers = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
     for name, parameter in joint.named_parameters():
@@ -252,7 +251,6 @@ class LinearToPyramid(Rule):
         return dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by)
 
     def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
-        """Return the pyramid that replaces a linear layer."""
         weight = linear.weight
         pyramid = PyramidLinear(linear.in_features, linear.out_features, **self._arguments(name, joint)).to(weight)
         if self.init == "paper":
@@ -263,7 +261,6 @@ class LinearToPyramid(Rule):
         return pyramid
 
     def _build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
-        """Return the pyramid that replaces a convolution."""
         padding = conv_padding(conv)
         assert padding is not None
         window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
