@@ -303,16 +303,6 @@ def test_a_picture_beside_the_validation_images_is_none_of_them(tmp_path):
     assert len(found.source) == 2
 
 
-def test_a_vit_is_fitted_to_other_sizes():
-    vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=5).eval()
-    fitted = iso.evaluation.fit_to_size(vit, (64, 96))
-    assert fitted(torch.zeros(1, 3, 64, 96)).shape == (1, 5)
-    assert vit.pos_embed.shape != fitted.pos_embed.shape
-    assert iso.evaluation.fit_to_size(vit, (224, 224)) is vit
-    with pytest.raises(iso.UserError, match=r"takes no images of 8 x 96: "):
-        iso.evaluation.fit_to_size(vit, (8, 96))
-
-
 def wrong(tmp_path, case):
     """A suite that cannot be evaluated as asked, and a model."""
     top, model = tmp_path / case.replace(" ", "_"), Reads()
@@ -453,15 +443,3 @@ class TestCommand:
         monkeypatch.setattr("isomorph.evaluation.cost.throughput", lambda *_: 1.0)
         small, large = measure_costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])
         assert large["macs"] > 3.9 * small["macs"]
-
-
-def test_single_classes_against_torchmetrics(tmp_path):
-    from torchmetrics.functional.classification import multiclass_accuracy
-
-    by_wnid(tmp_path / "imagenet", range(40))
-    model = Reads()
-    model.logits.data.normal_(std=2)
-    _, classes = run_sweep(model, open_suites(["imagenet"], tmp_path, partial=True))
-    logits = model.logits + 2 * torch.eye(1000)[:40]
-    expected = multiclass_accuracy(logits, torch.arange(40), 1000, average=None)[:40]
-    assert [row["top1"] for row in classes] == (100 * expected).tolist()

@@ -108,7 +108,7 @@ def _cpu_peak(run: Callable[[], None]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     held = peak = 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in recorded.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

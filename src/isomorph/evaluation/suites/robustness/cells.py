@@ -206,20 +206,14 @@ def _describe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[s
     """Describe how two results differ: the differing values of the first, then of the second; "" if there are none."""
     differing = [key for key in _IDENTITY_KEYS if a.get(key) != b.get(key)]
     # the limit and the pictures determine the source, the size determines the pictures: report only the cause
-    differing = [key for key in differing if key not in _dependent_keys(differing)]
+    caused = ["source"] * bool({"limit", "pictures"} & set(differing)) + ["pictures"] * ("size" in differing)
+    differing = [key for key in differing if key not in caused]
     if differing == ["source"] and a.get("data") == b.get("data"):
         return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
-    pairs = [(key, _value_text(key, a), _value_text(key, b)) for key in differing]
-    single = len(pairs) == 1
-    return (
-        " and ".join(f"{_KEY_LABELS.get(key, key)} {first}" for key, first, _ in pairs),
-        " and ".join(second if single else f"{_KEY_LABELS.get(key, key)} {second}" for key, _, second in pairs),
-    )
-
-
-def _dependent_keys(differing: Sequence[str]) -> list[str]:
-    """Return the keys that differ only because other keys differ."""
-    return ["source"] * bool({"limit", "pictures"} & set(differing)) + ["pictures"] * ("size" in differing)
+    first, second = ([f"{_KEY_LABELS.get(key, key)} {_value_text(key, each)}" for key in differing] for each in (a, b))
+    if len(differing) == 1:
+        second = [_value_text(differing[0], b)]
+    return " and ".join(first), " and ".join(second)
 
 
 def _value_text(key: str, identity: Mapping[str, Any]) -> str:

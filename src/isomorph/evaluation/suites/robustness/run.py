@@ -47,7 +47,8 @@ def measure_classifier(
     runtime: Runtime = ALONE,
 ) -> dict[str, Any]:
     """Measure the accuracy of an image classifier under corruptions. Arguments, result and errors: `iso.robustness`."""
-    _check_counts(batch_size, workers, limit)
+    if batch_size < 1 or workers < 0 or (limit is not None and limit < 1):
+        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     wanted = cells.wanted()
     published = open_published(suite, Path(folder).expanduser() if folder else None)
     inputs = prepare_inputs(model, source, published, size, seed, limit, partial)
@@ -63,12 +64,6 @@ def measure_classifier(
     for job in _jobs(inputs, state.missing, opened_cache):
         _measure_cells(fitted, inputs, job, state, batch_size, workers, runtime)
     return state.result(inputs.imagenet and inputs.size == PUBLISHED_SIZE)
-
-
-def _check_counts(batch_size: int, workers: int, limit: int | None) -> None:
-    """Raise UserError for numbers of images or workers that are too small."""
-    if batch_size < 1 or workers < 0 or (limit is not None and limit < 1):
-        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
 
 
 def _open_cache(top: Path, inputs: RobustnessInputs, runtime: Runtime) -> CorruptionCache:

@@ -163,33 +163,23 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     }
     for view in ("by_corruption", "by_category"):
         for name, value in result[view].items():
-            found = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
-            row = [name, *(f"{mean(part):.1f}" if part else "" for part in found), f"{value:.2f}"]
+            by_severity = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
+            row = [name, *(f"{mean(part):.1f}" if part else "" for part in by_severity), f"{value:.2f}"]
             points = gain.get(view, {}).get(name, {}).get("points")
             more = [f"{ce[name]:.1f}" if name in ce else ""] * bool(ce)
             rows.append(row + more + ["" if points is None else f"{points:+.2f}"] * bool(gain))
     suite = [name for name in result["by_corruption"] if name in IMAGENET_C_CORRUPTIONS]
-    if not suite:
-        return rows
-    part = (
-        "all of the suite"
-        if len(suite) == len(IMAGENET_C_CORRUPTIONS)
-        else f"{len(suite)} of the suite's {len(IMAGENET_C_CORRUPTIONS)}"
-    )
-    whole = [part, *(f"{value:.1f}" for value in result["by_severity"].values())]
-    whole.append(f"{result[f'mean_{metric}']:.2f}" if f"mean_{metric}" in result else "")
-    more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
-    rows.append(whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain))
-    return rows + _gain_rows(gain, severities, len(rows[0])) if gain else rows
-
-
-def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
-    """Return rows with the gain over a baseline by severity: in points, and in per cent of the baseline's value."""
-    rows = []
-    for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")):
+    if suite:
+        whole = len(IMAGENET_C_CORRUPTIONS)
+        part = "all of the suite" if len(suite) == whole else f"{len(suite)} of the suite's {whole}"
+        row = [part, *(f"{value:.1f}" for value in result["by_severity"].values())]
+        row.append(f"{result[f'mean_{metric}']:.2f}" if f"mean_{metric}" in result else "")
+        more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
+        rows.append(row + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain))
+    for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")) if suite and gain else ():
         found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
         row = [title, *("" if value is None else f"{value:+.2f}" for value in found)]
-        rows.append(row + [""] * (columns - len(row)))
+        rows.append(row + [""] * (len(rows[0]) - len(row)))
     return rows
 
 
