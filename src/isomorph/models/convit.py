@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA
-from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models.blockwise import BlockwiseViT
+from isomorph.models.staged import parameters_without_decay
 from isomorph.models.variants import (
     ForeignCheckpoints,
     Variant,

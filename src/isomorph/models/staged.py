@@ -1,4 +1,4 @@
-"""A base class for networks of stages, each with its own resolution; and gradient checkpointing of their blocks."""
+"""A base class for networks of stages; gradient checkpointing of blocks, and parameters without weight decay."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,8 +9,6 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
-
-from isomorph.layers.weight_decay import parameters_without_decay
 
 
 def recompute(block: nn.Module, *arguments: Any) -> Any:
@@ -42,6 +40,16 @@ def _keep_statistics(module: nn.Module) -> Iterator[None]:
     finally:
         for norm, (momentum, batches) in zip(norms, kept, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def parameters_without_decay(model: nn.Module) -> set[str]:
+    """Return the full names of the parameters that layers of the model exempt by a `no_weight_decay()` method."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if module is not model and callable(getattr(module, "no_weight_decay", None))
+        for name in module.no_weight_decay()
+    }
 
 
 class StagedNet(nn.Module):

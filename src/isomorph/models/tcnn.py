@@ -16,9 +16,9 @@ from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
-from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models import cifar_resnet
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
+from isomorph.models.staged import parameters_without_decay
 from isomorph.models.variants import ForeignCheckpoints, Variant, build_variant, register_variants
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 

@@ -13,7 +13,7 @@ from isomorph.errors import UserError
 from isomorph.layers.gated.tap_heads import PositionHeads
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.layers.weight_decay import parameters_without_decay
+from isomorph.models.staged import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
 

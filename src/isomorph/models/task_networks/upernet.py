@@ -17,7 +17,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.weight_decay import parameters_without_decay
+from isomorph.models.staged import parameters_without_decay
 from isomorph.models.task_networks.backbone import backbone_state, build_backbone, feature_maps, layers_for_decay
 from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, require_images
 
