@@ -84,15 +84,9 @@ def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
 def row_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a table with a line for each row of metrics and names; a dash stands for a value that is missing."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
-    return [heads, *([_cell(name, row.get(name)) for name in names] for row in rows)]
-
-
-def _cell(name: str, value: Any) -> str:
-    """Return a value with its metric's format; a dash for none."""
-    if value is None:
-        return "-"
-    return METRIC_FORMATS[name][1](value) if name in METRIC_FORMATS else str(value)
+    formats = {name: (POINT_FORMATS | METRIC_FORMATS).get(name, (name, str)) for name in names}
+    cells = [["-" if row.get(name) is None else formats[name][1](row[name]) for name in names] for row in rows]
+    return [[formats[name][0] for name in names], *cells]
 
 
 def sweep_table(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
@@ -108,15 +102,9 @@ def sweep_table(title: str, points: Sequence[Mapping[str, float]], key: str) -> 
 
 def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a table with a row for each point: suite, size and rfc, then its metrics, a dash for none."""
-    given = list(dict.fromkeys(key for point in points for key in point))
-    keys, metrics = [key for key in given if key in POINT_FORMATS], [key for key in given if key in METRIC_FORMATS]
-    head = [*(POINT_FORMATS[key][0] for key in keys), *(METRIC_FORMATS[key][0] for key in metrics)]
-    rows = [
-        [POINT_FORMATS[key][1](point[key]) for key in keys]
-        + [METRIC_FORMATS[key][1](point[key]) if key in point else "-" for key in metrics]
-        for point in points
-    ]
-    return [head, *rows]
+    given = dict.fromkeys(key for point in points for key in point)
+    names = [key for formats in (POINT_FORMATS, METRIC_FORMATS) for key in given if key in formats]
+    return row_table([{name: point.get(name) for name in names} for point in points])
 
 
 class _Output(Console):

@@ -56,15 +56,12 @@ def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
     batch = demo.images[:SHOWN]
     mean, std = (torch.tensor(demo.config[key])[:, None, None] for key in ("mean", "std"))
     images = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
-    shown = [
-        ViewerModel(name, capture_layer_maps(model, batch)[0], _gates_by_layer(model)) for name, model in models.items()
-    ]
+    shown = []
+    for name, model in models.items():
+        gated = any(isinstance(layer, GPSA | GPSA2d) for layer in model.modules())
+        by_layer = _as_lists(gates(model)) if gated else {}
+        shown.append(ViewerModel(name, capture_layer_maps(model, batch)[0], by_layer))
     return build_viewer(shown, images)
-
-
-def _gates_by_layer(model: nn.Module) -> dict[str, list[float]]:
-    """Return the gates of a model's heads by layer; empty for a model without gated attention."""
-    return _as_lists(gates(model)) if any(isinstance(layer, GPSA | GPSA2d) for layer in model.modules()) else {}
 
 
 def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -75,11 +72,11 @@ def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
 def _gain_section(demo: Demo) -> Section:
     """Return the section that compares the ViTs."""
     lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
-    conv = {demo.vits[-1].name: demo.vits[-1].model}
+    conv = demo.vits[-1]
     charts: list[Chart] = [
         Panel("Top-1 on the test images", "epoch", "%", lines),
-        Dots("Gates", "sigma(gate)", {name: _as_lists(gates(model)) for name, model in conv.items()}, 1.0),
-        Dots("Spans", "1 / locality", {name: _as_lists(attention_spans(model)) for name, model in conv.items()}),
+        Dots("Gates", "sigma(gate)", {conv.name: _as_lists(gates(conv.model))}, 1.0),
+        Dots("Spans", "1 / locality", {conv.name: _as_lists(attention_spans(conv.model))}),
     ]
     return Section(
         "What is gained",

@@ -13,10 +13,10 @@ from torch import Tensor
 from isomorph.analysis import GatingHistory, attention_entropy, nonlocality
 from isomorph.report import guides
 from isomorph.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
-from isomorph.report.findings import accuracy_cost_finding, count_noun, gates_moved, runs_finding
+from isomorph.report.findings import accuracy_cost_finding, gates_moved, runs_finding
 from isomorph.report.html import Details, Section
 from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog, best_top1
-from isomorph.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import METRIC_FORMATS, count_of
 
 
 def points_table(points: Sequence[AccuracyPoint]) -> Table:
@@ -311,7 +311,7 @@ def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
     differences = _recipe_differences(logs)
     if len(differences) == 1:
         return [Section("Recipe differences", finding="The recipes are equal in every field.")]
-    finding = f"The recipes differ in {count_noun(len(differences) - 1, 'field')}."
+    finding = f"The recipes differ in {count_of(len(differences) - 1, 'field')}."
     return [Section("Recipe differences", table=differences, finding=finding, guide=guides.RECIPES)]
 
 

@@ -11,14 +11,10 @@ from isomorph.analysis import GatingHistory
 from isomorph.report.attention_viewer import EQUAL_BOUNDS
 from isomorph.report.charts import Dots, Matrix, format_number, layer_means
 from isomorph.report.run_files import AccuracyPoint
+from isomorph.terminal_tables import count_of
 
 HeadValues = Mapping[str, Sequence[float]]
 """A number for each head: {layer: (heads,)}."""
-
-
-def count_noun(count: int, noun: str) -> str:
-    """Return a count with its noun: "1 image", "2 images"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> str:
@@ -29,7 +25,7 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
     if first is None or second is None or first.shape != second.shape:
         return ""
     difference, largest = float((first - second).abs().max()), float(first.abs().max())
-    images, same = count_noun(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
+    images, same = count_of(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
     apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
     if not math.isfinite(difference):
         return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
@@ -92,7 +88,7 @@ def gates_finding(chart: Dots) -> str:
         if values:
             low, high = (f"{value:.2f}" for value in (min(values), max(values)))
             spread = f"are all {low}" if low == high else f"are {low} to {high}, {fmean(values):.2f} on average"
-            sentences.append(f"The {count_noun(len(values), 'gate')} of {name} {spread}.")
+            sentences.append(f"The {count_of(len(values), 'gate')} of {name} {spread}.")
     return " ".join(sentences)
 
 
@@ -182,7 +178,7 @@ def runs_finding(best: Mapping[str, float | None], metric: str = "top-1") -> str
     if not known:
         return f"No run has measured its {metric}."
     value, name = known[0]
-    missing = f" {count_noun(len(best) - len(known), 'run')} without a {metric}." if len(known) < len(best) else ""
+    missing = f" {count_of(len(best) - len(known), 'run')} without a {metric}." if len(known) < len(best) else ""
     reached = f"{name} reaches the best {metric}, {value:.2f} %"
     if len(known) == 1:
         return f"{name} reaches a {metric} of {value:.2f} %.{missing}"
