@@ -226,7 +226,7 @@ def cnns_taken(rows):
 
 def has_no_map(reason):
     """True for the reason of a layer that is called attention but has no map from queries to keys."""
-    texts = {facts.no_map for facts in FACTS.values() if facts.no_map}
+    texts = {facts.no_map for facts in FACTS.values() if facts and facts.no_map}
     return any(text in reason for text in (*texts, "with no queries and keys"))
 
 

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torchvision
-from timm.layers import Attention, MultiQueryAttention2d
+from timm.layers import (
+    Attention,
+    AttentionPoolLatent,
+    MultiQueryAttention2d,
+    NonLocalAttn,
+    SimPool2d,
+)
 from timm.layers.attention2d import MultiQueryAttentionV2
 from timm.layers.bottleneck_attn import BottleneckAttn
 from timm.layers.diff_attention import DiffAttention
@@ -191,6 +197,9 @@ LAYERS = {
         functools.partial(OnItself, bias=False), TOKENS, mask=dict(attn_mask=hide(16, floating=True))
     ),
     "gated by timm": Layer(lambda: Attention(C, 4, gated=True), TOKENS),
+    "pool, latent": Layer(lambda: AttentionPoolLatent(C, num_heads=4, mlp_ratio=1.0), WITH_CLASS),
+    "pool, mean query": Layer(lambda: SimPool2d(C, num_heads=4), CHANNELS_FIRST),
+    "non-local": Layer(lambda: NonLocalAttn(C, rd_channels=8), CHANNELS_FIRST),
     "torchvision swin": Layer(
         lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4), (2, 4, 4, C), other=((1, 5, 7, C), ())
     ),

@@ -60,7 +60,8 @@ class MethodMap(NamedTuple):
     def row(self, query: int) -> Tensor:
         """Return the attention of one query. Shape: -> (B, nh, Nk)"""
         if isinstance(self.layer, PositionHeads):
-            return self.layer.attention(self.args[0], query)[:, :, 0]
+            layer: Any = self.layer
+            return layer.attention(self.args[0], query)[:, :, 0]
         return torch.cat([maps[:, :, query] for maps in self.chunks()])
 
     def images(self, start: int, stop: int) -> "MethodMap":

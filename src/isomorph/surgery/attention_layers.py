@@ -139,16 +139,19 @@ _CHANNELS = AttentionFacts("attends between channels, so it has no map over toke
 _KEYS_ALONE = AttentionFacts("takes the softmax of its keys alone, so it has no map from queries to keys")
 _POOLS = AttentionFacts("pools tokens with weights that do not depend on a query")
 _ONE_QUERY = AttentionFacts(query_reason="only its class token is a query, and has no position")
+_MEAN_QUERY = AttentionFacts(grid_reason=lambda _: "its only query is the mean of all tokens, without a position")
 _SHIFTED = AttentionFacts(mask=_shift_mask)
 _VIDEO = AttentionFacts(reason=lambda layer: f"{type(layer).__name__} attends in three dimensions")
 _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
 _INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
 
-FACTS: dict[str, AttentionFacts] = {
+FACTS: dict[str, AttentionFacts | None] = {
     "timm.layers.attention2d.MultiQueryAttention2d": AttentionFacts(
         layout=lambda layer: "queries" if layer.einsum else "heads"
     ),
     "timm.layers.attention2d.MultiQueryAttentionV2": AttentionFacts(layout=lambda _: "queries"),
+    "timm.layers.attention_pool2d.AttentionPool2d": _MEAN_QUERY,
+    "timm.layers.attention_pool2d.RotAttentionPool2d": _MEAN_QUERY,
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
     "timm.layers.global_context.GlobalContext": _POOLS,
     "timm.layers.halo_attn.HaloAttn": AttentionFacts(
@@ -167,7 +170,7 @@ FACTS: dict[str, AttentionFacts] = {
     "timm.models.davit.ChannelAttention": _CHANNELS,
     "timm.models.davit.ChannelAttentionV2": _CHANNELS,
     "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
-    "timm.models.efficientvim.HSMSSD": _KEYS_ALONE,
+    "timm.models.efficientvim.HSMSSD": None,
     "timm.models.efficientvit_mit.LiteMLA": AttentionFacts(
         "is linear attention, which has no map from queries to keys"
     ),
@@ -201,7 +204,7 @@ FACTS: dict[str, AttentionFacts] = {
     "torchvision.models.video.mvit.MultiscaleAttention": _VIDEO,
     "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": _VIDEO,
 }
-"""Classes that are not like most, by their full name."""
+"""Classes that are not like most, by their full name; None for one that is not attention, though it looks like it."""
 
 
 def names_of(layer: nn.Module) -> list[str]:
@@ -244,14 +247,13 @@ def attention_facts(kind: type) -> AttentionFacts | None:
     """Return what is known about a class of attention, or None for another class and for isomorph's own layers."""
     if kind.__module__.startswith("isomorph."):
         return None
-    rows = [FACTS.get(_full_name(base)) for base in kind.__mro__]
-    if without := next((row for row in rows if row and row.no_map), None):
+    rows = {base: FACTS[name] for base in kind.__mro__ if (name := _full_name(base)) in FACTS}
+    if without := next((row for row in rows.values() if row and row.no_map), None):
         return without
-    for base, row in zip(kind.__mro__, rows, strict=True):
-        if row:
-            return row
-        if "forward" in vars(base):
-            break
+    owner = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    for base in kind.__mro__[: kind.__mro__.index(owner) + 1]:
+        if base in rows:
+            return rows[base]
     names = _names_used(kind)
     if "get_interface" in names:
         return _INTERFACE

@@ -24,9 +24,9 @@ PYRAMIDS = (Pyramid, JointPyramid)
 class Fuse(Rule):
     """Rule that replaces a layer by the result of its method `fuse()`, with the same function in eval mode.
 
-    Pyramids inside the module are fused first. In timm's units of a convolution and a BatchNorm, the bias of a fused
-    pyramid moves into the running mean if the convolution had none, so that the unit has the parameters with which timm
-    creates it; timm's `reparameterize_model` and its own `fuse()` ignore such a bias.
+    Pyramids inside the module are fused first. In units of a convolution and a BatchNorm, the bias of a fused
+    pyramid moves into the running mean if the convolution had none, so that the unit has the parameters with which it
+    was created; timm's `reparameterize_model` and its own `fuse()` ignore such a bias.
 
     Raises: UserError from `build` if the module has no `fuse()`.
 
@@ -41,7 +41,7 @@ class Fuse(Rule):
     def reason(self, module: nn.Module) -> str | None:
         """Return that the module's `fuse()` cannot handle all layers inside it and it is no unit with a pyramid."""
         free = callable(getattr(module, "fuse", None)) and not _is_blocked(module)
-        return None if free or _is_unit(module) else f"{type(module).__name__} has no fused form"
+        return None if free or _pyramid_of_unit(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return the fused form of a copy of the module in eval mode.
@@ -49,8 +49,8 @@ class Fuse(Rule):
         Raises: UserError if the module has no `fuse()`, or overrides the forward that its `fuse()` is for.
         """
         self.check(module)
-        if _is_unit(module):
-            return _build_unit(self, copy.deepcopy(module))
+        if name := _pyramid_of_unit(module):
+            return _build_unit(self, copy.deepcopy(module), name)
         kind = type(module)
         owner = next((base for base in kind.__mro__ if "fuse" in vars(base)), kind)
         # a subclass with its own forward may compute something that the inherited fuse() does not know
@@ -84,15 +84,17 @@ def _is_blocked(module: nn.Module) -> bool:
     return not _is_own(module) and not all(isinstance(part, PYRAMIDS) for part in recast_layers(module))
 
 
-def _is_unit(module: nn.Module) -> bool:
-    """True for timm's units of a convolution and a BatchNorm, without `fuse()`, whose convolution is a pyramid."""
-    names = None if hasattr(module, "fuse") else conv_and_norm(module)
-    return names is not None and isinstance(module.get_submodule(names[0]), Pyramid)
+def _pyramid_of_unit(module: nn.Module) -> str | None:
+    """Return the name of the pyramid in a unit of a pyramid and a BatchNorm, without `fuse()`, or None for others."""
+    if hasattr(module, "fuse") or not any(isinstance(child, Pyramid) for child in module.children()):
+        return None
+    names = conv_and_norm(module)
+    return names[0] if names else None
 
 
-def _build_unit(rule: Fuse, unit: nn.Module) -> nn.Module:
-    pyramid: Any = unit.conv
-    unit.conv = match_original(rule.build(pyramid), pyramid)
+def _build_unit(rule: Fuse, unit: nn.Module, name: str) -> nn.Module:
+    pyramid: Any = unit.get_submodule(name)
+    unit.set_submodule(name, match_original(rule.build(pyramid), pyramid))
     if not pyramid.replaces_bias:
         absorb_conv_biases(unit)
     return unit
@@ -142,7 +144,8 @@ def fusible_modules(model: nn.Module) -> tuple[str, ...]:
 
     def wanted(module: nn.Module) -> bool:
         """True for a module to replace; not for a unit whose pyramid has other names too, under which it would stay."""
-        shared = _is_unit(module) and names[module.get_submodule("conv")] > names[module]
+        name = _pyramid_of_unit(module)
+        shared = name is not None and names[module.get_submodule(name)] > names[module]
         return rule.accepts(module) and module not in waiting and not shared
 
     return tuple(outermost_modules(model, wanted))

@@ -3,20 +3,23 @@
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from timm.layers import BatchNormAct2d, ConvNormAct, SyncBatchNormAct, to_2tuple
-from timm.models.ghostnet import ConvBnAct
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers import AnnealedReLU
 from isomorph.layers.pyramid.affine_chain import collapse_chain, weight_matrix
 from isomorph.layers.pyramid.annealed import is_pointwise
+from isomorph.layers.pyramid.base import Pyramid
+from isomorph.operations import see
 from isomorph.surgery.plain_layers import layer_mismatch, overridden_methods
 
 BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorm classes of torch and timm, a subclass before its base."""
+_LINEAR = (nn.Linear, nn.Conv2d, Pyramid)
 
 
 def _chain_layers(module: nn.Module, annealed: bool = False) -> Iterator[nn.Module]:
@@ -127,18 +130,33 @@ def absorb_conv_biases(model: nn.Module) -> None:
 
 
 def conv_and_norm(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the linear layer and of the BatchNorm of a unit of timm that applies one after the other.
+    """Return the names of the linear layer and of the BatchNorm that alone reads its output, in a unit of the two.
 
-    These are ConvNormAct, GhostNet's ConvBnAct, and pairs with a method `fuse()` of timm, as LeViT's. None for other
-    modules, and for a BatchNorm without running statistics.
+    They are children of the module, and run in this order whatever its class: ConvNormAct, GhostNet's ConvBnAct,
+    LeViT's pairs. None for others, for a BatchNorm without running statistics, and where the output is used otherwise.
     """
-    names = None
-    if isinstance(module, ConvNormAct) and not overridden_methods(module, ConvNormAct):
-        names = ("conv", "bn")
-    elif isinstance(module, ConvBnAct) and not overridden_methods(module, ConvBnAct):
-        names = ("conv", "bn1")
-    elif getattr(getattr(module, "fuse", None), "__module__", "").startswith("timm."):
-        children = [name for name, child in module.named_children() if not isinstance(child, nn.Identity)]
-        names = (children[0], children[1]) if len(children) == 2 else None
-    norm = module.get_submodule(names[1]) if names else None
-    return names if isinstance(norm, _BatchNorm) and norm.running_mean is not None else None
+    children = dict(module.named_children())
+    layers = [name for name, child in children.items() if isinstance(child, _LINEAR)]
+    norms = [
+        name for name, child in children.items() if isinstance(child, _BatchNorm) and child.running_mean is not None
+    ]
+    if len(layers) != 1 or len(norms) != 1:
+        return None
+    unit = copy.deepcopy(module).eval()
+    for part in unit.modules():  # hooks of the user are not for an example
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    try:
+        flow = see(unit, _example_input(children[layers[0]]).to(next(unit.parameters())))
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError):  # it takes other inputs
+        return None
+    return (layers[0], norms[0]) if flow.norm_after(layers[0]) == norms[0] else None
+
+
+def _example_input(layer: Any) -> torch.Tensor:
+    """Return zeros that a linear layer, a convolution or a pyramid can read. Shape: -> (2, 2, C) or (2, C, H, W)"""
+    window = getattr(layer, "window", layer)
+    if not hasattr(window, "kernel_size"):
+        return torch.zeros(2, 2, layer.in_features)
+    size = (d * (k - 1) + 1 for k, d in zip(window.kernel_size, window.dilation, strict=True))
+    return torch.zeros(2, layer.in_channels, *size)

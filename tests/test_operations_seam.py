@@ -1,0 +1,311 @@
+"""What a model computes is seen, read and changed by operation, whatever its classes; what cannot be is an error."""
+
+import threading
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from attention_layers import LAYERS
+from isomorph.operations import EditMaps, FusedCall, ReadMaps, see
+from isomorph.surgery.attention_layers import FACTS, AttentionFacts, attention_facts, heads_of
+from isomorph.surgery.edited_attention import edit_map
+from isomorph.surgery.linear_chains import conv_and_norm
+from law_rows import Alone, deviation, disturb, values
+
+B, H, N, W = 2, 3, 6, 6  # heads as wide as there are tokens: shapes tell nothing
+X = torch.randn(B, N, H * W, dtype=torch.float64)
+FORMS = {
+    "fused": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "fused, by name": lambda q, k, v: F.scaled_dot_product_attention(value=v, key=k, query=q, scale=W**-0.5),
+    "method": lambda q, k, v: (q @ k.mT * W**-0.5).softmax(-1) @ v,
+    "function": lambda q, k, v: torch.matmul(torch.softmax(q @ k.mT * W**-0.5, dim=3), v),
+    "functional": lambda q, k, v: torch.matmul(F.softmax(input=q @ k.mT * W**-0.5, dim=-1), other=v),
+    "values first": lambda q, k, v: (v.mT @ (q @ k.mT * W**-0.5).softmax(-1).transpose(-2, -1)).mT,
+    "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", (q @ k.mT * W**-0.5).softmax(-1), v),
+    "in place": lambda q, k, v: (q @ k.mT * W**-0.5).softmax(-1).mul(1).mul_(1) @ v,
+    "dropout": lambda q, k, v: nn.Dropout(0.5).eval()(F.softmax(q @ k.mT * W**-0.5, -1)) @ v,
+    "bmm": lambda q, k, v: torch.bmm(
+        (q @ k.mT * W**-0.5).softmax(-1).flatten(0, 1), v.flatten(0, 1)
+    ).unflatten(0, (B, H)),
+    "concatenated": lambda q, k, v: torch.cat((q @ k.mT * W**-0.5).softmax(-1).chunk(2, 2), 2) @ v,
+    "loop": lambda q, k, v: torch.stack(
+        [(q[:, h] @ k[:, h].mT * W**-0.5).softmax(-1) @ v[:, h] for h in range(H)], 1
+    ),
+}  # fmt: skip
+
+
+class Attend(nn.Module):
+    """Attention in one of the forms, with its map edited: every head multiplied by its own number, and mixed."""
+
+    def __init__(self, form, mix=None):
+        super().__init__()
+        self.form, self.qkv = form, nn.Linear(H * W, 3 * H * W)
+        self.scale = nn.Parameter(1 + torch.rand(H, 1, 1))
+        self.mix = mix
+        self.double()
+
+    def attend(self, x):
+        return self.form(*self.qkv(x).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4))
+
+    def edit(self, maps, mask):
+        joint = maps.ndim == 3 and maps.shape[0] == B * H
+        scale = self.scale.repeat(B, 1, 1) if joint else self.scale if maps.ndim > 3 else self.scale.mean()
+        return maps * scale + maps.square()
+
+    def forward(self, x):
+        mode = EditMaps(self.edit)
+        with mode:
+            out = self.attend(x)
+        if not mode.edited:
+            raise ValueError("not edited")
+        return out
+
+
+@torch.no_grad()
+def slow(layer, x, loop=False):
+    """Attention with the same edit, written out."""
+    q, k, v = layer.qkv(x).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)
+    maps = torch.zeros(B, H, N, N, dtype=x.dtype)
+    for b, h, i in ((b, h, i) for b in range(B) for h in range(H) for i in range(N)):
+        row = torch.tensor([q[b, h, i] @ k[b, h, j] for j in range(N)]) * W**-0.5
+        maps[b, h, i] = row.exp() / row.exp().sum()
+    scale = layer.scale.mean() if loop else layer.scale
+    return (maps * scale + maps.square()) @ v
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # of any mode, in strict export
+@pytest.mark.parametrize("form", FORMS)
+def test_an_edit_acts_in_every_form_compiled_exported_and_mapped(form):
+    torch.manual_seed(0)
+    layer = Attend(FORMS[form])
+    y = layer(X)
+    assert deviation(y, slow(layer, X, form == "loop")) < 1e-12
+    torch._dynamo.reset()
+    assert deviation(torch.compile(layer, fullgraph=True, backend="aot_eager")(X), y) < 1e-12
+    for strict in (False, True):
+        assert deviation(torch.export.export(layer, (X,), strict=strict).module()(X), y) < 1e-12
+    if form not in ("bmm", "loop"):  # which name the number of images
+        assert deviation(torch.vmap(lambda x: layer(x[None])[0])(X), y) < 1e-12
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_the_map_that_is_read_is_the_one_that_weighs_values(form):
+    layer, mode = Attend(FORMS[form]), ReadMaps()
+    for run, edited in ((layer.attend, False), (layer, True)):
+        with mode:
+            mode.enter(heads=1 if form == "loop" else H)
+            out = run(X)
+            applied = mode.leave()
+        v = layer.qkv(X).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)[2]
+        assert deviation(applied.map() @ v, out) < 1e-12
+        assert (applied.map().sum(-1) - 1).abs().max() > 0.1 or not edited
+        rows = torch.stack([applied.row(i) for i in range(N)], 2)
+        assert deviation(rows, applied.map()) < 1e-12
+        assert deviation(torch.cat(list(applied.chunks())), applied.map()) < 1e-12
+        if not edited:
+            assert deviation(applied.logits.map(), applied.map()) < 1e-12
+
+
+def test_talking_heads_belong_to_the_map_and_dropout_does_not():
+    talk, drop = nn.Linear(H, H).double(), nn.Dropout(0.5)
+
+    def form(q, k, v):
+        maps = talk((q @ k.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return drop(maps) @ v
+
+    layer = Attend(form)
+    q, k, v = layer.qkv(X).unflatten(-1, (3, H, W)).permute(2, 0, 3, 1, 4)
+    maps = layer.edit(talk((q @ k.mT).softmax(-1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2), None)
+    torch.manual_seed(0)
+    y = layer(X)
+    torch.manual_seed(0)
+    assert deviation(F.dropout(maps, 0.5) @ v, y) < 1e-12
+    fused = Attend(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.5))
+    fused.load_state_dict(layer.state_dict())
+    torch.manual_seed(0)
+    expected = F.dropout(fused.edit((q @ k.mT * W**-0.5).softmax(-1), None), 0.5) @ v
+    torch.manual_seed(0)
+    assert deviation(fused(X), expected) < 1e-12
+
+
+@pytest.mark.parametrize("floating", [False, True])
+def test_a_fused_call_is_that_of_torch_with_masks_shared_keys_and_empty_rows(floating):
+    q, k, v = torch.randn(B, 4, N, W), *torch.randn(2, B, 2, N, W)
+    allowed = torch.rand(B, 1, N, N) < 0.6
+    allowed[0, 0, 2] = False
+    mask = torch.randn(B, 4, N, N).masked_fill(~allowed, -torch.inf) if floating else allowed
+    parts = [x.double().requires_grad_() for x in (q, k, v)]
+    given = dict(attn_mask=mask.double() if floating else mask, scale=0.3, enable_gqa=True)
+    outs = [F.scaled_dot_product_attention(*parts, **given), FusedCall(*parts, **given).attend(lambda maps, _: maps)]
+    assert deviation(*outs) < 1e-12
+    assert not outs[1][0, :, 2].any()
+    for one, other in zip(*(torch.autograd.grad(y.square().sum(), parts) for y in outs), strict=True):
+        assert deviation(one, other) < 1e-12
+
+
+UNSEEN = {
+    "torch.special": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
+    "logarithms": lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v,
+    "by hand": lambda q, k, v: (q @ k.mT).exp() @ v,
+    "over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "one operation": lambda q, k, v: nn.MultiheadAttention(W, 1).double()(*(x.flatten(0, 1) for x in (q, k, v)))[0],
+}
+
+
+@pytest.mark.parametrize("form", UNSEEN)
+def test_a_map_that_is_not_seen_is_not_edited_silently(form):
+    with pytest.raises(ValueError, match="not edited"):
+        Attend(UNSEEN[form])(X)
+
+
+def test_causal_attention_and_reentrant_checkpoints_are_errors():
+    with pytest.raises(ValueError, match="is_causal"):
+        Attend(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))(X)
+    layer = Attend(lambda q, k, v: checkpoint(FORMS["method"], q, k, v, use_reentrant=True))
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        layer(X)
+    plain = Attend(FORMS["fused"])
+    gradients = []
+    for options in (None, dict(use_reentrant=False), dict(use_reentrant=True)):
+        x = X.clone().requires_grad_()
+        (checkpoint(plain, x, **options) if options else plain(x)).square().sum().backward()
+        gradients.append(x.grad)
+    assert deviation(gradients[1], gradients[0]) < 1e-12
+    assert deviation(gradients[2], gradients[0]) < 1e-12
+
+
+def test_threads_edit_their_own_calls_alone():
+    plain, edited, wrong = Attend(FORMS["method"]), Attend(FORMS["method"]), []
+    expected = plain.attend(X), edited(X)
+
+    def run(call, y):
+        for _ in range(30):
+            if not torch.equal(call(X), y):
+                wrong.append(call)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in zip((plain.attend, edited), expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Scale(nn.Module):
+    """An edit that multiplies the map of every head by a number."""
+
+    def __init__(self, heads, **kind):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(heads, 1, 1, **kind))
+
+    def forward(self, maps, call):
+        return maps * self.scale
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if not name.startswith("multihead")])
+@torch.no_grad()
+def test_every_head_of_every_class_is_edited_by_itself(name):
+    """Heads doubled one at a time move the output in as many directions; all doubled at once, by their sum."""
+    torch.manual_seed(0)
+    layer, x = disturb(LAYERS[name].make(), 0.7), values((LAYERS[name].shape, *LAYERS[name].more))
+    new = Alone(edit_map(layer, Scale, (4, 6), 0))
+    heads, before = new.layer.edited_heads, Alone(layer)(*x)
+    assert deviation(new(*x), before) < 1e-12
+    assert heads == heads_of(layer, attention_facts(type(layer)))
+    if heads == 1:
+        new.layer.map_edit.scale[0] = 2
+        assert deviation(new(*x), before) > 1e-6
+        return
+    moves = []
+    for head in range(heads):
+        new.layer.map_edit.scale.fill_(1)[head] = 2
+        moves.append((new(*x) - before).flatten())
+    moves = torch.stack(moves)
+    assert moves.norm(dim=1).min() > 1e-6
+    assert torch.linalg.matrix_rank(moves, rtol=1e-6) == heads
+
+
+def test_attention_is_recognised_by_what_its_forward_names():
+    from timm.layers.selective_kernel import SelectiveKernelAttn
+    from timm.layers.split_attn import RadixSoftmax
+    from timm.models.efficientvim import HSMSSD
+    from timm.models.vision_transformer import Block
+
+    for kind in (SelectiveKernelAttn, RadixSoftmax, HSMSSD, Block, nn.Linear, nn.Softmax, timm.models.ResNet):
+        assert attention_facts(kind) is None
+    for kind in (timm.layers.Attention, timm.layers.AttentionRope, timm.layers.AttentionPoolLatent):
+        assert attention_facts(kind) == AttentionFacts()
+
+
+def test_the_shift_mask_of_torchvision_is_that_of_its_scores():
+    from torchvision.models.swin_transformer import ShiftedWindowAttention
+
+    for size in ((4, 6), (5, 3), (2, 8), (2, 2)):
+        layer, x = ShiftedWindowAttention(8, [2, 2], [1, 1], 2).double().eval(), torch.randn(2, *size, 8).double()
+        mask = FACTS["torchvision.models.swin_transformer.ShiftedWindowAttention"].mask(layer, dict(input=x))
+        mode = ReadMaps()
+        with mode, torch.no_grad():
+            mode.enter(heads=2)
+            layer(x)
+            maps = mode.leave().map()  # (B windows, nh, N, N)
+        reached = maps > 1e-30
+        if mask is None:
+            assert reached.all()
+        else:
+            assert torch.equal(reached, mask.repeat(2, 1, 1)[:, None].expand_as(reached))
+
+
+class TestSee:
+    def test_values_readers_and_calls(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.norm, self.b, self.c, self.idle = (
+                    nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4),
+                )  # fmt: skip
+                self.other = nn.BatchNorm1d(4)
+
+            def forward(self, x):
+                y = self.norm(self.a(x).flatten(0, 1)).relu_()
+                z = self.b(y)
+                return self.other(z) + z + F.linear(y, self.idle.weight) + self.c(self.c(y))
+
+        flow = see(Net().eval(), torch.randn(2, 3, 4))
+        assert flow.norm_after("a") == "norm"
+        assert flow.norm_after("b") is None  # read by the sum too
+        assert flow.norm_after("c") is None  # called twice
+        assert (flow.times_read("c.weight"), flow.times_read("idle.weight")) == (2, 1)
+        assert "idle" not in flow.outputs
+        relu = next(each for each in flow.operations if each.name == "relu_")
+        assert relu.inputs[0][0] == relu.outputs[0][0] != relu.inputs[0]
+        assert flow.made[relu.inputs[0]].name == "batch_norm"
+        assert [each.name for each in flow.reads[relu.outputs[0]]].count("linear") == 3
+
+    def test_a_layer_and_its_norm_are_found_in_units_of_any_class(self):
+        from timm.layers import ConvNormAct
+        from timm.models.ghostnet import ConvBnAct
+        from timm.models.levit import LinearNorm
+
+        class Late(ConvNormAct):
+            def forward(self, x):
+                return self.bn(self.conv(x).relu())
+
+        class Twice(ConvNormAct):
+            def forward(self, x):
+                y = self.conv(x)
+                return self.bn(y) + y
+
+        pair = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        units = [ConvNormAct(3, 4, 3, stride=2), ConvBnAct(3, 4, 3), LinearNorm(3, 4), pair]
+        units += [Late(3, 4, 3), Twice(3, 4, 3), ConvNormAct(3, 4, 3, apply_norm=False), nn.Conv2d(3, 4, 3)]
+        called = []
+        units[0].conv.register_forward_hook(lambda *_: called.append(0))
+        found = [conv_and_norm(unit) for unit in units]
+        assert found == [("conv", "bn"), ("conv", "bn1"), ("linear", "bn"), ("0", "1"), None, None, None, None]
+        assert not called
+        assert all(unit.training for unit in units)
