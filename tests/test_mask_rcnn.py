@@ -69,7 +69,9 @@ def test_losses_and_detections_on_odd_rectangles(backbone):
 
 
 def test_a_backbone_keeps_one_map_of_each_resolution():
-    assert detector("cifar_resnet20", masks=False).strides == (1, 2, 4, 8)
+    cnn = detector("cifar_resnet20", masks=False)
+    assert cnn.strides == (1, 2, 4, 8)
+    assert (cnn.rpn.head.cls_logits.in_channels, cnn.roi_heads.box_predictor.cls_score.in_features) == (8, 16)
     with torch.device("meta"):
         assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)  # two stages have stride 16
         assert isinstance(detector("vit_tiny_patch16_224").backbone, WindowedViT)

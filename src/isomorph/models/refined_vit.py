@@ -243,7 +243,7 @@ default_cfgs = generate_default_cfgs(
 
 def _create_refined_vit(name: str, pretrained: bool, **arguments: Any) -> RefinedViT:
     cfg = refined_cfg(arguments.get("conv_embed", False), arguments.get("dense_head", False))
-    return build_variant(RefinedViT, name, pretrained, cfg=cfg, **arguments)
+    return build_variant(RefinedViT, name, pretrained, own_cfg=cfg, **arguments)
 
 
 register_variants(__name__, _create_refined_vit, VARIANTS)

@@ -128,7 +128,7 @@ default_cfgs = generate_default_cfgs(
 
 def _create_released(name: str, pretrained: bool, **arguments: Any) -> ReleasedRefinedViT:
     cfg = refined_cfg(True, arguments.get("dense_head", True))
-    return build_variant(ReleasedRefinedViT, name, pretrained, cfg=cfg, **arguments)
+    return build_variant(ReleasedRefinedViT, name, pretrained, own_cfg=cfg, **arguments)
 
 
 register_variants(__name__, _create_released, VARIANTS)

@@ -135,5 +135,5 @@ default_cfgs = generate_default_cfgs(
     {f"{name}.cnn_in1k": _backbone_cfg(name) for name in VARIANTS}
     | {f"{name}.cnn_cifar10": cifar_cfg(arguments["base"]) for name, (arguments, _) in _SMALL.items()}
 )
-register_variants(__name__, partial(build_variant, TResNet, features={}), VARIANTS)
+register_variants(__name__, partial(build_variant, TResNet, feature_cfg={}), VARIANTS)
 register_variants(__name__, partial(create_cifar_resnet, kind=TCifarResNet), _SMALL)

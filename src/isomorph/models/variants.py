@@ -57,11 +57,11 @@ def _entrypoint(module: str, create: Callable[..., nn.Module], name: str, varian
 
 
 def build_variant(
-    kind: type, name: str, pretrained: bool, features: dict[str, Any] | None = None, cfg: Any = (), **arguments: Any
+    kind: type, name: str, pretrained: bool, /, feature_cfg: Any = None, own_cfg: Any = (), **arguments: Any
 ) -> Any:
     """Build a variant through timm. `kind` is the class of the model, whose module has its `checkpoint_filter_fn`.
 
-    `features` are timm's `feature_cfg`, by default those of a ViT: after every block. `cfg` are entries of the
+    `feature_cfg` is timm's, by default that of a ViT: features after every block. `own_cfg` are entries of the
     `pretrained_cfg` that depend on the arguments; the user's `pretrained_cfg_overlay` overrides them.
     """
     return build_model_with_cfg(
@@ -69,8 +69,8 @@ def build_variant(
         name,
         pretrained,
         pretrained_filter_fn=own_filter(kind),
-        pretrained_cfg_overlay={**dict(cfg), **(arguments.pop("pretrained_cfg_overlay", None) or {})},
-        feature_cfg=dict(out_indices=3, feature_cls="getter") if features is None else features,
+        pretrained_cfg_overlay={**dict(own_cfg), **(arguments.pop("pretrained_cfg_overlay", None) or {})},
+        feature_cfg=dict(out_indices=3, feature_cls="getter") if feature_cfg is None else feature_cfg,
         **arguments,
     )
 
