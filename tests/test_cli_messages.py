@@ -114,28 +114,6 @@ def test_unknown_fields_of_a_recipe_are_named():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("epochs=0", "--epochs: input should be greater than or equal to 1 (given 0)"),
-        ("epochs=many", "--epochs: input should be a valid integer (given many)"),
-        ("epochs=2.5", "--epochs: input should be a valid integer (given 2.5)"),
-        ("optim.lr=-1", "--optim.lr: input should be greater than 0 (given -1)"),
-        ("loss=hinge", "--loss: input should be 'softmax' or 'sigmoid' (given hinge)"),
-    ],
-)
-def test_wrong_values_of_recipe_fields_are_found_as_the_recipe_finds_them(wrong, message):
-    with pytest.raises(iso.UserError) as quick:
-        check_fields([wrong])
-    assert message in str(quick.value)
-    with pytest.raises(iso.UserError, match=wrong.partition("=")[0]):
-        iso.load_recipe("digits_cnn", [wrong])
-
-
-def test_right_values_of_recipe_fields_pass():
-    check_fields(["epochs=3", "epochs=3.0", "optim.lr=1e-3", "optim.gate_lr=10x", "loss=softmax", "ema=null", "name=x"])
-
-
-@pytest.mark.parametrize(
     ("error", "advice"),
     [
         ("Input height (100) doesn't match model (224).", "built for 224; give --size 224"),

@@ -14,9 +14,7 @@ PATH = Path(__file__).with_name("tables.json")
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return the contents of tables.json: `models`, `rules` with their `rule_options`, and of recipe fields the help
-    (`recipe_help`) and the allowed values (`recipe_values`).
-    """
+    """Return the contents of tables.json: `models`, `rules` with their `rule_options`, and `recipe_help` on fields."""
     return json.loads(PATH.read_text())
 
 

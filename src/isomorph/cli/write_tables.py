@@ -11,7 +11,7 @@ import isomorph as iso
 from isomorph.cli.tables import PATH
 from isomorph.evaluation.cost import count_parameters
 from isomorph.surgery.rule import rule_options, rule_texts
-from isomorph.training.recipe.recipe import Recipe, document_fields
+from isomorph.training.recipe.recipe import document_fields
 
 
 def library_tables() -> dict[str, Any]:
@@ -21,32 +21,7 @@ def library_tables() -> dict[str, Any]:
         "rules": rule_texts(),
         "rule_options": rule_rows(),
         "recipe_help": document_fields(),
-        "recipe_values": _allowed_values(Recipe.model_json_schema()),
     }
-
-
-def _allowed_values(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the type, bounds or choices of every recipe field that takes one number or one of several words."""
-    found: dict[str, dict[str, Any]] = {}
-
-    def visit(part: dict[str, Any], prefix: str) -> None:
-        for name, field in part.get("properties", {}).items():
-            kinds = field.get("anyOf", [field])
-            others = [kind for kind in kinds if kind.get("type") != "null"]
-            if len(others) != 1:
-                continue
-            if "$ref" in others[0]:
-                visit(schema["$defs"][others[0]["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
-            elif others[0].get("type") in ("integer", "number") or "enum" in others[0]:
-                kept = {key: value for key, value in others[0].items() if key in _SCHEMA_KEYS}
-                found[f"{prefix}{name}"] = {**kept, "null": len(kinds) > 1}
-
-    visit(schema, "")
-    return found
-
-
-_SCHEMA_KEYS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-"""Keys of a JSON schema that the command line checks."""
 
 
 def _model_row(name: str) -> dict[str, Any]:
