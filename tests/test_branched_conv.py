@@ -115,20 +115,6 @@ def test_a_network_trains_as_timms_and_merges():
     torch.testing.assert_close(merged(images), plain.eval()(images))
 
 
-def test_blocks_that_are_not_accepted():
-    net = timm.create_model("mobileone_s0")
-    once = iso.recast(net, iso.BranchesToConv(), BLOCKS)
-    with pytest.raises(iso.UserError, match="one convolution already"):
-        iso.recast(once, iso.BranchesToConv(), "stem")
-    with pytest.raises(iso.UserError, match=r"not timm\.models\.byobnet\.MobileOneBlock"):
-        iso.BranchesToConv().build(nn.Linear(2, 2))
-    net.stages[0][0].conv_kxk[0].bn = nn.GroupNorm(1, 48)
-    with pytest.raises(iso.UserError, match="norms other than plain BatchNorm"):
-        iso.recast(net, iso.BranchesToConv(), "stages.0.0")
-    with pytest.raises(iso.UserError, match="already fused"):
-        iso.recast(reparameterize_model(once.eval()), iso.BranchesToConv(), "stem")
-
-
 def edited(block, change):
     """A block with one branch of another kind."""
     conv = block.conv_kxk[1].conv

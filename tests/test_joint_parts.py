@@ -143,38 +143,6 @@ def test_training_reaches_every_weight_of_a_partial_layer():
     assert all(p.grad is not None for p in wide.parameters())
 
 
-class Levit(nn.Module):
-    """Deals its outputs to heads first."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.key_dim = nn.Linear(4, 12), 2
-
-
-REFUSED = {
-    r"nearest names: blocks\.\*\.attn\.v": (lambda: iso.recast(vit(), iso.LinearToPyramid(), "blocks.*.attn.w")),
-    "'blocks.7.attn.v' in where matches no module": (
-        lambda: iso.recast(vit(), iso.LinearToPyramid(), ["blocks.0.attn.v", "blocks.7.attn.v"])
-    ),
-    "rectify names quv, .* nearest names: qkv": (
-        lambda: iso.recast(vit(), iso.LinearToPyramid(rectify={"quv": "none"}), "blocks.*.attn.v")
-    ),
-    "rectify of v 'layernorm' is unknown; choose 'paper'": (lambda: iso.LinearToPyramid(rectify="v=layernorm")),
-    "name each layer once": (lambda: iso.LinearToPyramid(rectify="v=none,v=rescale")),
-    "blocks.0.attn.v: .* it is already a pyramid": (
-        lambda: iso.recast(iso.recast(vit(), iso.LinearToPyramid(), "*.attn.v"), iso.LinearToPyramid(), "*.attn.v")
-    ),
-    "orders the outputs by head": (lambda: iso.recast(nn.Sequential(Levit()), iso.LinearToPyramid(), "0.q")),
-    "matches no module": (lambda: iso.recast(vit(), iso.AttentionToGPSA(), "blocks.*.attn.v")),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_refusals_say_why(reason):
-    with pytest.raises(iso.UserError, match=reason):
-        REFUSED[reason]()
-
-
 def test_recipes_describe_parts():
     part = RecastPart(where="blocks.[0-3].attn.q", rule="LinearToPyramid", rectify={"q": "none"})
     assert part.build_rule() == iso.LinearToPyramid(rectify="q=none")

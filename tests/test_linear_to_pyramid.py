@@ -140,65 +140,12 @@ def test_plain_and_closed_networks_agree_step_by_step():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=name)
 
 
-class Beit(nn.Module):
-    """Reads the weight of its projection, as timm's BEiT attention does."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.q_bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(4))
-
-
-class Residual(nn.Sequential):
-    """A chain that does more than its chain."""
-
-    def forward(self, x):
-        return x + super().forward(x)
-
-
 class ByHead(nn.Module):
     """Deals its outputs to heads first, as TinyViT does."""
 
     def __init__(self):
         super().__init__()
         self.qkv, self.key_dim = nn.Linear(4, 12), 2
-
-
-def chain(*layers):
-    return nn.ModuleDict({"pair": nn.Sequential(*layers)})
-
-
-REFUSED = {
-    "Beit reads its weight": (Beit(), "qkv"),
-    "is not 'zeros'": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "0"),
-    "pads one side more": (nn.Sequential(nn.Conv2d(3, 4, 2, padding="same")), "0"),
-    "parametrized": (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "0"),
-    "reads its weight without calling it": (nn.MultiheadAttention(4, 2), "out_proj"),
-    "LinearToPyramid recasts Linear and Conv2d": (nn.Sequential(nn.ReLU()), "0"),
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-def test_refusals_say_why(reason):
-    model, where = REFUSED[reason]
-    with pytest.raises(iso.UserError, match=reason):
-        iso.recast(model, iso.LinearToPyramid(), where)
-
-
-NO_CHAINS = {
-    "circular": chain(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.Conv2d(4, 4, 1)),
-    "padded later": chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, padding=1)),
-    "one-sided": chain(nn.Conv2d(3, 4, 2, padding="same"), nn.Conv2d(4, 4, 1)),
-    "no statistics": chain(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 4)),
-    "nonlinear": chain(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4)),
-    "residual": nn.ModuleDict({"pair": Residual(nn.Linear(4, 4), nn.Linear(4, 4))}),
-    "single": chain(nn.Linear(3, 4), nn.BatchNorm1d(4)),
-}
-
-
-@pytest.mark.parametrize("name", NO_CHAINS)
-def test_what_is_no_chain_is_left_alone(name):
-    with pytest.raises(iso.UserError, match="matches only other classes"):
-        iso.recast(NO_CHAINS[name], iso.LinearToPyramid(), "pair")
 
 
 def test_any_joint_projection_is_taken_as_one_pyramid():

@@ -39,7 +39,7 @@ HOSTILE = {
         *("R-D0W1", "naive-W999", "naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, 10**5000, []),
     ],
     (iso.LinearToPyramid, "init"): ["exact", []],
-    (iso.LinearToPyramid, "rectify"): ["layernorm", [], None],
+    (iso.LinearToPyramid, "rectify"): ["layernorm", "v=layernorm", "v=none,v=rescale", {}, [], None],
     (iso.LinearToPyramid, "rescale_by"): NUMBERS[:-1],
     (iso.Anneal, "steps"): [0, 1.5, "3"],
     (iso.Anneal, "start"): [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e30, 1.0)],

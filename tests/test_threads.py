@@ -25,7 +25,7 @@ def busy():
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("vit, ")])  # those are law rows
 def test_threads_share_a_model(name, busy):
     """200 forwards where a layer asks for its grid or keeps something between calls, fewer where none does."""
     asks = any(word in name for word in ("convit", "spatial", "gpsa", "coatnet"))

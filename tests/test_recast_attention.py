@@ -1,4 +1,4 @@
-"""AttentionToGPSA: any ViT of timm looks with places too, the same function at birth, and finds its way back."""
+"""Recast attention: what is its own to each rule, besides the laws of all rules (test_recast_laws.py)."""
 
 import copy
 import pickle
@@ -91,21 +91,6 @@ def test_a_convit_is_a_recast_vit():
     torch.testing.assert_close(named(x), by_hand(x))
 
 
-def test_there_and_back():
-    model = vit(proj_drop_rate=0.3).train()
-    new = iso.recast(model, iso.AttentionToGPSA(), WHERE)
-    back, x = iso.revert(new), torch.randn(1, 3, 224, 224)
-    assert type(back.blocks[0].attn) is Attention
-    assert back.blocks[0].attn.training
-    assert iso.edits(back) == ()
-    assert not back.patch_embed._forward_pre_hooks
-    assert back.blocks[0].attn.proj.weight is not new.blocks[0].attn.proj.weight
-    assert torch.equal(back.eval()(x), model.eval()(x))
-    new.blocks[1].attn.set_gating(gate=0.0)
-    with pytest.raises(iso.UserError, match=r"blocks.1.attn: .*deviation is \d"):
-        iso.revert(new)
-
-
 def test_a_recast_convit_saves_and_loads(tmp_path):
     new = iso.recast(timm.create_model("convit_ti", num_classes=3), iso.AttentionToGPSA(), "blocks.1*.attn").eval()
     iso.save(new, tmp_path / "new.safetensors")
@@ -129,42 +114,10 @@ def test_anneals_open():
         iso.Anneal(1.5)
 
 
-def test_reasons_are_one_line():
-    hooked = Attention(24, 3)
-    hooked.attn_drop.register_forward_hook(print)
-    odd = Attention(24, 3)
-    odd.attn_drop = nn.AlphaDropout()
-    for layer, reason in (
-        (Attention(24, 3), "grid of its tokens is unknown"),
-        (hooked, r"its attn_drop has .*, which fused attention never calls; remove them first"),
-        (odd, "its attn_drop is a AlphaDropout, not an nn.Dropout"),
-    ):
-        with pytest.raises(iso.UserError, match=reason):
-            iso.recast(nn.Sequential(layer), iso.AttentionToGPSA(), "0")
-
-
-def test_other_attentions_are_named():
-    xcit = timm.create_model("xcit_nano_12_p16_224", depth=1)
-    with pytest.raises(iso.UserError, match=r"^blocks.0.attn: .*XCA attends between channels"):
-        iso.recast(xcit, iso.AttentionToGPSA(), "blocks.0.attn")
-    with pytest.raises(iso.UserError, match=r"recasts attention, .*matches only other classes \(Mlp"):
-        iso.recast(xcit, iso.AttentionToGPSA(), "blocks.0.mlp")
-    with pytest.raises(iso.UserError, match="is not a model"):
-        iso.recast("deit_tiny_patch16_224", iso.AttentionToGPSA(), "blocks.0.attn")
-
-
 def test_a_grid_of_the_rules_own_is_kept():
     new = iso.recast(vit(img_size=64), iso.AttentionToGPSA(grid_size=(3, 3), prefix_tokens=1), WHERE)
     with pytest.raises(ValueError, match="17 tokens do not fill the 3 x 3 grid after 1 prefix"):
         new(torch.randn(1, 3, 64, 64))
-
-
-def test_models_without_one_whole_grid_are_refused():
-    two = nn.ModuleDict({"a": vit(img_size=64), "b": vit(img_size=(32, 128))})
-    with pytest.raises(iso.UserError, match="several patch embeddings"):
-        iso.recast(two, iso.AttentionToGPSA(), "b.blocks.*.attn")
-    with pytest.raises(iso.UserError, match="drops patches"):
-        iso.recast(vit(patch_drop_rate=0.25), iso.AttentionToGPSA(), WHERE)
 
 
 def test_what_is_frozen_stays_frozen():
@@ -191,3 +144,33 @@ def test_dials_of_a_layer():
     assert layer.centre[:2].isnan().all()
     layer.set_gating(locality=1.0)
     assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+
+
+def test_dropout_norms_and_frozen_weights_are_kept():
+    model = vit(qk_norm=True, attn_drop_rate=0.3, proj_drop_rate=0.2)
+    model.blocks[0].attn.qkv.requires_grad_(False)
+    new = iso.recast(model, iso.AttentionToRefined(), "blocks.0.attn").blocks[0].attn
+    assert (new.attn_drop.p, new.proj_drop.p) == (0.3, 0.2)
+    assert isinstance(new.q_norm, nn.LayerNorm)
+    assert not new.qkv.weight.requires_grad
+    assert new.refine.expand.requires_grad
+
+
+def test_it_stands_beside_the_other_forms():
+    """Refined attention with pyramids for its projection; gated attention elsewhere; monitored."""
+    model = vit()
+    new = iso.recast(model, iso.AttentionToRefined(span="spatial"), "blocks.0.attn")
+    new = iso.recast(new, iso.AttentionToGPSA(), "blocks.1.attn")
+    new = iso.recast(new, iso.LinearToPyramid(), "blocks.0.attn.qkv")
+    x = torch.randn(1, 3, 224, 224)
+    iso.verify(model, new, x)
+    assert iso.analysis.logit_stats(new, x)["blocks.0.attn"].entropy.shape == (3,)
+    torch.testing.assert_close(iso.fuse(new.eval())(x), new(x), atol=1e-4, rtol=1e-4)
+
+
+def test_refined_attention_with_pyramids_is_fused_before_it_is_reverted():
+    alone, x = nn.Sequential(Attention(12, 3)), torch.randn(2, 7, 12)
+    both = iso.recast(iso.recast(alone, iso.AttentionToRefined(), "0"), iso.LinearToPyramid(), "0.qkv")
+    with pytest.raises(iso.UserError, match="fuse the model first"):
+        iso.revert(both)
+    iso.verify(alone, iso.revert(iso.fuse(both.eval())), x)

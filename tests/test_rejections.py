@@ -1,0 +1,238 @@
+"""What `recast` rejects: a model, a rule and `where`, and the words that its one line must have."""
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention
+from timm.models import volo, xcit
+from timm.models.byobnet import LayerFn, MobileOneBlock
+from torch import nn
+
+import isomorph as iso
+from attention_layers import LAYERS, C
+from law_rows import VIT
+
+GATED, REFINED, CONV = iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.ConvToGPSA()
+PYRAMID, COMBINED = iso.LinearToPyramid(), iso.BranchesToConv()
+SPATIAL, RELATIVE = iso.AttentionToRefined(span="spatial"), iso.AttentionToRelative()
+ALL_MAPS = iso.AttentionToRefined(reduce=False)
+
+
+class Restandardised(nn.Conv2d):
+    """Computes with another weight than it holds, as timm's StdConv2d does."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight - self.weight.mean())
+
+
+class Beit(nn.Module):
+    """Reads the weight of its projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.q_bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(4))
+
+
+class ByHead(nn.Module):
+    """Deals its outputs to heads first, as LeViT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.key_dim = nn.Linear(4, 12), 2
+
+
+class Residual(nn.Sequential):
+    """A chain that does more than its chain."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def cnn():
+    return timm.create_model("cifar_resnet20")
+
+
+def vit(**options):
+    return timm.create_model("vit_tiny_patch16_224", **VIT | options)
+
+
+def mobileone(**parts):
+    block = MobileOneBlock(4, 4, layers=LayerFn())
+    for name, part in parts.items():
+        setattr(block.conv_kxk[0], name, part)
+    return block
+
+
+def attention(**options):
+    drop = options.pop("attn_drop", None)
+    layer = Attention(12, 3, **options)
+    layer.attn_drop = drop or layer.attn_drop
+    return layer
+
+
+def hooked(module):
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
+def chain(*layers):
+    return lambda: nn.Sequential(nn.Sequential(*layers))
+
+
+def once(rule, model=vit, where="blocks.*.attn"):
+    return lambda: iso.recast(model(), rule, where)
+
+
+def fused():
+    return nn.Sequential(iso.recast(nn.Sequential(mobileone()).eval(), COMBINED, "0")[0])
+
+
+def alone(make):
+    return lambda: nn.Sequential(make())
+
+
+def conv(*args, **options):
+    return lambda: nn.Sequential(nn.Conv2d(4, 4, *args, **options))
+
+
+def two_vits():
+    return nn.ModuleDict({"a": vit(), "b": vit()})
+
+
+ANOTHER = ("0", "matches only other classes")
+REJECTED = {
+    # the arguments
+    "a class": (cnn, iso.ConvToGPSA, "layer3.*", "is not a rule", "ConvToGPSA("),
+    "text": (cnn, "exact", "layer3.*", "'exact' is not a rule"),
+    "no model": (lambda: "resnet18", CONV, "*", "'resnet18' is not a model"),
+    "lazy": (alone(lambda: nn.LazyLinear(3)), PYRAMID, "0", "0.weight has no shape yet"),
+    "where, None": (cnn, CONV, None, "where=None selects nothing"),
+    "where, empty": (cnn, CONV, [], "where=[] selects nothing"),
+    "where, a number": (cnn, CONV, 3, "selects nothing", "int"),
+    "where, numbers": (cnn, CONV, [3], "where=[3] selects nothing"),
+    # what it selects
+    "one glob of two": (
+        cnn,
+        CONV,
+        ["layer3.*.conv1", "layr2.*.conv1"],
+        "'layr2.*.conv1' in where",
+        "names: ",
+        "layer2",
+    ),
+    "a number too large": (cnn, CONV, "layer3.0.conv22", "nearest names: layer3.*.conv2"),
+    "a part missing": (cnn, CONV, "layer3.conv1", "nearest names: layer3.*.conv1"),
+    "the beginning missing": (cnn, CONV, "2.conv1", "nearest names: layer1.*.conv1, layer2.*.conv1"),
+    "nothing near": (cnn, CONV, "encoder.block.0", "its layers: conv1, layer1.*.conv1, layer1.*.conv2 and 4 more"),
+    "a predicate": (cnn, CONV, lambda *_: False, "the predicate <lambda> matches no module; its layers: conv1, "),
+    "numbered names": (chain(nn.Conv2d(1, 1, 3)), CONV, "conv", "its layers: 0.0"),  # not *.*, which selects all
+    "a norm": (cnn, CONV, "layer3.*.bn1", "recasts Conv2d", "only other classes", "names: layer3.*.conv1"),
+    "an MLP": (vit, RELATIVE, "blocks.0.mlp", "recasts Attention", "blocks.0.mlp", "(Mlp)"),
+    "a CNN": (cnn, REFINED, "layer1.*", "AttentionToRefined recasts attention"),
+    "a ReLU": (alone(nn.ReLU), PYRAMID, "0", "recasts Linear and Conv2d"),
+    "an unknown part": (vit, PYRAMID, "blocks.*.attn.w", "nearest names: blocks.*.attn.v"),
+    "a block that is missing": (vit, PYRAMID, ["blocks.0.attn.v", "blocks.7.attn.v"], "'blocks.7.attn.v' in where"),
+    "parts for another rule": (vit, GATED, "blocks.*.attn.v", "matches no module"),
+    "an unknown layer in rectify": (
+        *(vit, iso.LinearToPyramid(rectify={"quv": "none"}), "blocks.*.attn.v"),
+        "rectify names quv",
+        "nearest names: qkv",
+    ),
+    # convolutions
+    "another forward": (alone(lambda: Restandardised(4, 4, 3)), CONV, "0", "0: ", "overrides forward of nn.Conv2d"),
+    "weight norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3))),
+        CONV,
+        "0",
+        "param",
+    ),
+    "an even kernel": (conv(2), CONV, "0", "0: ", "2x2", "even"),
+    "a kernel that is not square": (conv((3, 5)), CONV, "0", "3x5", "not square"),
+    "dilation": (conv(3, dilation=2), CONV, "0", "dilation=(2, 2)"),
+    "reflected padding": (conv(3, padding=1, padding_mode="reflect"), CONV, "0", "padding_mode='reflect'"),
+    "circular padding": (conv(3, padding=1, padding_mode="circular"), PYRAMID, "0", "'circular' is not 'zeros'"),
+    "uneven padding": (conv(2, padding="same"), PYRAMID, "0", "pads one side more"),
+    "hooks": (lambda: nn.Sequential(hooked(nn.Conv2d(4, 4, 3))), CONV, "0", "0 has hooks", "would be lost"),
+    # linear layers
+    "a weight that is read": (Beit, PYRAMID, "qkv", "Beit reads its weight"),
+    "a weight that torch reads": (lambda: nn.MultiheadAttention(4, 2), PYRAMID, "out_proj", "without calling it"),
+    "outputs by head": (alone(ByHead), PYRAMID, "0.q", "orders the outputs by head"),
+    "a pyramid": (once(PYRAMID, where="*.attn.v"), PYRAMID, "*.attn.v", "blocks.0.attn.v: ", "already a pyramid"),
+    "chain, circular": (chain(nn.Conv2d(3, 4, 1, padding_mode="circular"), nn.Conv2d(4, 4, 1)), PYRAMID, *ANOTHER),
+    "chain, padded later": (chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, padding=1)), PYRAMID, *ANOTHER),
+    "chain, one-sided": (chain(nn.Conv2d(3, 4, 2, padding="same"), nn.Conv2d(4, 4, 1)), PYRAMID, *ANOTHER),
+    "chain, no statistics": (
+        chain(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 4)),
+        PYRAMID,
+        *ANOTHER,
+    ),
+    "chain, nonlinear": (chain(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4)), PYRAMID, *ANOTHER),
+    "chain, single": (chain(nn.Linear(3, 4), nn.BatchNorm1d(4)), PYRAMID, *ANOTHER),
+    "chain, residual": (alone(lambda: Residual(nn.Linear(4, 4), nn.Linear(4, 4))), PYRAMID, *ANOTHER),
+    # MobileOne
+    "block, combined": (fused, COMBINED, "0", "one convolution already"),
+    "block, other norms": (
+        alone(lambda: mobileone(bn=nn.GroupNorm(1, 4))),
+        COMBINED,
+        "0",
+        "other than plain BatchNorm",
+    ),
+    # attention
+    "no grid, gated": (alone(attention), GATED, "0", "grid of its tokens is unknown", "AttentionToGPSA grid_size"),
+    "no grid, spatial": (alone(attention), SPATIAL, "0", "grid of its tokens is unknown"),
+    "no grid, relative": (alone(attention), RELATIVE, "0", "grid of its tokens is unknown", "AttentionToRelative grid"),
+    "two grids": (two_vits, GATED, "b.blocks.*.attn", "several patch embeddings"),
+    "dropped patches": (lambda: vit(patch_drop_rate=0.25), GATED, "blocks.*.attn", "drops patches"),
+    "dropout with hooks": (
+        alone(lambda: attention(attn_drop=hooked(nn.Dropout()))),
+        GATED,
+        "0",
+        "attn_drop has hooks",
+        "remove them",
+    ),
+    "another dropout": (
+        alone(lambda: attention(attn_drop=nn.AlphaDropout())),
+        GATED,
+        "0",
+        "AlphaDropout, not an nn.Drop",
+    ),
+    "pyramids inside": (
+        lambda: iso.recast(nn.Sequential(attention()), PYRAMID, "0.qkv"),
+        REFINED,
+        "0",
+        "JointPyramid",
+        "not nn.Linear",
+    ),
+    "all maps, gated by timm": (alone(lambda: attention(gated=True)), ALL_MAPS, "0", "gated or normalised"),
+    "all maps, windows": (alone(LAYERS["swin"].make), ALL_MAPS, "0", "0: ", "reduce=False"),
+    "twice, another class": (once(SPATIAL), GATED, "blocks.0.attn", "SpatialAttention is a layer of isomorph already"),
+    "twice, an edit": (
+        lambda: iso.recast(nn.Sequential(LAYERS["swin"].make()), REFINED, "0"),
+        GATED,
+        "0",
+        "edited already",
+        "revert",
+    ),
+    "no map": (alone(lambda: xcit.XCA(C, 4)), REFINED, "0", "0: ", "XCA attends between channels"),
+    "neighbours": (alone(lambda: volo.OutlookAttention(C, 4)), REFINED, "0", "neighbours of each position"),
+    "mask units": (alone(LAYERS["hiera"].make), SPATIAL, "0", "in the order of its mask units"),
+    "batches counted twice": (
+        alone(LAYERS["shvit"].make),
+        iso.AttentionToRefined(recompute=True),
+        "0",
+        "twice in the BatchNorm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_it_is_rejected_in_one_line_that_says_why(name):
+    make, rule, where, *words = REJECTED[name]
+    with pytest.raises(iso.UserError) as caught:
+        iso.recast(make(), rule, where)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_target_inside_a_target_is_rejected():
+    with pytest.raises(iso.UserError, match="is inside target layer3"):
+        iso.unstride(cnn(), ["layer3", "layer3.0"])
