@@ -474,25 +474,21 @@ class TestRobustness:
         assert (extra.rows, extra.values) == (["saturate"], [[3, 3]])
         assert [row[1] for row in robustness_table(results)[1:]] == ["90.00", "93.00"]
 
-    def test_other_pictures_are_refused(self, tmp_path):
+    def test_wrong_results_are_named(self, tmp_path):
+        for text in (None, "", "nonsense\n", '{"corruption": "x"}\n', "[]", "{}"):
+            if text is not None:
+                (tmp_path / "c.jsonl").write_text(text)
+            with pytest.raises(iso.UserError, match="result file of isomorph robustness"):
+                read_results([tmp_path / "c.jsonl"], {"net": "net"})
         paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", seed=1)]
-        with pytest.raises(iso.UserError, match=r"b\.jsonl was measured with seed 1, net with 0"):
-            read_results(paths, {"cnn": "net", "t-cnn": "net"})
-
-    @pytest.mark.parametrize("text", [None, "", "nonsense\n", '{"corruption": "x"}\n', "[]", "{}"])
-    def test_what_is_no_result(self, tmp_path, text):
-        if text is not None:
-            (tmp_path / "a.jsonl").write_text(text)
-        with pytest.raises(iso.UserError, match=r"result file of isomorph robustness"):
-            read_results([tmp_path / "a.jsonl"], {"net": "net"})
-
-    def test_a_file_without_a_cell(self, tmp_path):
-        with pytest.raises(iso.UserError, match="no finished cell"):
-            read_results([write_cells(tmp_path / "a.jsonl", corruptions=())], {"net": "net"})
-        with pytest.raises(
-            iso.UserError, match=r"b\.jsonl holds the results of net, with other weights than cnn; give"
+        empty = [write_cells(tmp_path / "e.jsonl", corruptions=())]
+        for given, models, said in (
+            (paths, {"cnn": "net", "t-cnn": "net"}, r"b\.jsonl was measured with seed 1, net with 0"),
+            (empty, {"net": "net"}, "no finished cell"),
+            (paths[:1], {"cnn": "cnn"}, r"a\.jsonl holds the results of net, with other weights than cnn; give"),
         ):
-            read_results([write_cells(tmp_path / "b.jsonl")], {"cnn": "cnn"})
+            with pytest.raises(iso.UserError, match=said):
+                read_results(given, models)
 
 
 def write_run(folder, lr=0.1, epochs=3, end=""):
@@ -628,6 +624,34 @@ def done(command):
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--overwrite"])
     assert stop.value.code == 0
+
+
+WRONG_COMMANDS = {
+    "analyze cnn.safetensors --image b.png": "cannot read b.png",
+    "analyze cnn.safetensors --image c.png": "image c.png does not exist",
+    "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
+    "analyze cnn.safetensors --image a.png --robustness x.jsonl": "cannot read results x.jsonl",
+    "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
+    "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
+    "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
+    "analyze cnn.safetensors --image a.png --max-images 3": "--max-images must be at least 4",
+    "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
+    "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
+    "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
+    "compare": "nothing to compare; give folders of runs, or --evaluated",
+    "compare c --along looks": "looks",
+    "compare c --max-images 0 --along entropy": "--max-images 0 must be at least 1",
+    "compare c --data digits": "--data and --root choose the images of --along",
+    "compare c --along entropy": "recipe.json does not name its data source; give --data",
+    "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",
+    "compare --evaluated z.json": "z.json does not exist; write it with isomorph evaluate",
+    "compare --evaluated t.jsonl": "t.jsonl is not a result of isomorph evaluate --json",
+    "compare --evaluated recipe.json": "recipe.json is not a result of isomorph evaluate --json",
+    "compare --evaluated e.json": "e.json has no macs and no parameters; evaluate m without --no-cost",
+    "compare --evaluated f.json": "m is the only model; give another one",
+    "compare nowhere": "nowhere is not the folder of a run",
+    "compare hollow": "it has no readable log.jsonl, steps.jsonl or recipe.json",
+}
 
 
 class TestCommands:
@@ -835,48 +859,18 @@ class TestCommands:
         (image,) = iso.report.open_images([tmp_path / "deep.png"], config)
         torch.testing.assert_close(image.pixels, torch.full((3, 32, 32), 100 / 255))
 
-    @pytest.mark.parametrize(
-        ("command", "expected"),
-        {
-            "analyze cnn.safetensors --image b.png": "cannot read b.png",
-            "analyze cnn.safetensors --image c.png": "image c.png does not exist",
-            "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
-            "analyze cnn.safetensors --image a.png --robustness x.jsonl": "cannot read results x.jsonl",
-            "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
-            "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
-            "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
-            "analyze cnn.safetensors --image a.png --max-images 3": "--max-images must be at least 4",
-            "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
-            "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
-            "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
-            "compare": "nothing to compare; give folders of runs, or --evaluated",
-            "compare c --along looks": "looks",
-            "compare c --max-images 0 --along entropy": "--max-images 0 must be at least 1",
-            "compare c --data digits": "--data and --root choose the images of --along",
-            "compare c --along entropy": "recipe.json does not name its data source; give --data",
-            "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",
-            "compare --evaluated z.json": "z.json does not exist; write it with isomorph evaluate",
-            "compare --evaluated t.jsonl": "t.jsonl is not a result of isomorph evaluate --json",
-            "compare --evaluated recipe.json": "recipe.json is not a result of isomorph evaluate --json",
-            "compare --evaluated e.json": "e.json has no macs and no parameters; evaluate m without --no-cost",
-            "compare --evaluated f.json": "m is the only model; give another one",
-            "compare nowhere": "nowhere is not the folder of a run",
-            "compare .": "page.html|",
-        }.items(),
-    )
-    def test_bad_input_is_one_line(self, folder, capsys, command, expected):
+    def test_bad_input_is_one_line(self, folder, capsys):
         iso.save(timm.create_model("cifar_resnet20"), write_run(folder / "c") / "epoch-1.safetensors")
         Path("e.json").write_text('{"model": "m", "top1": 1.0}')
         Path("f.json").write_text('{"model": "m", "top1": 1.0, "macs": 1, "parameters": 1}')
-        if command == "compare .":
-            (folder / "recipe.json").unlink()
-            expected = "it has no readable log.jsonl, steps.jsonl or recipe.json"
-        with pytest.raises(SystemExit) as stop:
-            main(command.split())
-        assert stop.value.code == 2
-        said = capsys.readouterr().err.strip()
-        assert expected in said
-        assert len(said.splitlines()) == 1
+        (folder / "hollow").mkdir()
+        for command, expected in WRONG_COMMANDS.items():
+            with pytest.raises(SystemExit) as stop:
+                main(command.split())
+            assert stop.value.code == 2
+            said = capsys.readouterr().err.strip()
+            assert expected in said
+            assert len(said.splitlines()) == 1
 
 
 class TestFigures:
