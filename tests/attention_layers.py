@@ -9,9 +9,11 @@ import torch
 import torchvision
 from timm.layers import (
     Attention,
+    AttentionPool2d,
     AttentionPoolLatent,
     MultiQueryAttention2d,
     NonLocalAttn,
+    RotAttentionPool2d,
     SimPool2d,
 )
 from timm.layers.attention2d import MultiQueryAttentionV2
@@ -198,6 +200,8 @@ LAYERS = {
     ),
     "gated by timm": Layer(lambda: Attention(C, 4, gated=True), TOKENS),
     "pool, latent": Layer(lambda: AttentionPoolLatent(C, num_heads=4, mlp_ratio=1.0), WITH_CLASS),
+    "pool, rotary": Layer(lambda: RotAttentionPool2d(C, num_heads=4, ref_feat_size=4, pool_type=""), CHANNELS_FIRST),
+    "pool, absolute": Layer(lambda: AttentionPool2d(C, feat_size=(4, 6), num_heads=4, pool_type=""), CHANNELS_FIRST),
     "pool, mean query": Layer(lambda: SimPool2d(C, num_heads=4), CHANNELS_FIRST),
     "non-local": Layer(lambda: NonLocalAttn(C, rd_channels=8), CHANNELS_FIRST),
     "torchvision swin": Layer(

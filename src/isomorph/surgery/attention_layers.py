@@ -139,7 +139,6 @@ _CHANNELS = AttentionFacts("attends between channels, so it has no map over toke
 _KEYS_ALONE = AttentionFacts("takes the softmax of its keys alone, so it has no map from queries to keys")
 _POOLS = AttentionFacts("pools tokens with weights that do not depend on a query")
 _ONE_QUERY = AttentionFacts(query_reason="only its class token is a query, and has no position")
-_MEAN_QUERY = AttentionFacts(grid_reason=lambda _: "its only query is the mean of all tokens, without a position")
 _SHIFTED = AttentionFacts(mask=_shift_mask)
 _VIDEO = AttentionFacts(reason=lambda layer: f"{type(layer).__name__} attends in three dimensions")
 _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
@@ -150,8 +149,6 @@ FACTS: dict[str, AttentionFacts | None] = {
         layout=lambda layer: "queries" if layer.einsum else "heads"
     ),
     "timm.layers.attention2d.MultiQueryAttentionV2": AttentionFacts(layout=lambda _: "queries"),
-    "timm.layers.attention_pool2d.AttentionPool2d": _MEAN_QUERY,
-    "timm.layers.attention_pool2d.RotAttentionPool2d": _MEAN_QUERY,
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
     "timm.layers.global_context.GlobalContext": _POOLS,
     "timm.layers.halo_attn.HaloAttn": AttentionFacts(
