@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GatedMap, PositionalAttention
-from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.edited_attention import attention_name
 from isomorph.surgery.where import outermost_modules
 
-_GATED = (PositionHeads, GPSA, PositionalAttention, GatedMap)
+_GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from isomorph.layers import (
     ViTRelativeAttention,
 )
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.operations import AppliedAttention, ReadMaps, Scores, images_per_chunk
 from isomorph.surgery.attention_layers import facts_of, heads_of, no_map_reason
 from isomorph.surgery.model_inputs import check_inputs
@@ -53,15 +53,14 @@ class MethodMap(NamedTuple):
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        if isinstance(self.layer, PositionHeads):
+        if isinstance(self.layer, TapHeads):
             _check_size(self.name, self.layer, self.args[0])
         return self.layer.attention(*self.args, **self.kwargs)
 
     def row(self, query: int) -> Tensor:
         """Return the attention of one query. Shape: -> (B, nh, Nk)"""
-        if isinstance(self.layer, PositionHeads):
-            layer: Any = self.layer
-            return layer.attention(self.args[0], query)[:, :, 0]
+        if isinstance(self.layer, TapHeads):
+            return self.layer.attention(self.args[0], query)[:, :, 0]
         return torch.cat([maps[:, :, query] for maps in self.chunks()])
 
     def images(self, start: int, stop: int) -> "MethodMap":

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, PositionalAttention, SpatialAttention, ViTRelativeAttention
-from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.gated.token_heads import ViTCall
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import fit_grid
@@ -115,7 +115,7 @@ def find_token_grid(
 
     Raises: UserError if the grid is not known, or the tokens do not fill it.
     """
-    if isinstance(layer, PositionHeads):
+    if isinstance(layer, TapHeads):
         padded = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
         return TokenGrid(

@@ -10,11 +10,11 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, AnnealedReLU, GatedMap
-from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.rules.gated import CONV_GATING, check_gating, initial_gating
 from isomorph.surgery.rules.gated_attention import ATTENTION_GATING
 
-GatedAttention = GPSA | PositionHeads | GatedMap
+GatedAttention = GPSA | TapHeads | GatedMap
 """Layers with gating parameters that an anneal sets."""
 
 
@@ -72,7 +72,7 @@ class Anneal:
                     raise UserError(
                         "the model was not recast, so it has no exact initialisation; give the anneal a start"
                     )
-                defaults = CONV_GATING if isinstance(layer, PositionHeads) else ATTENTION_GATING
+                defaults = CONV_GATING if isinstance(layer, TapHeads) else ATTENTION_GATING
                 layer.set_gating(*self.at(step, defaults["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:

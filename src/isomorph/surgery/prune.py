@@ -8,7 +8,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
-from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.recast import check_model, replay
 from isomorph.surgery.record import Edit, copy_model, unwrap_compiled
 from isomorph.surgery.rule import Rule, check_choice, check_number
@@ -53,7 +53,7 @@ class Prune(Rule):
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be pruned, or None if it can."""
-        if not isinstance(module, PositionHeads | GPSA):
+        if not isinstance(module, TapHeads | GPSA):
             return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
         if not hasattr(module, _METHODS[self.becomes]):
             return f"{type(module).__name__} does not become {self.becomes!r}"
@@ -69,7 +69,7 @@ class Prune(Rule):
 def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
     """Return the layers that can be pruned, by name. Raises: UserError if `where` selects none."""
     check_model(model)
-    found = outermost_modules(unwrap_compiled(model), lambda module: isinstance(module, PositionHeads | GPSA))
+    found = outermost_modules(unwrap_compiled(model), lambda module: isinstance(module, TapHeads | GPSA))
     layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not found:
         raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")
@@ -82,7 +82,7 @@ def _left_out(layer: Any) -> dict[str, float]:
     """Return the largest share of a head's attention that each simpler form of a layer leaves out."""
     share = layer.position_share.detach().double()
     left_out = {"position": (1 - share).max().item(), "attention": share.max().item()}
-    if isinstance(layer, PositionHeads):
+    if isinstance(layer, TapHeads):
         left_out["convolution"] = max(left_out["position"], layer.off_tap_share().max().item())
     return {form: part for form, part in left_out.items() if hasattr(layer, _METHODS[form])}
 

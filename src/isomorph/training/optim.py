@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
-from isomorph.layers.gated.tap_heads import PositionHeads
+from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.models.staged import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
 
-_GATED = (TokenPositions, PositionHeads)
+_GATED = (TokenPositions, TapHeads)
 """Layers with gates, centres or localities."""
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.gated.positions import attend_shared_values, compute_dtype, gated_mix, geometry_dtype, kronecker
-from isomorph.layers.gated.tap_heads import PositionalConv2d, PositionHeads, TapHeads
+from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 
 MAX_DENSE_PAIRS = 512 * 512
 """Most query-key pairs for which the map is formed. Above, and for sizes that an export leaves open, no map is formed
@@ -43,80 +43,6 @@ def group_rows_by_head(weight: Tensor, num_heads: int) -> Tensor:
     head_width = -(-weight.shape[0] // num_heads)
     rows = F.pad(weight, (0, 0, 0, num_heads * head_width - weight.shape[0]))
     return rows.view(head_width, num_heads, -1).transpose(0, 1).flatten(0, 1)  # (nh hd, C_in)
-
-
-class ContentHeads(TapHeads):
-    """Base of layers whose heads attend by content, with the projections `query` and `key`.
-
-    Rows of the projections are assigned to heads in turn, as k*k rarely divides C.
-    """
-
-    query: nn.Linear
-    key: nn.Linear
-
-    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a query per window and a key per position of x, followed by one zero key for all of the padding.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, H W + 1, hd)
-        """
-        tokens = x.flatten(2).transpose(1, 2)  # (B, H W, C)
-        centres = self.query_positions(x).flatten(2).transpose(1, 2)  # (B, Nq, C)
-        q = F.linear(centres, group_rows_by_head(self.query.weight, self.num_heads))
-        k = F.linear(tokens, group_rows_by_head(self.key.weight, self.num_heads))
-        q, k = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k))
-        return q, F.pad(k, (0, 0, 0, 1))
-
-    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
-        """Return the score added to each key: 0, and log(number of padded keys) for the one key that represents them.
-
-        Shape: -> (H W + 1,)
-        """
-        padded = (H + 2 * self.padding[0]) * (W + 2 * self.padding[1]) - H * W
-        last = torch.full((1,), padded, dtype=geometry_dtype(like), device=like.device).log()  # log 0 is -inf
-        return F.pad(last.to(like.dtype), (H * W, 0))
-
-    def content_map(self, x: Tensor) -> Tensor:
-        """Return the map of content attention over the positions of x. Shape: x (B, C, H, W) -> (B, nh, Nq, H W)"""
-        q, k = self.queries_keys(x)
-        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, nh, Nq, H W + 1)
-        scores = scores.add_(self.padding_score(scores, *x.shape[-2:]))
-        return torch.softmax(scores, dim=-1)[..., :-1]
-
-    def attend_by_content(self, x: Tensor, values: Tensor) -> Tensor:
-        """Return content attention times values, which all heads share, without forming a map.
-
-        Shape: x (B, C, H, W), values (B, H W, C) -> (B, nh, Nq, C)
-        """
-        q, k = self.queries_keys(x)
-        B, nh, Nq, hd = q.shape
-        shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
-        if x.device.type == "cpu" and hd < self.in_channels:  # its fused kernel needs q, k and v of one width
-            q, k = (F.pad(t, (0, self.in_channels - hd)) for t in (q, k))
-        bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
-        return F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)
-
-    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the queries, divided by sqrt(hd), the keys of the padded grid, and a score added to each key, or None.
-
-        With `query`, an index among the Nq queries, only this one.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
-        """
-        ph, pw = self.padding
-        q, k = self.queries_keys(x)
-        q = q if query is None else q[:, :, query : query + 1]
-        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
-        return q * q.shape[-1] ** -0.5, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3), None
-
-    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
-        self.check_map(x, query)
-        q, keys, bias = self.content_scores(x, query)
-        scores = q @ keys.transpose(-2, -1)
-        return torch.softmax(scores if bias is None else scores + bias, dim=-1)
 
 
 class _SoftColumns(torch.autograd.Function):
@@ -145,7 +71,7 @@ class _SoftColumns(torch.autograd.Function):
 
 
 @register_notrace_module
-class GPSA2d(ContentHeads, PositionHeads):
+class GPSA2d(TapHeads):
     """Self-attention that starts as a given k x k convolution and can learn to attend globally (T-CNN).
 
     Each of the k*k heads stands for one tap of the convolution and has that tap's filter:
@@ -177,23 +103,12 @@ class GPSA2d(ContentHeads, PositionHeads):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        bias: bool = True,
-        groups: int = 1,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, groups)
-        self.query = nn.Linear(in_channels, in_channels, bias=False)
-        self.key = nn.Linear(in_channels, in_channels, bias=False)
-        self.value = nn.Linear(in_channels, in_channels, bias=False) if groups == 1 else None
+    def _add_content(self) -> None:
+        C = self.in_channels
+        self.query = nn.Linear(C, C, bias=False)
+        self.key = nn.Linear(C, C, bias=False)
+        self.value = nn.Linear(C, C, bias=False) if self.groups == 1 else None
         self.gate = nn.Parameter(torch.empty(self.num_heads))
-        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
-        self.reset_attention()
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
@@ -201,10 +116,9 @@ class GPSA2d(ContentHeads, PositionHeads):
 
         The defaults are the paper's, 1 and 1.
         """
-        self.centre_on_taps()
+        super().reset_attention(locality, gate)
         if self.value is not None:
             nn.init.eye_(self.value.weight)
-        self.set_gating(locality, gate)
 
     @property
     def position_share(self) -> Tensor:
@@ -217,21 +131,39 @@ class GPSA2d(ContentHeads, PositionHeads):
         gather_columns = self.soft_columns_dense if forms_map(Hq * Wq, H * W) else self.soft_columns_by_axis
         return self.apply_filters(gather_columns(x), H, W)
 
+    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a query per window and a key per position of x, followed by one zero key for all of the padding.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, H W + 1, hd)
+        """
+        tokens = x.flatten(2).transpose(1, 2)  # (B, H W, C)
+        centres = self.query_positions(x).flatten(2).transpose(1, 2)  # (B, Nq, C)
+        q = F.linear(centres, group_rows_by_head(self.query.weight, self.num_heads))
+        k = F.linear(tokens, group_rows_by_head(self.key.weight, self.num_heads))
+        q, k = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k))
+        return q, F.pad(k, (0, 0, 0, 1))
+
+    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
+        """Return the score added to each key: 0, and log(number of padded keys) for the one key that represents them.
+
+        Shape: -> (H W + 1,)
+        """
+        padded = (H + 2 * self.padding[0]) * (W + 2 * self.padding[1]) - H * W
+        last = torch.full((1,), padded, dtype=geometry_dtype(like), device=like.device).log()  # log 0 is -inf
+        return F.pad(last.to(like.dtype), (H * W, 0))
+
     def map_values(self, x: Tensor) -> Tensor:
         """Return the values of every position, W_val x. Shape: x (B, C, H, W) -> (B, C, H W)"""
         return x.flatten(2).to(compute_dtype(x)) if self.value is None else self.value.weight @ x.flatten(2)
-
-    def token_values(self, x: Tensor) -> Tensor:
-        """Return the values of every position, W_val x. Shape: x (B, C, H, W) -> (B, H W, C)"""
-        tokens = x.flatten(2).transpose(1, 2)
-        return tokens.to(compute_dtype(x)) if self.value is None else self.value(tokens)
 
     def soft_columns_dense(self, x: Tensor) -> Tensor:
         """Return the soft columns as one product of the mixed map of all heads with the values that they share.
 
         Shape: x (B, C, H, W) -> (B, C nh, Nq)
         """
-        content = self.content_map(x)  # (B, nh, Nq, H W)
+        q, k = self.queries_keys(x)
+        scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, H W + 1)
+        content = torch.softmax(scores.add_(self.padding_score(scores, *x.shape[-2:])), dim=-1)[..., :-1]
         mixed = gated_mix(content, kronecker(*self.unpadded_axis_maps(x, content.dtype)), self.gate)
         values = self.map_values(x)  # (B, C, H W)
         columns = _SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype))  # (B, C, nh Nq)
@@ -242,8 +174,14 @@ class GPSA2d(ContentHeads, PositionHeads):
 
         Shape: x (B, C, H, W) -> (B, C nh, Nq)
         """
-        values = self.token_values(x)  # (B, H W, C)
-        content = self.attend_by_content(x, values)  # (B, nh, Nq, C)
+        values = self.map_values(x).transpose(1, 2)  # (B, H W, C)
+        q, k = self.queries_keys(x)
+        B, nh, Nq, hd = q.shape
+        shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
+        if x.device.type == "cpu" and hd < self.in_channels:  # its fused kernel needs q, k and v of one width
+            q, k = (F.pad(t, (0, self.in_channels - hd)) for t in (q, k))
+        bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
+        content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)  # (B, nh, Nq, C)
         position = attend_shared_values(*self.unpadded_axis_maps(x, values.dtype), values)  # (B, nh, Nq, C)
         mixed = gated_mix(content, position, self.gate)
         return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
@@ -255,6 +193,28 @@ class GPSA2d(ContentHeads, PositionHeads):
         """
         filters = super().folded_filters()
         return filters if self.value is None else torch.einsum("och,cd->odh", filters, self.value.weight.double())
+
+    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries, divided by sqrt(hd), the keys of the padded grid, and a score added to each key, or None.
+
+        With `query`, an index among the Nq queries, only this one.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
+        """
+        ph, pw = self.padding
+        q, k = self.queries_keys(x)
+        q = q if query is None else q[:, :, query : query + 1]
+        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
+        return q * q.shape[-1] ** -0.5, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3), None
+
+    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        self.check_map(x, query)
+        q, keys, bias = self.content_scores(x, query)
+        return torch.softmax(q @ keys.mT if bias is None else q @ keys.mT + bias, dim=-1)
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.

@@ -41,7 +41,9 @@ def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
 class TapHeads(nn.Module):
     """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
 
-    With `groups`, a filter reads only the channels of its group, as in nn.Conv2d; all groups share the attention.
+    Each head attends by position around a centre of its own, with a sharpness of its own. Gating parameters, per head:
+    `locality` (positive through softplus of `raw_locality`) and `centre` (row, column). With `groups`, a filter reads
+    only the channels of its group, as in nn.Conv2d; all groups share the attention.
 
     Raises: ValueError for an even or non-positive kernel size, or groups that do not divide the channels.
     """
@@ -68,6 +70,20 @@ class TapHeads(nn.Module):
         self.num_heads = kernel_size**2
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size))
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
+        self.centre = nn.Parameter(torch.empty(self.num_heads, 2))
+        self.raw_locality = nn.Parameter(torch.empty(self.num_heads))
+        self._add_content()
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        self.reset_attention()
+
+    def _add_content(self) -> None:
+        """Create the parameters of content attention, if the layer has any."""
+
+    @torch.no_grad()
+    def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
+        """Centre every head on its tap, and set locality and gate; the defaults are the paper's (T-CNN eq. 4)."""
+        self.centre_on_taps()
+        self.set_gating(locality, gate)
 
     @property
     def head_width(self) -> int:
@@ -111,10 +127,6 @@ class TapHeads(nn.Module):
             x = F.pad(x, (pw, pw, ph, ph))
         return x[:, :, ::sh, ::sw].contiguous()
 
-    def scaled_filters(self, share: Tensor | None = None) -> Tensor:
-        """Return the filter of every head, scaled by a share of each. Shape: share (nh,) -> (C_out, C / groups, nh)"""
-        return self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
-
     def with_bias(self, y: Tensor) -> Tensor:
         """Add the bias, if there is one. Shape: y (B, C_out, Hq, Wq) -> the same"""
         return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
@@ -128,19 +140,6 @@ class TapHeads(nn.Module):
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
         groups = "" if self.groups == 1 else f", groups={self.groups}"
         return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{groups}"
-
-
-class PositionHeads(TapHeads):
-    """Base of layers whose heads attend by position: each around a centre of its own, with a sharpness of its own.
-
-    Gating parameters, per head: `locality` (positive through softplus of `raw_locality`) and `centre` (row, column).
-    Arguments as in `TapHeads`.
-    """
-
-    def __init__(self, *args: int | tuple[int, int] | bool | None, **kwargs: int | tuple[int, int] | bool) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.centre = nn.Parameter(torch.empty(self.num_heads, 2))
-        self.raw_locality = nn.Parameter(torch.empty(self.num_heads))
 
     @torch.no_grad()
     def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
@@ -180,6 +179,13 @@ class PositionHeads(TapHeads):
         rows, columns = self.axes(H, W)
         return rows.maps(), columns.maps()
 
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the attention map over the zero-padded keys, or the row of one query.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        raise NotImplementedError
+
     def position_attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the map of position attention over the zero-padded keys, or the row of one query.
 
@@ -201,7 +207,7 @@ class PositionHeads(TapHeads):
 
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
-        filters = self.scaled_filters(share).to(values.dtype)
+        filters = (self.weight.flatten(2) if share is None else self.weight.flatten(2) * share).to(values.dtype)
         axes = self.axes(*values.shape[-2:])
         if reach := folded_reach(values, *axes, filters):
             return folded_taps(values, *axes, reach, filters)
@@ -294,7 +300,7 @@ class PositionHeads(TapHeads):
 
 
 @register_notrace_module
-class PositionalConv2d(PositionHeads):
+class PositionalConv2d(TapHeads):
     """A convolution whose taps can move and widen: self-attention by position alone, with a filter for each head.
 
         y = sum_h P_h x weight_h + bias,    P_h = softmax(-locality_h |delta - centre_h|^2)
@@ -317,21 +323,6 @@ class PositionalConv2d(PositionHeads):
         >>> layer.to_conv()
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] = 0,
-        bias: bool = True,
-        groups: int = 1,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, groups)
-        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
-        self.centre_on_taps()
-        self.set_gating(locality=1.0)
 
     @property
     def position_share(self) -> Tensor:

@@ -5,6 +5,7 @@ gate. Heads without query rows (where there are more taps than channels) attend 
 filter is the sum of theirs.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,64 +14,10 @@ from timm.layers import register_notrace_module
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from isomorph.layers.gated.gpsa2d import ContentHeads, GPSA2d, group_rows_by_head
+from isomorph.layers.gated.gpsa2d import GPSA2d, group_rows_by_head
 from isomorph.layers.gated.positions import geometry_dtype
 from isomorph.layers.gated.window_tiles import axis_tiles, window_taps
 from isomorph.layers.grid import axis_offsets, odd_window
-
-
-class BoundedContentHeads(ContentHeads):
-    """Base of layers whose heads attend by content to a window of the map."""
-
-    @property
-    def distinct_heads(self) -> int:
-        """Number of heads with queries, and one more for all heads without."""
-        return min(self.in_channels + 1, self.num_heads)
-
-    def distinct_rows(self, weight: Tensor) -> Tensor:
-        """Return the rows of a projection by distinct head. Shape: weight (rows, C) -> (heads, hd, C)"""
-        rows = group_rows_by_head(weight, self.num_heads).unflatten(0, (self.num_heads, -1))
-        return rows[: self.distinct_heads]
-
-    def distinct_filters(self, share: Tensor | None = None) -> Tensor:
-        """Return the filters of the distinct heads, scaled by a share of each head.
-
-        Shape: share (nh,) -> (C_out, C / groups, heads)
-        """
-        filters = self.scaled_filters(share)
-        own = self.distinct_heads - 1
-        if own == self.num_heads - 1:
-            return filters
-        return torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], dim=-1)
-
-    def scaled_queries(self, x: Tensor) -> Tensor:
-        """Return a query per window and distinct head, divided by sqrt(hd). Shape: x (B, C, H, W) -> (B, Hq, Wq, n)"""
-        rows = self.distinct_rows(self.query.weight) * self.head_width**-0.5
-        return F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), rows.flatten(0, 1))
-
-    def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
-        """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
-
-        Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
-        """
-        raise NotImplementedError
-
-    def maps_are_smaller(self, H: int, W: int) -> bool:
-        """True for a feature map on which forming the whole map of attention takes less time than bounded keys."""
-        raise NotImplementedError
-
-
-class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
-    """Base of gated attention whose content is bounded: the sum of the position and the content of every head."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.maps_are_smaller(*self.check_map(x)):
-            return super().forward(x)
-        values = self.map_values(x).unflatten(-1, x.shape[-2:])
-        position = self.position_taps(values, self.position_share)
-        content = self.content_taps(x, values, torch.sigmoid(-self.gate))
-        return self.with_bias(position + content)
-
 
 WINDOW = 7
 """Default height and width of the window."""
@@ -79,35 +26,65 @@ MAX_MASKED_PAIRS = 256 * 256
 """Most query-key pairs for which a masked map is faster than windows in tiles (benchmarks/gpsa_stages.py)."""
 
 
-class WindowHeads(BoundedContentHeads):
-    """Base of layers whose heads attend by content to a window around the query, clipped at the padding's border."""
+@register_notrace_module
+class WindowGPSA2d(GPSA2d):
+    """Gated attention on feature maps whose heads attend by content to a window around the query.
+
+        y = sum_h A_h V weight_h + bias
+        A_h = (1 - sigma(gate_h)) softmax_window(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(position_h)
+
+    It is `GPSA2d` with the softmax of content over the keys of a window of `window` positions (height and width, odd)
+    around the query. The window is clipped at the border of the zero-padded map; one that covers the map gives GPSA2d.
+    On large maps, work and memory are linear in the number of positions, so early stages can be recast too; small maps
+    (256 x 256 query-key pairs at most) are formed whole, which is faster. The other arguments are those of `GPSA2d`.
+
+    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
+    Source: T-CNN eq. 4-7; differs: the window, besides what differs in GPSA2d
+    Raises: ValueError for an even window, or as GPSA2d.
+
+    Example:
+        >>> layer = iso.layers.WindowGPSA2d(8, 16, kernel_size=3, padding=1, window=5)
+        >>> layer(torch.randn(2, 8, 20, 30)).shape
+        torch.Size([2, 16, 20, 30])
+        >>> layer.set_gating(locality=30.0, gate=20.0)  # so local that it is a convolution
+        >>> layer.to_conv()
+        Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """
 
     def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.window = odd_window(window)
 
-    def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        H, W = self.check_map(x)
+        if statically_known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_MASKED_PAIRS):
+            return super().forward(x)
+        values = self.map_values(x).unflatten(-1, (H, W))
+        position = self.position_taps(values, self.position_share)
+        return self.with_bias(position + self.content_taps(x, values, torch.sigmoid(-self.gate)))
+
+    def content_taps(self, x: Tensor, values: Tensor, share: Tensor) -> Tensor:
         """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
 
         Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
-        (H, W), (ph, pw) = x.shape[-2:], self.padding
-        queries = self.query_grid(H, W)
+        (H, W), (ph, pw), nh = x.shape[-2:], self.padding, self.num_heads
+        axes = zip(self.query_grid(H, W), (H, W), self.padding, self.stride, self.window, strict=True)
         rows, columns = (
             axis_tiles(n, size + 2 * padding, self.kernel_size // 2, stride, window, x.device)
-            for n, size, padding, stride, window in zip(
-                queries, (H, W), self.padding, self.stride, self.window, strict=True
-            )
+            for n, size, padding, stride, window in axes
         )
+        own = min(self.in_channels, nh - 1)  # the heads after these have no query rows: they are one head
+        w_qry, w_key = (
+            group_rows_by_head(each.weight, nh).unflatten(0, (nh, -1))[: own + 1].flatten(0, 1)
+            for each in (self.query, self.key)
+        )
+        filters = self.weight.flatten(2) * share
+        if own < nh - 1:
+            filters = torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], dim=-1)
         tokens, v = (F.pad(t, (pw, pw, ph, ph)).permute(0, 2, 3, 1).contiguous() for t in (x, values))  # (B, H, W, C)
-        k = F.linear(tokens, self.distinct_rows(self.key.weight).flatten(0, 1))  # (B, H, W, nh hd)
-        q = self.scaled_queries(x)  # (B, Hq, Wq, nh hd)
-        return window_taps(q, k, v, (rows, columns), self.distinct_filters(share))
-
-    def maps_are_smaller(self, H: int, W: int) -> bool:
-        """True if a map of all positions takes less time than windows."""
-        Hq, Wq = self.query_grid(H, W)
-        return statically_known_true(Hq * Wq * H * W <= MAX_MASKED_PAIRS)
+        q = F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), w_qry * self.head_width**-0.5)
+        return window_taps(q, F.linear(tokens, w_key), v, (rows, columns), filters)
 
     def window_mask(self, H: int, W: int, device: torch.device, query: int | None = None) -> Tensor:
         """Return True for the padded keys in the window of every query, or of one.
@@ -141,29 +118,3 @@ class WindowHeads(BoundedContentHeads):
         q, keys, _ = super().content_scores(x, query)
         mask = self.window_mask(x.shape[-2], x.shape[-1], x.device, query)
         return q, keys, torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-
-
-@register_notrace_module
-class WindowGPSA2d(WindowHeads, BoundedGPSA2d):
-    """Gated attention on feature maps whose heads attend by content to a window around the query.
-
-        y = sum_h A_h V weight_h + bias
-        A_h = (1 - sigma(gate_h)) softmax_window(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(position_h)
-
-    It is `GPSA2d` with the softmax of content over the keys of a window of `window` positions (height and width, odd)
-    around the query. The window is clipped at the border of the zero-padded map; one that covers the map gives GPSA2d.
-    On large maps, work and memory are linear in the number of positions, so early stages can be recast too; small maps
-    (256 x 256 query-key pairs at most) are formed whole, which is faster. The other arguments are those of `GPSA2d`.
-
-    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
-    Source: T-CNN eq. 4-7; differs: the window, besides what differs in GPSA2d
-    Raises: ValueError for an even window, or as GPSA2d.
-
-    Example:
-        >>> layer = iso.layers.WindowGPSA2d(8, 16, kernel_size=3, padding=1, window=5)
-        >>> layer(torch.randn(2, 8, 20, 30)).shape
-        torch.Size([2, 16, 20, 30])
-        >>> layer.set_gating(locality=30.0, gate=20.0)  # so local that it is a convolution
-        >>> layer.to_conv()
-        Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
-    """

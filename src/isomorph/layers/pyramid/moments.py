@@ -62,7 +62,7 @@ class _Reading(NamedTuple):
 
     window: Window | None
     centring: bool
-    count: int
+    tokens: int
     group: Any
 
 

@@ -136,7 +136,8 @@ class RefinedAttention(AttentionBase):
         if return_maps:
             maps = self.refined_maps(q, k, token_mask, **more)
             return self.project_output(maps @ v, x), maps
-        attend = partial(self.attend, **more) if more else self.attend  # torch.compile handles a method better
+        # torch.compile handles a method better than a partial
+        attend: Callable[..., Tensor] = partial(self.attend, **more) if more else self.attend
         if self.recompute and torch.is_grad_enabled() and not is_functorch_tensor(q):  # torch.func has no checkpoint
             return self.project_output(checkpoint(attend, q, k, v, token_mask, use_reentrant=False), x)
         return self.project_output(attend(q, k, v, token_mask), x)
