@@ -9,7 +9,6 @@ import pytest
 
 import isomorph
 import isomorph_command
-from isomorph.process import child_import_path
 
 FOUND = str(Path(isomorph.__file__).parents[1])
 STARTED = ["json", "torch", "pickle", "multiprocessing", "timm", "numpy", "sitecustomize"]
@@ -43,7 +42,6 @@ def run(folder, *arguments, **environment):
 
 
 def test_the_command_line_runs_nothing_that_lies_in_the_working_folder(trap):
-    """With the process that `bench` measures peaks in."""
     bench = ["bench", "cifar_resnet20", "--seconds", "0", "--batch-size", "1", "--json"]
     done, ran = run(trap, isomorph_command.__file__, *bench)
     assert (done.returncode, ran) == (0, ""), done.stderr
@@ -72,12 +70,3 @@ def test_pythonpath_holds_as_the_user_set_it(trap):
     assert "No module named 'extra'" in run(trap, "-P", "-c", code)[0].stderr
     done, ran = run(trap, "-P", "-c", code, PYTHONPATH=f"{FOUND}{os.pathsep}{trap}")
     assert (done.returncode, ran.split()) == (0, ["torch"]), done.stderr
-
-
-def test_an_interactive_session_may_have_modules_of_its_own(monkeypatch, tmp_path):
-    """They come last in the child."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
-    assert child_import_path() == ["/elsewhere", str(tmp_path)]
-    monkeypatch.setattr(sys, "path", ["/script", "/elsewhere"])
-    assert child_import_path() == ["/script", "/elsewhere"]

@@ -41,12 +41,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
 
 
-def child_import_path() -> list[str]:
-    """Return the import path for a child process: this one's, with an interactive session's working folder last."""
-    named = [path for path in sys.path if path]
-    return named if len(named) == len(sys.path) else [*named, os.getcwd()]
-
-
 class SafeChildProcesses:
     """Context manager in which child processes start without the working folder on their import path.
 

@@ -40,7 +40,7 @@ def bench(
     seconds
         Seconds of timing for each model, image size and batch size; at least five passes are timed.
     peak
-        Also measure peak memory; on a CPU this runs in a separate process.
+        Also measure peak memory.
     """
     names = [model, *(against or [])]
     if len(set(names)) < len(names):
