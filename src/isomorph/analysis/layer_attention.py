@@ -83,16 +83,11 @@ class MethodMap(NamedTuple):
             yield self.images(start, start + count).map()
 
 
-def _map_bytes(layer: Any, x: Tensor) -> tuple[int, int, int]:
-    """Return the bytes of a recast convolution's attention maps, and their queries and keys. Shape: x (B, C, H, W)"""
-    queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
-    keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
-    return x.element_size() * len(x) * layer.num_heads * queries * keys, queries, keys
-
-
 def _check_size(name: str, layer: Any, x: Tensor) -> None:
     """Raise UserError if the maps of a recast convolution take more than `MAX_MAP_BYTES`. Shape: x (B, C, H, W)"""
-    size, queries, keys = _map_bytes(layer, x)
+    queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
+    keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
+    size = x.element_size() * len(x) * layer.num_heads * queries * keys
     if size > MAX_MAP_BYTES:
         raise UserError(
             f"the attention maps of {name or type(layer).__name__} ({len(x)} x {layer.num_heads} heads, {queries:,} "
