@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.gated.positions import attend_positions, gated_mix, gated_mix_by_axis, kronecker
-from isomorph.layers.gated.token_heads import PositionGates, TokenHeads, TokenPositions, ViTCall, softmax_map
+from isomorph.layers.gated.token_heads import PositionGates, TokenHeads, ViTCall, softmax_map
 from isomorph.layers.grid import squarest_window, window_centres
 
 
 @register_notrace_module
-class PositionalAttention(TokenHeads, TokenPositions):
+class PositionalAttention(TokenHeads):
     """Attention on tokens whose heads attend by position alone, at a cost linear in the number of tokens.
 
         y = proj(softmax(v_pos . (dx, dy, dx^2 + dy^2)) v)
@@ -44,27 +44,9 @@ class PositionalAttention(TokenHeads, TokenPositions):
         torch.Size([2, 49, 32])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        grid_size: tuple[int, int] = (14, 14),
-        qkv_bias: bool = False,
-        prefix_tokens: int = 0,
-        proj_drop: float = 0.0,
-    ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
-        self.num_heads = num_heads
-        self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
-        self.q = nn.Linear(dim, dim, bias=qkv_bias) if prefix_tokens else None
-        self.k = nn.Linear(dim, dim, bias=qkv_bias) if prefix_tokens else None
-        self.v = nn.Linear(dim, dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
-        self.position = nn.Parameter(torch.empty(num_heads, 3))
-        self._set_position(self.tap_offsets(), locality=1.0)
+    def _add_content(self, dim: int, qkv_bias: bool) -> None:
+        self.q = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
+        self.k = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
 
     def tap_offsets(self) -> Tensor:
         """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
@@ -153,40 +135,15 @@ class GPSA(TokenHeads, PositionGates):
     positional_class: ClassVar[type[PositionalAttention]] = PositionalAttention
     """What `to_positional` returns."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        grid_size: tuple[int, int] = (14, 14),
-        qkv_bias: bool = False,
-        prefix_tokens: int = 0,
-        proj_drop: float = 0.0,
-    ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
-        self.num_heads = num_heads
-        self.grid_size = grid_size
-        self.prefix_tokens = prefix_tokens
-        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
-        self.v = nn.Linear(dim, dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
-        self.position = nn.Parameter(torch.empty(num_heads, 3))
-        self.gate = nn.Parameter(torch.empty(num_heads))
-        self.reset_attention()
+    def _add_content(self, dim: int, qkv_bias: bool) -> None:
+        super()._add_content(dim, qkv_bias)
+        self.gate = nn.Parameter(torch.empty(self.num_heads))
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
         """Centre every head on its tap, set locality and gate, and set the values to the identity (ConViT eq. 5)."""
-        nn.init.eye_(self.v.weight)
-        self._set_position(self.tap_offsets(), locality)
+        super().reset_attention(locality)
         self.set_gating(gate=gate)
-
-    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
-        q, k = self.qk(x).chunk(2, dim=-1)
-        return self.normalise(self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2))
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         rows, columns = self.axis_maps(self.check_grid(x, grid_size))

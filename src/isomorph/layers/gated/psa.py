@@ -11,10 +11,10 @@ Letters: B batch, N tokens, C channels, nh heads, hd head width.
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
-from torch import Tensor, nn
+from torch import Tensor
 
 from isomorph.layers.gated.positions import geometry_dtype
-from isomorph.layers.gated.token_heads import TokenHeads, TokenPositions
+from isomorph.layers.gated.token_heads import TokenHeads
 from isomorph.layers.grid import axis_offsets
 
 
@@ -32,7 +32,7 @@ def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 
 @register_notrace_module
-class PSA(TokenHeads, TokenPositions):
+class PSA(TokenHeads):
     """Self-attention with a learnt position score for each head, which can start out local like a convolution.
 
     It is GPSA without the gate: each head adds the scores of content and position before one softmax.
@@ -64,28 +64,7 @@ class PSA(TokenHeads, TokenPositions):
         qkv_bias: bool = False,
         proj_drop: float = 0.0,
     ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
-        self.num_heads = num_heads
-        self.grid_size = grid_size
-        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
-        self.v = nn.Linear(dim, dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(proj_drop)
-        self.position = nn.Parameter(torch.empty(num_heads, 3))
-        self.reset_attention()
-
-    @torch.no_grad()
-    def reset_attention(self, locality: float = 1.0) -> None:
-        """Centre every head on its tap with the given locality, and set the values to the identity (ConViT eq. 5)."""
-        nn.init.eye_(self.v.weight)
-        self._set_position(self.tap_offsets(), locality)
-
-    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
-        q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return q, k
+        super().__init__(dim, num_heads, grid_size, qkv_bias, proj_drop=proj_drop)
 
     def position_bias(self, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
         """Return the position scores, which are the same for all images. Shape: x (B, N, C) -> (1, nh, N, N)"""

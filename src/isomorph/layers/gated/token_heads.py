@@ -90,15 +90,46 @@ class PositionGates(TokenPositions):
         return torch.sigmoid(self.gate)
 
 
-class TokenHeads(nn.Module):
+class TokenHeads(TokenPositions):
     """Base of attention layers on tokens of a grid: `grid_size` (H, W), which `prefix_tokens` lead.
 
-    Letters: B batch, N tokens, H W grid, nh heads, hd head width.
+    Raises: ValueError if the number of heads does not divide C.
     """
 
-    num_heads: int
-    grid_size: tuple[int, int]
-    prefix_tokens: int = 0
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid_size: tuple[int, int] = (14, 14),
+        qkv_bias: bool = False,
+        prefix_tokens: int = 0,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
+        self.num_heads, self.grid_size, self.prefix_tokens = num_heads, grid_size, prefix_tokens
+        self.position = nn.Parameter(torch.empty(num_heads, 3))
+        self._add_content(dim, qkv_bias)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_attention()
+
+    def _add_content(self, dim: int, qkv_bias: bool) -> None:
+        """Create the parameters of content attention."""
+        self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+
+    @torch.no_grad()
+    def reset_attention(self, locality: float = 1.0) -> None:
+        """Centre every head on its tap with the given locality, and set the values to the identity (ConViT eq. 5)."""
+        nn.init.eye_(self.v.weight)
+        self._set_position(self.tap_offsets(), locality)
+
+    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        q, k = self.qk(x).chunk(2, dim=-1)
+        return self.normalise(self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2))
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
