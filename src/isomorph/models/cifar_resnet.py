@@ -6,8 +6,6 @@ are 6 n + 2 layers. Keys are those of the public CIFAR-10 weights (`conv1`, `bn1
 """
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +69,8 @@ class CifarResNet(StagedNet):
     Source: He et al. (2015), section 4.2
     """
 
+    head_name = "linear"
+
     def __init__(
         self,
         blocks: int,
@@ -97,22 +97,14 @@ class CifarResNet(StagedNet):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
+    @property
     def stages(self) -> list[nn.Sequential]:
-        """Return the three stages."""
+        """The three stages."""
         return [self.layer1, self.layer2, self.layer3]
 
-    def stem(self, x: Tensor) -> Tensor:
+    def embed(self, x: Tensor) -> Tensor:
         """Apply the first convolution. Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
         return self.act1(self.bn1(self.conv1(x)))
-
-    def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return the stem and the stages."""
-        return [self.stem, *(partial(self.run_stage, layer) for layer in self.stages())]
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool and classify. Shape: x (B, 64, H, W) -> (B, num_classes)"""
-        x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
-        return x if pre_logits else self.linear(x)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -60,15 +60,24 @@ def _as_channels_first(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
+ATTENTION: dict[str, Callable[..., Attention]] = {
+    "pre": RelativeAttention,
+    "post": PostRelativeAttention,
+    "none": Attention,
+}
+"""Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere (Table 6)."""
+
+
 class TransformerBlock(nn.Module):
     """Attention between the positions of a feature map, then an MLP, both pre-activated; stride 2 halves the map.
 
     x = Proj(Pool(x)) + attn(Pool(norm1(x))),    x = x + mlp(norm2(x))
 
-    `grid_size` is the height and width of the output, at the image size that the network is created for.
+    `relative` is one of `ATTENTION`. `grid_size` is the height and width of the output, at the image size that the
+    network is created for.
 
     Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
-    Source: CoAtNet A.1, eq. 4
+    Source: CoAtNet A.1, eq. 4; without relative attention Table 6
     Raises: UserError if head_dim does not divide dim_out.
     """
 
@@ -78,6 +87,7 @@ class TransformerBlock(nn.Module):
         dim_out: int,
         stride: int = 1,
         head_dim: int = 32,
+        relative: str = "pre",
         grid_size: tuple[int, int] = (14, 14),
         drop_path: float = 0.0,
     ) -> None:
@@ -88,40 +98,22 @@ class TransformerBlock(nn.Module):
         self.norm1 = LayerNorm(dim)
         self.pool = make_pool(stride)
         shape: dict[str, Any] = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
-        self.attn = self.build_attention(dim, dim_out // head_dim, grid_size, **shape)
+        self.on_grid = relative != "none"  # plain attention takes tokens
+        grid = dict(grid_size=grid_size) if self.on_grid else {}
+        self.attn = ATTENTION[relative](dim, dim_out // head_dim, **grid, **shape)
         self.norm2 = LayerNorm(dim_out)
         self.mlp = Mlp(dim_out, 4 * dim_out)
         self.drop_path = DropPath(drop_path)
 
-    def build_attention(self, dim: int, num_heads: int, grid_size: tuple[int, int], **shape: Any) -> Attention:
-        """Build the attention, whose queries, keys and values have dim_out channels."""
-        return RelativeAttention(dim, num_heads, grid_size, **shape)
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Apply attention. Shape: x (B, H, W, dim) -> (B, H, W, dim_out)"""
-        return self.attn(x)
-
     def forward(self, x: Tensor) -> Tensor:
         y = _as_channels_last(self.pool(_as_channels_first(self.norm1(_as_channels_last(x)))))  # (B, H', W', dim)
-        x = _as_channels_last(self.shortcut(x)) + self.drop_path(self.attend(y))  # (B, H', W', dim_out)
+        y = (
+            self.attn(y)
+            if isinstance(self.attn, RelativeAttention)
+            else self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
+        )
+        x = _as_channels_last(self.shortcut(x)) + self.drop_path(y)  # (B, H', W', dim_out)
         return _as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
-
-
-class PostTransformerBlock(TransformerBlock):
-    """A Transformer block whose attention adds the relative bias after the softmax (eq. 3, post)."""
-
-    def build_attention(self, dim: int, num_heads: int, grid_size: tuple[int, int], **shape: Any) -> Attention:
-        return PostRelativeAttention(dim, num_heads, grid_size, **shape)
-
-
-class PlainTransformerBlock(TransformerBlock):
-    """A Transformer block with plain attention, which ignores positions (Table 6, without relative attention)."""
-
-    def build_attention(self, dim: int, num_heads: int, grid_size: tuple[int, int], **shape: Any) -> Attention:
-        return Attention(dim, num_heads, **shape)
-
-    def attend(self, x: Tensor) -> Tensor:
-        return self.attn(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
 
 
 class PatchStem(nn.Module):
@@ -146,17 +138,9 @@ BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "layer": (LayerNormStem, LayerNormMBConv),
 }
 """Stem and convolutional block for each norm (Table 8)."""
-BLOCKS_BY_ATTENTION: dict[str, type[TransformerBlock]] = {
-    "pre": TransformerBlock,
-    "post": PostTransformerBlock,
-    "none": PlainTransformerBlock,
-}
-"""Transformer block for each kind of relative attention (eq. 3, Table 6)."""
-
-
 CHOICES: dict[str, Collection[str]] = {
     "norm": BLOCKS_BY_NORM,
-    "relative": BLOCKS_BY_ATTENTION,
+    "relative": ATTENTION,
     "stride_on": ("expand", "depthwise"),
     "global_pool": ("avg", "max", "avgmax", ""),
 }
@@ -276,7 +260,8 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         self.stem_stride = patch_size if patches else stem_stride
         self.stem: nn.Module = (PatchStem if patches else stem)(in_chans, first.width, self.stem_stride)
         make: dict[str, Callable[..., nn.Module]] = dict(
-            C=partial(convolution, stride_on=stride_on), T=partial(BLOCKS_BY_ATTENTION[relative], head_dim=head_dim)
+            C=partial(convolution, stride_on=stride_on),
+            T=partial(TransformerBlock, head_dim=head_dim, relative=relative),
         )
         self.build_stages([rest, *others], first.width, make, drop_path_rate)
         self.num_features = self.embed_dim = widths[-1]
@@ -383,31 +368,20 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[
     return state
 
 
-MIXED = dict(layout="C-C-CT-T", head_dim=128)
+_MIXED = dict(layout="C-C-CT-T", head_dim=128)
+_SIZES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = [
+    ((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), {}, "25M parameters, 81.6 top-1"),
+    ((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), {}, "42M parameters, 83.3 top-1"),
+    ((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), {}, "75M parameters, 84.1 top-1"),
+    ((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), {}, "168M parameters, 84.5 top-1"),
+    ((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), {}, "275M parameters, 88.56 top-1 at 512"),
+    ((2, 2, 12, 28, 2), (192, 256, 512, 1280, 2048), {"head_dim": 64}, "688M parameters, 89.77 top-1 at 512"),
+    ((2, 2, 4, 8, 42, 2), (192, 192, 384, 768, 1536, 3072), _MIXED, "1.47B parameters, 90.45 top-1 at 512"),
+    ((2, 2, 4, 8, 42, 2), (192, 256, 512, 1024, 2048, 3072), _MIXED, "2.44B parameters, 90.88 top-1 at 512"),
+]
 VARIANTS = {
-    "coatnet_0": Variant(dict(depths=(2, 2, 3, 5, 2), widths=(64, 96, 192, 384, 768)), "25M parameters, 81.6 top-1"),
-    "coatnet_1": Variant(dict(depths=(2, 2, 6, 14, 2), widths=(64, 96, 192, 384, 768)), "42M parameters, 83.3 top-1"),
-    "coatnet_2": Variant(
-        dict(depths=(2, 2, 6, 14, 2), widths=(128, 128, 256, 512, 1024)), "75M parameters, 84.1 top-1"
-    ),
-    "coatnet_3": Variant(
-        dict(depths=(2, 2, 6, 14, 2), widths=(192, 192, 384, 768, 1536)), "168M parameters, 84.5 top-1"
-    ),
-    "coatnet_4": Variant(
-        dict(depths=(2, 2, 12, 28, 2), widths=(192, 192, 384, 768, 1536)), "275M parameters, 88.56 top-1 at 512"
-    ),
-    "coatnet_5": Variant(
-        dict(depths=(2, 2, 12, 28, 2), widths=(192, 256, 512, 1280, 2048), head_dim=64),
-        "688M parameters, 89.77 top-1 at 512",
-    ),
-    "coatnet_6": Variant(
-        dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 192, 384, 768, 1536, 3072), **MIXED),
-        "1.47B parameters, 90.45 top-1 at 512",
-    ),
-    "coatnet_7": Variant(
-        dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 256, 512, 1024, 2048, 3072), **MIXED),
-        "2.44B parameters, 90.88 top-1 at 512",
-    ),
+    f"coatnet_{number}": Variant(dict(depths=depths, widths=widths, **more), text)
+    for number, (depths, widths, more, text) in enumerate(_SIZES)
 }
 """CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
 and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B."""

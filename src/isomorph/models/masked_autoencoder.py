@@ -234,19 +234,20 @@ class MaskedAutoencoder(nn.Module):
         tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
         return vit.fc_norm(vit.norm(tokens))  # one of the two is the identity
 
-    def decode(self, latent: Tensor, seen: MaskSplit, grid_size: tuple[int, int], blocks: int) -> Tensor:
-        """Run the first decoder blocks on all patches, with mask tokens for hidden ones; drop the prefix tokens.
+    def decode(self, images: Tensor, noise: Tensor | None, blocks: int) -> tuple[Tensor, Tensor]:
+        """Run encoder and first decoder blocks; return the patches' tokens, with mask tokens for hidden ones, and mask.
 
-        Shape: (B, prefix + V, channels) -> (B, N, width)
+        Shape: images (B, C, h, w), noise (B, N) -> (B, N, width), (B, N)
         """
-        x, prefix = self.decoder_embed(latent), self.encoder.num_prefix_tokens
+        seen, grid_size = self.split_patches(images, noise), self.grid_of(tuple(images.shape[-2:]))
+        x, prefix = self.decoder_embed(self.encode(images, seen)), self.encoder.num_prefix_tokens
         (B, N), V = seen.restore.shape, seen.visible.shape[1]
         hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
         patches = gather_tokens(torch.cat([x[:, prefix:], hidden], dim=1), seen.restore)  # (B, N, width)
         x = torch.cat([x[:, :prefix], patches + self.positions(grid_size).to(x.dtype)], dim=1)  # (B, prefix + N, width)
         for block in self.decoder_blocks[:blocks]:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
-        return x[:, prefix:]
+        return x[:, prefix:], seen.mask
 
     def positions(self, grid_size: tuple[int, int]) -> Tensor:
         """Return the decoder's position embedding for a grid. Shape: -> (H W, width)"""
@@ -266,15 +267,11 @@ class MaskedAutoencoder(nn.Module):
         last = len(self.decoder_blocks)
         if block is not None and not 1 <= block <= last:
             raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
-        seen = self.split_patches(images, noise)
-        grid_size = self.grid_of(tuple(images.shape[-2:]))
-        return self.decode(self.encode(images, seen), seen, grid_size, block or last)
+        return self.decode(images, noise, block or last)[0]
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        seen = self.split_patches(images, noise)
-        grid_size = self.grid_of(tuple(images.shape[-2:]))
-        features = self.decode(self.encode(images, seen), seen, grid_size, len(self.decoder_blocks))
-        return self.decoder_pred(self.decoder_norm(features)), seen.mask
+        features, mask = self.decode(images, noise, len(self.decoder_blocks))
+        return self.decoder_pred(self.decoder_norm(features)), mask
 
     def target(self, images: Tensor) -> Tensor:
         """Return the target of the prediction. Shape: (B, C, h, w) -> (B, N, ph pw C)"""

@@ -84,40 +84,31 @@ class ConvPatchEmbed(PatchEmbed):
 
 
 class RefinedBlock(Block):
-    """A ViT block with the given attention, called with the grid size if it is spatial; it passes no maps on.
+    """A ViT block with the given attention, called with the grid size if it is spatial.
+
+    With `ReusedAttention` it applies the maps of an earlier block to its own values, and passes them on (Refiner B.4).
+    With `share` it passes its own maps to the next.
 
     Shape: x (B, N, C), maps (B, nh, N, N) of an earlier block or None, grid_size (H, W) -> (B, N, C), maps or None
     """
 
-    def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, attention: nn.Module, share: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.attn = attention
-
-    def attend(self, x: Tensor, maps: Tensor | None, **grid: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the output of attention and the maps for the next block."""
-        return self.attn(x, **grid), None
+        self.attn, self.share = attention, share
 
     def forward(
         self, x: Tensor, maps: Tensor | None = None, grid_size: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        y = self.norm1(x)
         grid = dict(grid_size=grid_size) if isinstance(self.attn, SpatialAttention) else {}
-        y, maps = self.attend(self.norm1(x), maps, **grid)
+        if isinstance(self.attn, ReusedAttention):
+            y = self.attn(y, maps)
+        elif self.share:
+            y, maps = self.attn(y, return_maps=True, **grid)
+        else:
+            y, maps = self.attn(y, **grid), None
         x = x + self.drop_path1(self.ls1(y))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
-
-
-class MapSharingBlock(RefinedBlock):
-    """A block that passes its refined maps to the next."""
-
-    def attend(self, x: Tensor, maps: Tensor | None, **grid: Any) -> tuple[Tensor, Tensor]:
-        return self.attn(x, return_maps=True, **grid)
-
-
-class MapReusingBlock(RefinedBlock):
-    """A block that applies the maps of an earlier block to its own values (Refiner B.4)."""
-
-    def attend(self, x: Tensor, maps: Tensor | None, **grid: Any) -> tuple[Tensor, Tensor | None]:
-        return self.attn(x, maps), maps
 
 
 class RefinedViT(ForeignCheckpoints, DenseHeadViT):
@@ -163,9 +154,10 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
         def block(depth: int, **given: Any) -> RefinedBlock:
             if depth % (share + 1):
                 shared = ("num_heads", "qkv_bias", "proj_bias", "proj_drop", "device", "dtype")
-                return MapReusingBlock(ReusedAttention(given["dim"], **{name: given[name] for name in shared}), **given)
-            attention = _build_attention(rule, plain, share > 0, given)
-            return (MapSharingBlock if share else RefinedBlock)(attention, **given)
+                attention: nn.Module = ReusedAttention(given["dim"], **{name: given[name] for name in shared})
+            else:
+                attention = _build_attention(rule, plain, share > 0, given)
+            return RefinedBlock(attention, share > 0, **given)
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})

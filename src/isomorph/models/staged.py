@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -53,16 +55,26 @@ def parameters_without_decay(model: nn.Module) -> set[str]:
 
 
 class StagedNet(nn.Module):
-    """A network that applies its `levels` to the image one after another, then `forward_head`.
+    """A network that applies its `levels` to the image one after another, then pools and classifies.
+
+    The levels are `embed` and the `stages`; `head_name` is the attribute with the classifier.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     """
 
     grad_checkpointing = False
+    head_name = "head"
+    stages: Any
+    global_pool: Any
+    drop_rate: float
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Return the first feature map of images. Shape: x (B, in_chans, height, width) -> (B, C, H, W)"""
+        raise NotImplementedError
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
         """Return the functions from each feature map (first the image) to the next."""
-        raise NotImplementedError
+        return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages)]
 
     def run_stage(self, stage: nn.Module, x: Tensor) -> Tensor:
         """Run the blocks of a stage, recomputing them in the backward pass if gradient checkpointing is on."""
@@ -80,7 +92,8 @@ class StagedNet(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return the logits, or the pooled features with `pre_logits`. Shape: x (B, C, H, W) -> (B, num_classes)"""
-        raise NotImplementedError
+        x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
+        return x if pre_logits else getattr(self, self.head_name)(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))

@@ -26,32 +26,20 @@ RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_do
 RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
 RESNET_D = dict(stem_width=32, stem_type="deep", avg_down=True)
 
-VARIANTS = {
-    "t_resnetrs50": Variant(
-        dict(layers=(3, 4, 6, 3), **RESNET_RS), "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"
-    ),
-    "t_resnetrs101": Variant(
-        dict(layers=(3, 4, 23, 3), **RESNET_RS), "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"
-    ),
-    "t_resnetrs152": Variant(
-        dict(layers=(3, 8, 36, 3), **RESNET_RS), "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"
-    ),
-    "t_resnetrs200": Variant(
-        dict(layers=(3, 24, 36, 3), **RESNET_RS), "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"
-    ),
-    "t_resnetrs270": Variant(
-        dict(layers=(4, 29, 53, 4), **RESNET_RS), "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"
-    ),
-    "t_resnetrs350": Variant(
-        dict(layers=(4, 36, 72, 4), **RESNET_RS), "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"
-    ),
-    "t_resnet50d": Variant(dict(layers=(3, 4, 6, 3), **RESNET_D), "81.6 top-1 at 320 (T-CNN Table 5)"),
-    "t_resnet101d": Variant(dict(layers=(3, 4, 23, 3), **RESNET_D), "83.1 top-1 at 384 (T-CNN Table 5)"),
-    "t_resnet152d": Variant(dict(layers=(3, 8, 36, 3), **RESNET_D), "83.8 top-1 at 384 (T-CNN Table 5)"),
-    "t_resnet200d": Variant(dict(layers=(3, 24, 36, 3), **RESNET_D), "83.9 top-1 at 384 (T-CNN Table 5)"),
-}
-SIZES = {"t_resnetrs50": 224, "t_resnetrs101": 224, "t_resnet101d": 384, "t_resnet152d": 384, "t_resnet200d": 384}
-"""Fine-tuning resolution where it is not 320 (T-CNN Table 1 and Table 5)."""
+_NETWORKS: list[tuple[str, tuple[int, ...], dict[str, Any], int, str]] = [
+    ("resnetrs50", (3, 4, 6, 3), RESNET_RS, 224, "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"),
+    ("resnetrs101", (3, 4, 23, 3), RESNET_RS, 224, "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"),
+    ("resnetrs152", (3, 8, 36, 3), RESNET_RS, 320, "89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)"),
+    ("resnetrs200", (3, 24, 36, 3), RESNET_RS, 320, "96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)"),
+    ("resnetrs270", (4, 29, 53, 4), RESNET_RS, 320, "133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)"),
+    ("resnetrs350", (4, 36, 72, 4), RESNET_RS, 320, "167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)"),
+    ("resnet50d", (3, 4, 6, 3), RESNET_D, 320, "81.6 top-1 at 320 (T-CNN Table 5)"),
+    ("resnet101d", (3, 4, 23, 3), RESNET_D, 384, "83.1 top-1 at 384 (T-CNN Table 5)"),
+    ("resnet152d", (3, 8, 36, 3), RESNET_D, 384, "83.8 top-1 at 384 (T-CNN Table 5)"),
+    ("resnet200d", (3, 24, 36, 3), RESNET_D, 384, "83.9 top-1 at 384 (T-CNN Table 5)"),
+]
+"""timm's name, blocks by stage, form and fine-tuning resolution (T-CNN Tables 1 and 5) of each ResNet."""
+VARIANTS = {f"t_{name}": Variant(dict(layers=layers, **form), text) for name, layers, form, _, text in _NETWORKS}
 
 
 class TransformedMixin(ForeignCheckpoints):
@@ -119,9 +107,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return {**_attention_tensors(model), **state_dict}
 
 
-def _backbone_cfg(name: str) -> dict[str, Any]:
+def _backbone_cfg(name: str, size: int) -> dict[str, Any]:
     """Return timm's pretrained_cfg of a variant's backbone, at the paper's fine-tuning resolution."""
-    cfg, size = timm.models.get_pretrained_cfg(name.removeprefix("t_")).to_dict(), SIZES.get(name, 320)
+    cfg = timm.models.get_pretrained_cfg(name).to_dict()
     for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
         cfg.pop(key, None)
     return {**cfg, "input_size": (3, size, size), "pool_size": (size // 16, size // 16)}
@@ -132,7 +120,7 @@ _SMALL = {
     "t_cifar_resnet56": Variant(dict(base="cifar_resnet56"), "with the eighteen convolutions of layer3 as attention"),
 }
 default_cfgs = generate_default_cfgs(
-    {f"{name}.cnn_in1k": _backbone_cfg(name) for name in VARIANTS}
+    {f"t_{name}.cnn_in1k": _backbone_cfg(name, size) for name, _, _, size, _ in _NETWORKS}
     | {f"{name}.cnn_cifar10": cifar_cfg(arguments["base"]) for name, (arguments, _) in _SMALL.items()}
 )
 register_variants(__name__, partial(build_variant, TResNet, feature_cfg={}), VARIANTS)

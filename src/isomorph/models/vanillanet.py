@@ -6,11 +6,9 @@ In training every layer is a pair with a ReLU between, which is annealed to the 
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
 from timm.models import generate_default_cfgs
 from timm.models._features import feature_take_indices
@@ -84,15 +82,6 @@ class VanillaNet(StagedNet):
             (height, width), least = x.shape[-2:], self.reduction
             raise UserError(f"the {height} x {width} image is too small; give one of at least {least} x {least}")
         return self.stem(x)
-
-    def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return the stem and the stages."""
-        return [self.embed, *(partial(self.run_stage, layer) for layer in self.stages)]
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool and classify. Shape: x (B, C, H, W) -> (B, num_classes)"""
-        x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
-        return x if pre_logits else self.head(x)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.variants import own_filter, unwrap_state_dict
+from isomorph.models.staged import parameters_without_decay
+from isomorph.models.variants import build_variant, own_filter, unwrap_state_dict
 
 _FREE_SIZES: Mapping[str, Any] = {"dynamic_img_size": True, "strict_img_size": False}
 """Arguments of timm's models that let them take images of any size."""
@@ -139,18 +140,50 @@ def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequenc
     return tuple(range(count))[-_LEVELS:]
 
 
-def layers_for_decay(network: Any, coarse: bool = False) -> Callable[[str], int]:
-    """Return the `group_matcher` of a network whose timm backbone is its attribute `backbone`.
+class BackboneNetwork(nn.Module):
+    """A network around a timm model, its attribute `backbone`, which was created with `backbone_kwargs`.
 
-    The layers are those of the backbone, then everything else.
+    `own_cfg` returns the entries of its `pretrained_cfg` that depend on the backbone, given the backbone's.
     """
-    layers = group_parameters(network.backbone, network.backbone.group_matcher(coarse=coarse), reverse=True)
-    last = max(layers.values()) + 1
-    return lambda name: layers.get(name.removeprefix("backbone."), last) if name.startswith("backbone.") else last
+
+    backbone: Any
+    backbone_kwargs: dict[str, Any]
+
+    def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @property
+    def fused_arguments(self) -> dict[str, Any]:
+        """Arguments that create the network with its backbone fused; empty if the backbone has none."""
+        fused = getattr(self.backbone, "fused_arguments", None)
+        return {"backbone_kwargs": {**self.backbone_kwargs, **fused}} if fused else {}
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: those that the backbone or its layers exempt."""
+        return parameters_without_decay(self)
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
+        layers = group_parameters(self.backbone, self.backbone.group_matcher(coarse=coarse), reverse=True)
+        last = max(layers.values()) + 1
+        return lambda name: layers.get(name.removeprefix("backbone."), last) if name.startswith("backbone.") else last
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
+        self.backbone.set_grad_checkpointing(enable)
 
 
-def backbone_state(network: Any, state: dict[str, Any], fresh: Collection[str] = ()) -> dict[str, Any]:
-    """Convert a checkpoint for a network whose timm backbone is its attribute `backbone`.
+def create_network(kind: type[BackboneNetwork], name: str, pretrained: bool, **arguments: Any) -> BackboneNetwork:
+    """Build a network through timm. `pretrained` gives the backbone its public weights; the network has none."""
+    overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
+    model = build_variant(kind, name, False, backbone_pretrained=pretrained, **arguments)
+    own = model.own_cfg(getattr(model.backbone, "pretrained_cfg", None) or {})
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
+    return model
+
+
+def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Collection[str] = ()) -> dict[str, Any]:
+    """Convert a checkpoint for a network around a backbone.
 
     A checkpoint of the whole network is returned unchanged. One of the backbone alone, a classifier's for example, is
     converted by the filter of the backbone, which resizes positions: its method `convert_foreign`, or timm's

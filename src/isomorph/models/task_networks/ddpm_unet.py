@@ -81,11 +81,33 @@ class DDPMUNet(nn.Module):
         num_classes: int = 0,
     ) -> None:
         super().__init__()
-        _check_arguments(channels, attention, groups, num_classes)
+        if not channels or any(width % groups or width % 2 for width in channels):
+            raise UserError(f"channels {list(channels)} must be even multiples of groups, {groups}")
+        if any(level not in range(len(channels)) for level in attention):
+            raise UserError(f"attention {list(attention)} must name levels from 0 to {len(channels) - 1}")
+        if num_classes:
+            raise UserError(f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0")
         self.channels, self.time_steps = tuple(channels), time_steps
         self.in_chans, self.num_classes, self.drop_rate = in_chans, num_classes, drop_rate
         self.num_features = channels[0]
-        self.unet = _build_unet(channels, blocks, attention, drop_rate, groups, time_steps, in_chans)
+        unets = optional_module("diffusers.models.unets.unet_2d", "ddpm_unet needs diffusers", "diffusion")
+        down, up = (
+            tuple(f"Attn{way}Block2D" if level in attention else f"{way}Block2D" for level in range(len(channels)))
+            for way in ("Down", "Up")
+        )
+        self.unet: UNet2DModel = unets.UNet2DModel(
+            in_channels=in_chans,
+            out_channels=in_chans,
+            time_embedding_type="learned",  # a table, which reset_parameters fills with sinusoids and freezes
+            num_train_timesteps=time_steps,
+            down_block_types=down,
+            up_block_types=up[::-1],
+            block_out_channels=tuple(channels),
+            layers_per_block=blocks,
+            attention_head_dim=None,  # one head as wide as the level
+            norm_num_groups=groups,
+            dropout=drop_rate,
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -134,46 +156,6 @@ def sinusoids(steps: int, width: int) -> Tensor:
     times = torch.arange(steps, dtype=torch.float64)[:, None]
     angles = times * torch.exp(-math.log(10_000) * torch.arange(0, width, 2, dtype=torch.float64) / width)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)  # (steps, width)
-
-
-def _check_arguments(channels: Sequence[int], attention: Sequence[int], groups: int, num_classes: int) -> None:
-    """Raise UserError for arguments of `DDPMUNet` that fit no network."""
-    if not channels or any(width % groups or width % 2 for width in channels):
-        raise UserError(f"channels {list(channels)} must be even multiples of groups, {groups}")
-    if any(level not in range(len(channels)) for level in attention):
-        raise UserError(f"attention {list(attention)} must name levels from 0 to {len(channels) - 1}")
-    if num_classes:
-        raise UserError(f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0")
-
-
-def _build_unet(
-    channels: Sequence[int],
-    blocks: int,
-    attention: Sequence[int],
-    drop_rate: float,
-    groups: int,
-    time_steps: int,
-    in_chans: int,
-) -> "UNet2DModel":
-    """Return diffusers' U-Net with these levels. Raises: UserError if diffusers is missing."""
-    unets = optional_module("diffusers.models.unets.unet_2d", "ddpm_unet needs diffusers", "diffusion")
-    down, up = (
-        tuple(f"Attn{way}Block2D" if level in attention else f"{way}Block2D" for level in range(len(channels)))
-        for way in ("Down", "Up")
-    )
-    return unets.UNet2DModel(
-        in_channels=in_chans,
-        out_channels=in_chans,
-        time_embedding_type="learned",  # a table, which reset_parameters fills with sinusoids and freezes
-        num_train_timesteps=time_steps,
-        down_block_types=down,
-        up_block_types=up[::-1],
-        block_out_channels=tuple(channels),
-        layers_per_block=blocks,
-        attention_head_dim=None,  # one head as wide as the level
-        norm_num_groups=groups,
-        dropout=drop_rate,
-    )
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ Proposals, matching, losses and the selection of detections are torchvision's.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from isomorph.errors import UserError
-from isomorph.models.task_networks.backbone import backbone_state, build_backbone, feature_maps, layers_for_decay
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+    feature_maps,
+)
 from isomorph.models.task_networks.detection_heads import Target, build_regions, build_rpn, fixed_boxes
 from isomorph.models.task_networks.detection_pyramids import (
     SimpleFeaturePyramid,
@@ -25,7 +32,7 @@ from isomorph.models.task_networks.detection_pyramids import (
     WindowedViT,
     is_windowable,
 )
-from isomorph.models.variants import Variant, build_variant, check_counts, image_cfg, register_variants, require_images
+from isomorph.models.variants import Variant, check_counts, image_cfg, register_variants, require_images
 
 Detections = dict[str, Tensor]
 """Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28)."""
@@ -37,7 +44,7 @@ _CLASS_HEADS = tuple(
 """Layers with outputs for each class: new for other classes."""
 
 
-class MaskRCNN(nn.Module):
+class MaskRCNN(BackboneNetwork):
     """Find objects in images: boxes with classes, and with `masks` the outline of every object.
 
     The maps of the backbone become a pyramid, from which proposals are drawn; every proposal is classified, refined
@@ -81,17 +88,17 @@ class MaskRCNN(nn.Module):
         score_threshold: float = 0.05,
         detections: int = 100,
         drop_path_rate: float | None = None,
-        pretrained_backbone: bool = False,
+        backbone_pretrained: bool = False,
     ) -> None:
         super().__init__()
         check_counts(num_classes=num_classes, channels=channels, features=features, proposals=proposals)
         self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
         self.backbone_kwargs, self.img_size = dict(backbone_kwargs or {}), to_2tuple(img_size)
         arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
-        found = build_backbone(backbone, in_chans, pretrained=pretrained_backbone, arguments=arguments)
+        found = build_backbone(backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments)
         if not found.is_plain:
             found = found.distinct()
-        self.backbone: nn.Module = found.module
+        self.backbone = found.module
         self.indices: tuple[int, ...] | None = found.indices
         if found.is_plain:
             self.indices = found.indices[-1:]
@@ -108,19 +115,13 @@ class MaskRCNN(nn.Module):
         chosen = (masks, samples, score_threshold, detections)
         self.roi_heads = build_regions(channels, features, self.strides[:-1], num_classes, *chosen)
 
-    @property
-    def fused_arguments(self) -> dict[str, Any]:
-        """Arguments that create the network after `iso.fuse`."""
-        inner = getattr(self.backbone, "fused_arguments", {})
-        return {"backbone_kwargs": {**self.backbone_kwargs, **inner}} if inner else {}
-
-    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
-        return layers_for_decay(self, coarse)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations of the backbone in the backward pass, to save memory."""
-        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
+    def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **{key: inner[key] for key in ("mean", "std") if inner.get(key) is not None and self.in_chans == 3},
+            "input_size": (self.in_chans, *self.img_size),
+            "num_classes": self.num_classes,
+            "classifier": tuple(head for head in _CLASS_HEADS if self.has_masks or "mask" not in head),
+        }
 
     def get_classifier(self) -> nn.Module:
         """Return the classifier of boxes."""
@@ -203,20 +204,5 @@ default_cfgs = generate_default_cfgs(
 )  # no weights of whole networks are public
 
 
-def _create_mask_rcnn(name: str, pretrained: bool, **arguments: Any) -> MaskRCNN:
-    """Build the network. `pretrained` gives the backbone its public weights, for which images are normalised."""
-    overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
-    model = build_variant(MaskRCNN, name, False, pretrained_backbone=pretrained, **arguments)
-    inner = getattr(model.backbone, "pretrained_cfg", None) or {}
-    own = {key: inner[key] for key in ("mean", "std") if inner.get(key) is not None and model.in_chans == 3}
-    own |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes}
-    own["classifier"] = tuple(head for head in _CLASS_HEADS if model.has_masks or "mask" not in head)
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
-    return model
-
-
-register_variants(
-    __name__,
-    _create_mask_rcnn,
-    {"mask_rcnn": Variant({}, "with a fused TDRL-ViT-Ti 27.66M parameters (TDRL Table 2)")},
-)
+_DESCRIPTION = "with a fused TDRL-ViT-Ti 27.66M parameters (TDRL Table 2)"
+register_variants(__name__, partial(create_network, MaskRCNN), {"mask_rcnn": Variant({}, _DESCRIPTION)})

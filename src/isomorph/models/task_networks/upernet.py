@@ -7,7 +7,8 @@ the attention of a ViT for surgery. The head is that of the papers: segmentation
 Letters: B batch, K classes, C_i channels and H_i W_i size of feature map i, finest first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,15 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.staged import parameters_without_decay
-from isomorph.models.task_networks.backbone import backbone_state, build_backbone, feature_maps, layers_for_decay
-from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, require_images
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+    feature_maps,
+)
+from isomorph.models.variants import Variant, image_cfg, register_variants, require_images
 
-_SHARED_WITH_BACKBONE = ("mean", "std", "interpolation")
-"""Entries of the backbone's pretrained_cfg that are the network's too."""
 _NEW_IN_A_CLASSIFIER = ("gamma", "relative_bias", "prefix_bias")
 """Last names of tensors of the backbone that a classifier's checkpoint may lack."""
 
@@ -161,7 +165,7 @@ class CoarseLogits(NamedTuple):
     auxiliary: Tensor | None
 
 
-class UPerNet(nn.Module):
+class UPerNet(BackboneNetwork):
     """Semantic segmentation: logits of K classes for every pixel of an image, from the feature maps of any backbone.
 
     A hierarchical backbone gives the maps of its last four resolutions. A plain ViT gives those of four blocks, which
@@ -212,12 +216,6 @@ class UPerNet(nn.Module):
             self.auxiliary_head = FCNHead(built.channels[-2:][0], auxiliary_channels, num_classes, drop_rate)
 
     @property
-    def fused_arguments(self) -> dict[str, Any]:
-        """Arguments that create the network with its backbone fused; empty if the backbone has none."""
-        fused = getattr(self.backbone, "fused_arguments", None)
-        return {"backbone_kwargs": {**self.backbone_kwargs, **fused}} if fused else {}
-
-    @property
     def patch_size(self) -> tuple[int, int]:
         """Height and width that images are padded to multiples of."""
         embed = getattr(self.backbone, "patch_embed", None)
@@ -264,18 +262,14 @@ class UPerNet(nn.Module):
             nn.init.normal_(head.classifier.weight, std=0.01)
             nn.init.zeros_(head.classifier.bias)  # type: ignore[arg-type]
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the backbone's parameters without weight decay."""
-        own: set[str] = getattr(self.backbone, "no_weight_decay", set)()
-        return {f"backbone.{name}" for name in own} | parameters_without_decay(self)
-
-    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """Return the layer of each parameter for layer decay: those of the backbone, then everything else."""
-        return layers_for_decay(self, coarse)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
-        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
+    def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
+        first, heads = inner.get("first_conv"), ("head.classifier", "auxiliary_head.classifier")
+        return {
+            **{key: inner[key] for key in ("mean", "std", "interpolation") if inner.get(key) is not None},
+            "first_conv": f"backbone.{first if isinstance(first, str) else 'patch_embed.proj'}",
+            "classifier": heads[: 1 + (self.auxiliary_head is not None)],
+            "num_classes": self.num_classes,
+        }
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: UPerNet) -> dict[str, Any]:
@@ -289,24 +283,5 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: UPerNet) -> dict[str
 default_cfgs = generate_default_cfgs(
     {"upernet": image_cfg(num_classes=150, input_size=(3, 512, 512), interpolation="bilinear")}
 )
-
-
-def _create_upernet(name: str, pretrained: bool, **arguments: Any) -> UPerNet:
-    """Build the network. `pretrained` gives the backbone its public weights; the network has none."""
-    overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
-    model = build_variant(UPerNet, name, False, backbone_pretrained=pretrained, **arguments)
-    inner = getattr(model.backbone, "pretrained_cfg", None) or {}
-    own = {key: inner[key] for key in _SHARED_WITH_BACKBONE if inner.get(key) is not None}
-    first = inner.get("first_conv")
-    own["first_conv"] = f"backbone.{first if isinstance(first, str) else 'patch_embed.proj'}"
-    own["classifier"] = ("head.classifier", "auxiliary_head.classifier")[: 1 + (model.auxiliary_head is not None)]
-    own["num_classes"] = model.num_classes
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
-    return model
-
-
-register_variants(
-    __name__,
-    _create_upernet,
-    {"upernet": Variant({}, "with a fused TDRL-ViT-Ti 11.46M parameters (TDRL Table 2)")},
-)
+_DESCRIPTION = "with a fused TDRL-ViT-Ti 11.46M parameters (TDRL Table 2)"
+register_variants(__name__, partial(create_network, UPerNet), {"upernet": Variant({}, _DESCRIPTION)})

@@ -48,10 +48,6 @@ class GuidedDetector(nn.Module):
         """Return the student's detections."""
         return self.student.detect(x, sizes)  # type: ignore[operator]
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the parameters that the student exempts."""
-        return {f"student.{name}" for name in getattr(self.student, "no_weight_decay", set)()}
-
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """Return the layers of the student; the convolutions belong to its last."""
         layer_of = self.student.group_matcher(coarse)  # type: ignore[operator]
