@@ -37,16 +37,16 @@ class LowRankLinear(nn.Module):
 
 @iso.surgery.register_rule
 @dataclass(frozen=True)
-class LinearToLowRank:
+class LinearToLowRank(iso.Rule):
     """Linear layers with a trainable update of low rank."""
 
     rank: int = 4
     """Rank of the update."""
     atol: ClassVar[float] = 1e-5
-    kind: ClassVar[type[nn.Module]] = nn.Linear
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
-    def accepts(self, module: nn.Module) -> bool:
-        return type(module) is nn.Linear
+    def reason(self, module: nn.Module) -> str | None:
+        return None if type(module) is nn.Linear else "not a plain nn.Linear"
 
     def build(self, module: nn.Linear) -> nn.Module:
         return LowRankLinear(module, self.rank)
