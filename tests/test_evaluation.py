@@ -12,6 +12,7 @@ import isomorph as iso
 from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, evaluate, sum_counts
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.speed import throughput
+from refusals import refused
 
 
 class Says(nn.Module):
@@ -77,13 +78,6 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
     assert torch.allclose(whole.correct / whole.total, per_class)
 
 
-def test_certainty_is_in_the_last_bin():
-    found = PredictionCounts(2)
-    found.add(torch.tensor([[100.0, 0], [100.0, 0], [3.0, 0]]), torch.tensor([0, 1, 0]))
-    confidence = torch.tensor([3.0, 0]).softmax(0)[0].item()
-    assert found.metrics()["ece"] == pytest.approx(100 * abs(2 + confidence - 2) / 3, rel=1e-5)
-
-
 def test_what_is_kept_does_not_grow_with_the_images():
     found = PredictionCounts(1000)
     for _ in range(3):
@@ -96,17 +90,14 @@ def test_several_right_labels_or_none():
     sure = torch.eye(4)
     found.add(sure, torch.tensor([[0, -1, -1], [2, 1, 3], [-1, -1, -1], [0, 1, -1]]))
     assert found.metrics() == {"top1": pytest.approx(100 * 2 / 3), "images": 3}
-    with pytest.raises(iso.UserError, match="no image has a label"):
-        MultiLabelCounts().metrics()
-    with pytest.raises(iso.UserError, match="no image has a label"):
-        PredictionCounts(3).metrics()
+    refused("no image has a label", lambda: MultiLabelCounts().metrics())
+    refused("no image has a label", lambda: PredictionCounts(3).metrics())
 
 
 def test_too_few_classes_and_empty_loaders_are_said():
     with pytest.raises(iso.UserError, match="class 4, but the model has 2 classes"):
         evaluate(Says(torch.zeros(1, 2)), [(torch.zeros(1, 1), torch.tensor([4]))])
-    with pytest.raises(iso.UserError, match="no batch"):
-        evaluate(Says(torch.zeros(1, 2)), [])
+    refused("no batch", lambda: evaluate(Says(torch.zeros(1, 2)), []))
 
 
 def test_macs_count_convolutions_and_attention():

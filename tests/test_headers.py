@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
-from isomorph.checkpoints.header import parse_header
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from refusals import refused
 
 BASE = {"name": "cifar_resnet20", "num_classes": 10, "in_chans": 3}
 EDIT = {"rule": "ConvToGPSA", "fields": {"init": "exact", "locality": None, "gate": None}, "names": ["layer3.2.conv2"]}
@@ -90,11 +90,9 @@ def test_a_forged_header_is_one_line(kind, tmp_path):
     """It names the file, the field, what it holds and what is allowed."""
     parts, said = FORGERIES[kind]
     path = forged(tmp_path / "model.safetensors", **parts)
-    with pytest.raises(iso.UserError, match=said) as caught:
-        iso.load(path)
-    assert "\n" not in str(caught.value)
+    line = refused(said, iso.load, path)
     if ".0" in said or "is " in said:
-        assert str(path) in str(caught.value)
+        assert str(path) in line
 
 
 @pytest.mark.parametrize(
@@ -129,8 +127,7 @@ def test_a_model_larger_than_its_file_is_not_built(tmp_path):
     path = forged(
         tmp_path / "model.safetensors", base={"name": "vit_tiny_patch16_224", "embed_dim": 3 * 2**18}, edits=[]
     )
-    with pytest.raises(iso.UserError, match=r"its header asks for [\d,]+ numbers, it holds 2"):
-        iso.load(path)
+    refused(r"its header asks for [\d,]+ numbers, it holds 2", iso.load, path)
 
 
 def test_an_autoencoder_is_read_so_too(tmp_path):
@@ -149,27 +146,15 @@ def test_an_autoencoder_is_read_so_too(tmp_path):
     ):
         new = json.dumps({**json.loads(header["autoencoder"]), **sizes})
         save_file(tensors, path, {**header, "autoencoder": new})
-        with pytest.raises(iso.UserError, match=said):
-            load_autoencoder(path)
+        refused(said, load_autoencoder, path)
 
 
 def test_what_is_saved_can_be_loaded(tmp_path):
     """A pretrained_cfg that no header may hold is said when it is saved."""
     model = timm.create_model("cifar_resnet20")
     record_data(model, {"interpolation": "by hand"})
-    with pytest.raises(
-        iso.UserError, match=r"data.interpolation is 'by hand' and .*; correct the model's pretrained_cfg"
-    ):
-        iso.save(model, tmp_path / "model.safetensors")
+    refused(r"data.interpolation is 'by hand' and", iso.save, model, tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_header_keeps_its_values():
-    parts = parse_header({"base": json.dumps(BASE), "edits": json.dumps([EDIT]), "data": json.dumps(DATA)}, "a file")
-    assert parts.base == BASE
-    assert parts.edits == (iso.surgery.Edit(iso.ConvToGPSA("exact"), ("layer3.2.conv2",)),)
-    assert parts.data["input_size"] == (3, 32, 32)
-    assert parts.data["label_names"] == list("abcdefghij")
 
 
 def test_a_pytorch_file_of_numbered_tensors_is_said(tmp_path):

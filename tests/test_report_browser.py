@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import isomorph as iso
-from browser import find_chromium, open_tab
+from browser import open_tab
 from isomorph.analysis import attention_windows
 from isomorph.report import (
     Bars,
@@ -285,9 +285,6 @@ class TestAttention:
             choose(tab, "Show", show_all)
             assert re.search(rf"Equal within 1e-[56] in all {heads} heads\.", texts(tab, ".heads")[0])
             assert len(texts(tab, ".tile")) == 2 * heads
-        tab.run("document.querySelectorAll('.row h3')[2].lastChild.textContent = 'a long name '.repeat(9)")
-        tops = tab.run("[...document.querySelectorAll('.row .body')].map(e => e.getBoundingClientRect().top)")
-        assert len(set(tops)) == 1
         other = small_vit(depth=2)
         other.load_state_dict(vit.state_dict())
         with torch.no_grad():
@@ -406,20 +403,6 @@ class TestCharts:
         assert written[3] == ["0.0005", "0.0010", "0.0015", "loss", "0", "1", "2", "step"]
         assert written[4] == ["0", "2e-5", "4e-5", "loss", "0.0", "0.5", "1.0", "step"]
 
-    def test_axes(self, tab, tmp_path):
-        """The data fill the axis, at least three ticks lie inside, and they are multiples of a round step."""
-        show(tab, tmp_path, Section("C"))
-        for low, high in ((0, 8.7), (8.4, 8.7), (0, 17), (-3, 0.2), (2.8317, 2.8332), (0, 8e-6), (9.9, 20.1)):
-            for count in (2, 4, 8):
-                ticks = tab.run(f"axisTicks({low}, {high}, {count})")
-                assert ticks[0] <= low + 1e-12 <= high <= ticks[-1] + 1e-12
-                assert (high - low) / (ticks[-1] - ticks[0]) >= 0.7
-                assert 3 <= sum(low - 1e-12 <= tick <= high + 1e-12 for tick in ticks) <= 24
-        assert tab.run("axisTicks(0, 8.7, 4)") == [0, 2, 4, 6, 8, 10]
-        assert tab.run("axisTicks(8.4, 8.7, 4)") == [8.4, 8.5, 8.6, 8.7]
-        assert tab.run("wrapName('gaussian_noise', 10)") == ["gaussian_", "noise"]
-        assert tab.run("wrapName('gain, % of baseline', 10)") == ["gain, % of", "baseline"]
-
 
 def test_tables_fit_narrow_screens(tab, tmp_path):
     logs = read_run_logs([write_run(tmp_path / name, lr) for name, lr in (("run-a", 0.1), ("run-b", 0.2))])
@@ -427,24 +410,12 @@ def test_tables_fit_narrow_screens(tab, tmp_path):
     details = Details("2 layers", ["a, b: windows.", "c: unknown."])
     sections = [Section("Wide", charts=[chart], details=details), *compare_sections(logs)]
 
-    def edges(scrolled):
-        """True where the left and the right edge of the table are shaded, above its text."""
-        tab.run(f"document.querySelector('.wide').scrollLeft = {scrolled}")
-        tab.settle()
-        left, top, width = tab.run(
-            "(b => [b.left, b.top + scrollY, b.width])(document.querySelector('.wide').getBoundingClientRect())"
-        )
-        seen = np.asarray(Image.open(tab.picture(tmp_path / "shot.png")))[..., :3].astype(int)
-        line = seen[int(top) + 3, [int(left) + 4, int(left + width / 2), int(left + width) - 5]]
-        return [abs(line[i] - line[1]).max() > 8 for i in (0, 2)]
-
     for dark in (False, True):
         tab.screen(390, 844, dark)
         show(tab, tmp_path, *sections)
         assert tab.run("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
         assert not tab.run("document.querySelector('.notes').open")
         tab.run("document.querySelector('.card details').open = true")
-        assert [edges(x) for x in (0, 60, 10_000)] == [[False, True], [True, True], [True, False]]
     cells = "[...document.querySelectorAll('#s1 tbody td')]"
     inside = (
         f"{cells}.every(e => (b => b.width > 0 && b.left >= 0 && b.right <= innerWidth)(e.getBoundingClientRect()))"
@@ -454,13 +425,3 @@ def test_tables_fit_narrow_screens(tab, tmp_path):
     labels = tab.run(f"{cells}.map(e => JSON.parse(getComputedStyle(e, '::before').content))")
     assert labels == list(sections[1].table[0][1:]) * 2
     assert tab.run("[...document.querySelectorAll('th')].filter(e => !e.scope || !e.textContent).length") == 0
-
-
-def test_without_a_browser_it_is_said_and_fails_on_ci(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.delenv("CI", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="make browser"):
-        find_chromium()
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(pytest.fail.Exception, match="CI must have it"):
-        find_chromium()
