@@ -2,13 +2,12 @@
 
     python benchmarks/bert_glue.py [--seeds 0 1 2] [--datasets sst2 cola rte] [--out runs/bert_glue]
         [--pretraining epochs=3] [--fine-tuning epochs=3] [--rates 3e-4 1e-3] [--arms plain refined]
-        [--page docs/guides/language.md]
 
 Both networks take equal numbers of steps, from the same initial weights and in the same order. "plain, equal time"
 takes as many more of them, in pre-training and fine-tuning, as fit into the time of the refined network, by the images
 per second of both runs. With several rates, the one of each network and data set is chosen with the first seed on a
 tenth of the training data, which is left out then. Runs resume, so the script may be stopped at any time. Results are
-in benchmarks/results/bert_glue.json; --page writes them into a guide.
+in benchmarks/results/bert_glue.json.
 """
 
 import argparse
@@ -17,17 +16,12 @@ import statistics
 from pathlib import Path
 
 import isomorph as iso
-from interleave import fill_page, show, spread, update
+from interleave import show, spread, update
 from isomorph.tasks.language.glue import GLUE
 from run_logs import read_log, speed
 
 EQUAL_TIME = "plain, equal time"
 ARMS = ("plain", "refined", EQUAL_TIME)
-MARKS = ("<!-- tables: benchmarks/bert_glue.py -->", "<!-- end of the tables -->")
-CAPTIONS = {
-    "pre-training": "Pre-training on masked words, tested on 200 sequences that are left out",
-    "fine-tuning": "Fine-tuning, on the development sets: mean over seeds and, in brackets, half the range",
-}
 
 
 def train(name, out, overrides):
@@ -153,14 +147,11 @@ def main():
     parser.add_argument("--pretraining", nargs="*", default=[])
     parser.add_argument("--fine-tuning", nargs="*", default=[])
     parser.add_argument("--out", default="runs/bert_glue")
-    parser.add_argument("--page", type=Path, help="write the tables into docs/guides/language.md")
     arguments = parser.parse_args()
     pretraining, fine_tuning = compare(arguments)
     tables = {"pre-training": pretraining, "fine-tuning": summarise(fine_tuning)}
     for title, rows in tables.items():
         show(title, rows)
-    if arguments.page:
-        fill_page(arguments.page, MARKS, {CAPTIONS[title]: rows for title, rows in tables.items()})
 
 
 if __name__ == "__main__":

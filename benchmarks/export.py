@@ -81,19 +81,19 @@ def measure(name: str, model: nn.Module, path: Path, dynamic: str) -> dict[str, 
 
 def print_table(rows: list[dict[str, object]]) -> None:
     """Print the rows as the guide shows them."""
-    heads = ("model", "file", "dynamic", "float32", "float64", "MB", "batch 1, ms", "batch 8, ms")
+    heads = ("model", "ONNX: float32", "MB", "batch 1", "batch 8", "`.pt2`: float32", "batch 1", "batch 8")
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    forms = {}  # of a format's rows that of one size, which is the fastest
     for row in rows:
-        cells = [f"`{row['model']}`", str(row["format"]), str(row["dynamic"]).replace(",", ", ")]
-        if "problem" in row:
-            cells += ["not exported: takes one size only", "", "", "", ""]
-        else:
-            cells += [f"{row[key] / row['max_output']:.1e}" for key in ("float32", "float64")]
-            cells += [f"{row['megabytes']:.1f}"]
-            cells += [
-                f"{row[f'eager_ms_{n}']:.1f}, {row[f'exported_ms_{n}']:.1f} ({row[f'speedup_{n}']:.2f}x)"
-                for n in BATCHES
-            ]
+        if "problem" not in row:
+            forms.setdefault((row["model"], row["format"]), row)
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = [f"`{model}`"]
+        for form in ("onnx", "pt2"):
+            row = forms[model, form]
+            cells += [f"{row['float32'] / row['max_output']:.1e}"]
+            cells += [f"{row['megabytes']:.1f}"] * (form == "onnx")
+            cells += [f"{row[f'speedup_{n}']:.2f}x" for n in BATCHES]
         print("| " + " | ".join(cells) + " |")
 
 

@@ -155,23 +155,6 @@ def continued_rows(out: Path, name: str) -> list[dict[str, Any]]:
     return read_rows(out)
 
 
-def fill_page(page: Path, marks: tuple[str, str], tables: dict[str, list[dict[str, object]]], end: str = "") -> None:
-    """Puts tables, each after its caption, between two marks of a page, and a text after them."""
-    begin, stop = marks
-    before, found, rest = page.read_text().partition(begin)
-    if not (found and stop in rest):
-        raise ValueError(f"{page} lacks {begin} or {stop}")
-    parts = [f"{caption}:\n\n{markdown(rows)}" for caption, rows in tables.items()] + [end] * bool(end)
-    page.write_text("\n\n".join([before + begin, *parts, stop]) + rest.partition(stop)[2])
-
-
-def markdown(rows: list[dict[str, object]]) -> str:
-    """Rows as a Markdown table with the columns of the first."""
-    lines = [list(rows[0]), *([row.get(name, "") for name in rows[0]] for row in rows)]
-    head, *body = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
 def show(title: str, rows: list[dict[str, object]]) -> None:
     """Prints rows as a Markdown table."""
     print(f"\n{title}\n")

@@ -75,6 +75,12 @@ def command_line_page() -> str:
     body = re.sub(r"\A# .*?(?=^## isomorph)", "", text.strip(), flags=re.MULTILINE | re.DOTALL)
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     body = re.sub(r"Example: (isomorph .*)", r"Example: `\1`", body)
+    body = re.sub(
+        r"Every field of the recipe is an option:\n.*?(?=^## |\Z)",
+        "Every [field of the recipe](recipe-fields.md) is an option, for example `--optim.lr 1e-4`.\n\n",
+        body,
+        flags=re.MULTILINE | re.DOTALL,
+    )
     return page(
         "Command line",
         "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same.",
@@ -174,18 +180,31 @@ def recipe_fields_page() -> str:
     return page("Recipe fields", lead, *group_sections(Recipe))
 
 
+SHORT_RESULTS = {
+    " for top-1 on ImageNet-1k": "",
+    " top-1 on ImageNet-1k": "",
+    "from --model.weights trained on": "after",
+    " (not public)": "",
+}
+"""Texts of recipes' results, and how the page of all recipes shortens them."""
+
+
 def recipes_page() -> str:
     """Return the list of all named recipes."""
     from isomorph.recipes import RECIPES
 
     names: dict[str, list[str]] = {}
     for name, fields in sorted(RECIPES.items()):
-        expected = f" ({fields['expected']})" if fields.get("expected") else ""
-        names.setdefault(fields.get("source", ""), []).append(f"`{name}`{expected}")
+        expected = fields.get("expected") or ""
+        for long, short in SHORT_RESULTS.items():
+            expected = expected.replace(long, short)
+        names.setdefault(fields.get("source", ""), []).append(f"`{name}`" + (f" ({expected})" if expected else ""))
     rows = [[source, ", ".join(found)] for source, found in sorted(names.items())]
     lead = (
         "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the result to "
-        "expect, the papers'. Which published rows have no recipe, and why: [published runs](../recipes.md)."
+        'expect, the papers\'; a number alone is top-1 on ImageNet-1k, and "after X" means that the run starts from '
+        "`--model.weights` trained on X. JFT is not public. Which published rows have no recipe, and why: "
+        "[published runs](../recipes.md)."
     )
     return page("Recipes by name", lead, markdown_table(["source", "recipes"], rows))
 
