@@ -132,8 +132,8 @@ def test_the_grid_of_a_call_counts():
 def test_tokens_of_an_unknown_grid_are_said():
     from timm.layers import Attention
 
-    with pytest.raises(iso.UserError, match="grid of the tokens of Attention is unknown"):
-        iso.nonlocality(torch.nn.Sequential(Attention(24, 3)), torch.randn(1, 5, 24))
+    model = torch.nn.Sequential(Attention(24, 3))
+    refused("grid of the tokens of Attention is unknown", iso.nonlocality, model, torch.randn(1, 5, 24))
 
 
 def test_centres_are_where_the_heads_look():
@@ -190,13 +190,11 @@ class TestEvolution:
         wide = iso.recast(model, iso.AttentionToRefined(reduce=False), "blocks.1.attn")
         assert iso.analysis.map_similarity(wide, x).isnan().sum() == 4
 
-    @pytest.mark.parametrize(
-        ("batches", "where", "said"),
-        [
+    def test_what_does_not_evolve_is_refused(self):
+        for batches, where, said in (
             ([], None, "no batch was given"),
             ([torch.randn(1, 3, 32, 32)], None, "several images in a batch"),
             ([torch.randn(2, 3, 32, 32)], "layer1", "1 layers are selected for features"),
-        ],
-    )
-    def test_what_does_not_evolve_is_refused(self, batches, where, said):
-        refused(said, lambda: iso.analysis.feature_evolution(timm.create_model("cifar_resnet20"), batches, where))
+        ):
+            model = timm.create_model("cifar_resnet20")
+            refused(said, iso.analysis.feature_evolution, model, batches, where)

@@ -123,24 +123,19 @@ class TestWhere:
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
+def test_attention_without_a_map_is_refused_with_its_reason():
+    x = torch.randn(1, 3, 32, 32)
+    for name, said in (
         ("edgenext_xx_small", "CrossCovarianceAttn.*attends between channels"),
         ("mobilevitv2_050", "LinearSelfAttention.*softmax of its keys alone"),
         ("cifar_resnet20", "no attention layer with a known map"),
-    ],
-)
-def test_attention_without_a_map_is_refused_with_its_reason(name, said):
-    model = timm.create_model(name)
-    refused(said, iso.attention_maps, model, torch.randn(1, 3, 64, 64))
-
-
-def test_class_attention_of_xcit_has_a_map_its_channel_attention_none():
-    model = timm.create_model("xcit_nano_12_p8_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
-    x = torch.randn(1, 3, 32, 32)
-    assert {tuple(found.shape) for found in iso.attention_maps(model, x).values()} == {(1, 3, 1, 17)}
-    refused(r"XCA.*channels", iso.attention_maps, model, x, "blocks.*")
+    ):
+        refused(said, iso.attention_maps, timm.create_model(name), x)
+    xcit = timm.create_model("xcit_nano_12_p8_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
+    assert {tuple(found.shape) for found in iso.attention_maps(xcit, x).values()} == {
+        (1, 3, 1, 17)
+    }  # of the class
+    refused(r"XCA.*channels", iso.attention_maps, xcit, x, "blocks.*")
 
 
 def test_the_classes_of_the_table_exist():
