@@ -15,8 +15,8 @@ from isomorph.surgery.model_inputs import run_model
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode within the block; afterwards its modes, buffers and gradients are what they were."""
+def _restored_afterwards(model: nn.Module) -> Iterator[None]:
+    """Give a model its modes, buffers and gradients back after the block, which begins in eval mode without gradients."""
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     gradients = [parameter.grad for parameter in model.parameters()]
     try:
@@ -52,7 +52,7 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
         return tensor
 
     inputs = inputs_like(model, batch_size, input_size, next(model.parameters()).device)
-    with _unchanged(model), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with _restored_afterwards(model), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = run_model(model.train(), inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
     return sum(saved.values()) // batch_size
 
@@ -85,7 +85,7 @@ def peak_bytes(
                 (output[0] if isinstance(output, tuple) else output).float().sum().backward()
 
     try:
-        with _unchanged(model):
+        with _restored_afterwards(model):
             run()
             model.zero_grad(set_to_none=True)
             return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)

@@ -31,8 +31,10 @@ class Speed(NamedTuple):
 
 def _synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def _time_pass(model: nn.Module, batch: Inputs) -> float:

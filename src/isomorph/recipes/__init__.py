@@ -1,4 +1,4 @@
-"""Recipes of the papers' image classification runs by name, each with the result to expect.
+"""Recipes of the papers' runs by name, in all tasks, each with the result to expect.
 
 docs/recipes.md lists the published runs that are not included.
 """

@@ -1,5 +1,7 @@
 """The `where` argument of surgery: selects modules by globs over their names, or by a function of name and module.
 
+In a glob `*` stands for any characters, dots too: `layer3.*.conv?` matches `layer3.0.conv1` and `layer3.0.path.conv1`.
+
 A glob may name a part of a joint projection too: `blocks.*.attn.v` of the layer `blocks.*.attn.qkv`.
 """
 

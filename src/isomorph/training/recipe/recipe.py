@@ -191,7 +191,7 @@ class Recipe(Part):
         return self._shortened
 
     def with_note(self, shortened: str) -> "Recipe":
-        """Return this recipe with a note on the schedules that were shortened."""
+        """Note on this recipe which schedules were shortened, and return it."""
         self._shortened = shortened
         return self
 
