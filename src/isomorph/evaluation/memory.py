@@ -16,7 +16,7 @@ from isomorph.surgery.model_inputs import run_model
 
 @contextmanager
 def _restored_afterwards(model: nn.Module) -> Iterator[None]:
-    """Give a model its modes, buffers and gradients back after the block, which begins in eval mode without gradients."""
+    """Restore modes, buffers and gradients of a model after the block, which begins in eval mode."""
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     gradients = [parameter.grad for parameter in model.parameters()]
     try:
@@ -52,7 +52,11 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
         return tensor
 
     inputs = inputs_like(model, batch_size, input_size, next(model.parameters()).device)
-    with _restored_afterwards(model), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        _restored_afterwards(model),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         output = run_model(model.train(), inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
     return sum(saved.values()) // batch_size
 

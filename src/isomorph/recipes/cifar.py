@@ -33,7 +33,7 @@ def _cifar_recipe(surgery: str) -> dict[str, Any]:
 
 
 def _digits_recipe(surgery: str) -> dict[str, Any]:
-    """Return a run on the digits at 24 x 24: three epochs from the CNN of `digits_cnn`, whose own recipe changes that."""
+    """Return a run on the digits at 24 x 24: three epochs from the CNN of `digits_cnn`."""
     recipe = _cifar_recipe(surgery)
     recipe["model"] |= dict(pretrained=False, start="weights")
     anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
