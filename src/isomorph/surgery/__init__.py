@@ -28,7 +28,7 @@ from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, ver
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
     RULES, {"Fuse": Fuse, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
 )
-"""Rules by name, as checkpoints store them: the registered ones, and those of `fuse`, `prune`, `revert` and `unstride`."""
+"""Rules by name, as checkpoints store them: those registered, and those of `fuse`, `prune`, `revert`, `unstride`."""
 
 __all__ = [
     "RULES",
