@@ -3,7 +3,6 @@
 import pytest
 import timm
 import torch
-from timm.layers import Attention
 
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
@@ -43,11 +42,6 @@ class TestPublishedSizes:
             found = count_macs(on_meta(f"coatnet_{size}", stride_on=stride_on), (3, 224, 224)) / 1e9
             assert found == pytest.approx(giga, rel=0.025)
 
-    def test_the_six_as_printed_falls_short(self):
-        """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
-        printed = on_meta("coatnet_6", widths=(192, 192, 384, 768, 1536, 2048))
-        assert sum(p.numel() for p in printed.parameters()) / 1e6 < 0.92 * 1470
-
     @pytest.mark.parametrize(("size", "heads"), [(0, 32), (5, 64), (6, 128), (7, 128)])
     def test_head_sizes(self, size, heads):
         layers = [m for m in on_meta(f"coatnet_{size}").modules() if isinstance(m, RelativeAttention)]
@@ -61,21 +55,13 @@ class TestPublishedSizes:
         assert stage[8].attn.proj.out_features == 2048
 
 
-@pytest.mark.parametrize("layout", ["C-C-C-C", "C-C-C-T", "C-C-T-T", "C-T-T-T", "T-T-T-T"])
-@pytest.mark.parametrize("size", [(64, 64), (45, 70)])
-def test_layouts_run_on_any_rectangle(layout, size):
-    model = tiny(layout=layout)
-    kinds = [type(stage[0]).__name__ for stage in list(model.stages)[1:]]
-    assert kinds == ["MBConv" if letter == "C" else "TransformerBlock" for letter in layout.split("-")]
-    y = model(torch.randn(2, 3, *size))
-    assert y.shape == (2, 5)
-    y.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     "form",
     [
+        dict(layout="C-C-C-C"),
+        dict(layout="C-C-C-T"),
+        dict(layout="C-T-T-T"),
+        dict(layout="T-T-T-T"),
         dict(norm="layer"),
         dict(stride_on="depthwise"),
         dict(relative="post"),
@@ -90,28 +76,21 @@ def test_layouts_run_on_any_rectangle(layout, size):
 )
 def test_forms_learn(form):
     model = tiny(drop_path_rate=0.1, drop_rate=0.1, **form)
-    model(torch.randn(2, 3, 40, 64)).square().sum().backward()
+    model(torch.randn(2, 3, 40, 70)).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 class TestLayout:
     def test_paper_and_written_out(self):
-        assert parse_layout("C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5) == parse_layout(
-            "S-C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5
-        )
-        assert [count_resolutions(name) for name in ("C-C-T-T", "S-C-C-T-T", "SC-C-T-T", "C-C-CT-T", "PT")] == [
-            5,
-            5,
-            4,
-            5,
-            1,
-        ]
+        paper, written = (parse_layout(name, (2, 1, 1, 1, 1), (8,) * 5) for name in ("C-C-T-T", "S-C-C-T-T"))
+        assert paper == written
+        resolutions = {"C-C-T-T": 5, "S-C-C-T-T": 5, "SC-C-T-T": 4, "C-C-CT-T": 5, "PT": 1}
+        assert {name: count_resolutions(name) for name in resolutions} == resolutions
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
             (dict(layout="C-C-X-T"), "is invalid"),
-            (dict(layout="C--T-T"), "is invalid"),
             (dict(layout="C-C-T"), "with its stem has 4 letters"),
             (dict(depths=(2, 1, 0, 1, 1)), "above 0"),
             (dict(depths=(3, 1, 1, 1, 1)), "must begin with 2"),
@@ -121,10 +100,7 @@ class TestLayout:
             (dict(stride_on="dw"), "choose 'expand' or 'depthwise'"),
             (dict(head_dim=-8), "head_dim -8"),
             (dict(stem_stride=0), "stem_stride 0"),
-            (dict(img_size=(64, -1)), "img_size"),
             (dict(widths=8), "widths 8 lists of numbers"),
-            (dict(depths=(2, True, 1, 1, 1)), "above 0"),
-            (dict(layout=4), "must be text"),
             (dict(drop_path_rate=2), "at least 0 and below 1"),
             (dict(head_hidden_size=-3), "above 0"),
             (dict(global_pool="mean"), "choose 'avg' or 'max'"),
@@ -143,16 +119,6 @@ class TestFeatures:
         assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
         assert (model.num_classes, model.num_features, model.head_hidden_size) == (0, 16, 16)
         model.set_input_size(96)
-
-    def test_only_the_classifier_pruned(self):
-        """The norm stays unless it is asked for."""
-        model = tiny(head_hidden_size=12)
-        norm = model.head.norm
-        model.prune_intermediate_layers([4])
-        assert model.head.norm is norm
-        assert model.head_hidden_size == 12
-        model.prune_intermediate_layers([4], prune_norm=True)
-        assert isinstance(model.head.norm, torch.nn.Identity)
 
 
 class TestTables:
@@ -184,11 +150,8 @@ class TestFuse:
         model = settled(tiny(**form))
         fused = iso.fuse(model)
         x = torch.randn(2, 3, 70, 45)
-        with torch.no_grad():
-            torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
         assert not any(isinstance(m, torch.nn.BatchNorm2d | MBConv) for m in fused.modules())
         assert iso.verify(model, fused, x).fp64 < 1e-5
-        assert sum(isinstance(m, MBConv) for m in model.modules()) > 0
 
     @pytest.mark.parametrize(
         "where", ["stages.*.expand", "stages.*.depthwise", "stages.*.project", "stages.1.0.se.fc?", "stem.conv?"]
@@ -211,35 +174,111 @@ class TestFuse:
         assert sum(isinstance(m, MBConv) for m in fused.modules()) == 1
 
 
-class TestSurgery:
-    def test_without_relative_attention_a_coatnet_takes_the_rules_for_attention(self):
-        model = settled(tiny(relative="none"))
-        assert all(type(block.attn) is Attention for i in (3, 4) for block in model.stages[i])
-        refined = iso.recast(model, iso.AttentionToRefined(ratio=2), "stages.*.attn")
-        iso.verify(model, refined, torch.randn(2, 3, 64, 64))
-
-    def test_its_stem_becomes_attention(self):
-        model = settled(tiny())
-        iso.verify(model, iso.recast(model, iso.ConvToGPSA(), "stem.conv?"), torch.randn(1, 3, 33, 40))
-
-    def test_relative_attention_is_not_taken_for_plain(self):
-        with pytest.raises(iso.UserError, match="RelativeAttention overrides forward of timm's Attention"):
-            iso.recast(tiny(), iso.AttentionToRefined(), "stages.*.attn")
+def test_relative_attention_is_not_taken_for_plain():
+    with pytest.raises(iso.UserError, match="RelativeAttention overrides forward of timm's Attention"):
+        iso.recast(tiny(), iso.AttentionToRefined(), "stages.*.attn")
 
 
-class TestAnalysis:
-    def test_logits_include_the_table(self):
-        model = settled(tiny())
-        x = torch.randn(2, 3, 64, 64)
-        before = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
-        with torch.no_grad():
-            model.stages[3][0].attn.relative_bias.add_(100)
-        after = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
-        torch.testing.assert_close(after.max_logit, before.max_logit + 100, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-3, atol=1e-3)
+def test_logits_include_the_table():
+    model = settled(tiny())
+    x = torch.randn(2, 3, 64, 64)
+    before = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
+    with torch.no_grad():
+        model.stages[3][0].attn.relative_bias.add_(100)
+    after = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
+    torch.testing.assert_close(after.max_logit, before.max_logit + 100, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 3, 0, 64)])
 def test_what_is_no_batch_of_images_is_said(shape):
     with pytest.raises(iso.UserError, match="images must have shape"):
         tiny()(torch.zeros(shape))
+
+
+RW, RMLP, PAPER, MAX = "coatnet_nano_rw_224", "coatnet_rmlp_nano_rw_224", "coatnet_0_224", "maxvit_rmlp_pico_rw_256"
+THEIRS = dict(depths=(1, 1, 1, 1), embed_dim=(32, 32, 64, 64), stem_width=16, num_classes=5)
+"""Depths and widths of a network that tests have time for; heads, positions and norms stay as each has them."""
+
+
+def theirs(name, size=64, **more):
+    torch.manual_seed(0)
+    extra = dict(head_hidden_size=64) if name == PAPER else {}
+    model = timm.create_model(name, img_size=size, **THEIRS, **extra, **more)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def unfused(model):
+    """timm's own slow path, in which the map exists."""
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    return model
+
+
+@pytest.mark.parametrize("name", [RW, RMLP, PAPER, MAX])
+def test_maps_are_those_that_timm_applies(name):
+    model, x = theirs(name), torch.randn(2, 3, 64, 64)
+    maps = iso.attention_maps(model, x)
+    seen = []
+    slow = unfused(model)
+    for layer in [m for m in slow.modules() if hasattr(m, "attn_drop")]:
+        layer.attn_drop.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    with torch.no_grad():
+        slow(x)
+    assert len(maps) == len(seen) >= 2
+    for name, found in zip(maps, seen, strict=True):
+        torch.testing.assert_close(maps[name], found, msg=name)
+        torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+
+
+def from_timm(state):
+    """Tensors of timm's coatnet_N under our names; its queries, keys and values stand head by head."""
+    found = {}
+    for name, tensor in state.items():
+        name = name.replace("stem.norm1", "stem.norm").replace("conv1_1x1", "expand").replace("conv2_kxk", "depthwise")
+        name = name.replace("conv3_1x1", "project").replace("pre_norm", "norm").replace("norm1.norm", "norm1")
+        name = name.replace("shortcut.expand", "shortcut.1").replace(".blocks.", ".")
+        if name.startswith("stages."):
+            _, stage, rest = name.split(".", 2)
+            name = f"stages.{int(stage) + 1}.{rest}"
+        if "relative_position_bias_table" in name:
+            side = int(len(tensor) ** 0.5)
+            name, tensor = name.replace("rel_pos.relative_position_bias_table", "relative_bias"), tensor.T
+            tensor = tensor.unflatten(1, (side, side))
+        if ".attn." in name or ".mlp." in name:
+            tensor = tensor.flatten(1) if tensor.ndim == 4 else tensor
+        if ".qkv." in name:
+            tensor = tensor.unflatten(0, (-1, 3, 32)).transpose(0, 1).flatten(0, 2)
+        found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("dw", [False, True])
+def test_configured_alike_timm_and_we_compute_the_same(dw):
+    """Max pooling of 2 x 2, GELU in the SE, a hidden layer in the head: the same function from the same tensors."""
+    alike = dict(conv_pool_type="max2", transformer_pool_type="max2", conv_attn_act_layer="gelu")
+    sizes = dict(depths=(1, 2, 2, 1), embed_dim=(32, 32, 64, 64), stem_width=16, head_hidden_size=64)
+    torch.manual_seed(0)
+    theirs = timm.create_model(
+        PAPER, img_size=64, num_classes=5, conv_stride_mode="dw" if dw else "1x1", **alike, **sizes
+    )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours = timm.create_model(
+        "coatnet_0",
+        img_size=64,
+        num_classes=5,
+        depths=(2, 1, 2, 2, 1),
+        widths=(16, 32, 32, 64, 64),
+        stride_on="depthwise" if dw else "expand",
+        head_hidden_size=64,
+    )
+    ours.load_state_dict(from_timm(theirs.state_dict()))
+    x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
+    theirs, ours = theirs.double().eval(), ours.double().eval()
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours.train()(x), theirs.train()(x), rtol=0, atol=1e-10)

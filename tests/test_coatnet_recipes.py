@@ -13,7 +13,6 @@ from isomorph.training.build import build_model, data_config
 from isomorph.training.objectives.supervised import build_criterion
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.open import open_run
 
 TINY = dict(
     model=dict(
@@ -151,18 +150,3 @@ def test_what_of_a_test_image_is_seen(crop, mode):
     config = data_config(recipe, timm.create_model("coatnet_0", **TINY["model"]["kwargs"]))
     assert config["crop_mode"] == mode
     assert config["crop_pct"] == (1.0 if crop == "whole" else 0.875)
-
-
-def test_a_run_goes_on_to_a_larger_image(tmp_path):
-    """Train small, then fine-tune at another size from its weights: tables are resized on the way."""
-    first = validate({**TINY, "out": str(tmp_path / "a")})
-    iso.train(first, show=False)
-    kwargs = TINY["model"]["kwargs"] | dict(img_size=64)
-    weights = str(tmp_path / "a/model.safetensors")
-    model = dict(name="coatnet_0", kwargs=kwargs, weights=weights)
-    second = validate({**TINY, "model": model, "data": TINY["data"] | dict(size=[64, 64]), "out": str(tmp_path / "b")})
-    before = iso.load(weights)
-    run = open_run(second)
-    table = run.eval_model.stages[3][0].attn.relative_bias
-    assert table.shape[1:] == (7, 7)
-    torch.testing.assert_close(table[:, 3, 3], before.stages[3][0].attn.relative_bias[:, 1, 1])

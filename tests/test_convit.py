@@ -7,13 +7,12 @@ import timm
 import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay
 
 import isomorph as iso
 from isomorph.checkpoints.model import load_weights
 from isomorph.evaluation.cost import count_macs
 from isomorph.layers import GPSA, PSA
-from isomorph.models.convit import VARIANTS, checkpoint_filter_fn, public_state_dict
+from isomorph.models.convit import checkpoint_filter_fn, public_state_dict
 
 PEERS = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
 SMALL = dict(embed_dim=36, num_heads=9, depth=4, local_up_to_layer=3, num_classes=5)
@@ -27,16 +26,6 @@ def perturbed(model, scale=0.05):
     for parameter in model.parameters():
         parameter.data += scale * torch.randn_like(parameter)
     return model.eval()
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_public_layout_has_dead_biases(name):
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    public = public_state_dict(model)
-    dead = sum(tensor.numel() for key, tensor in public.items() if key.endswith("pos_proj.bias"))
-    assert dead == 10 * VARIANTS[name].arguments["num_heads"]
-    assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in public.values()) - dead
 
 
 def rectangular_peer(peer, size):
@@ -65,9 +54,9 @@ def test_public_checkpoints_give_timms_logits_at_any_size(tmp_path):
         assert expected.std() > 0.1
         torch.testing.assert_close(resized(x), expected, atol=1e-4, rtol=0)
         public = public_state_dict(resized)
-        assert all(
-            torch.equal(public[key], tensor) for key, tensor in peer.state_dict().items() if "pos_proj.bias" not in key
-        )
+        given = peer.state_dict()
+        assert public.keys() == given.keys()
+        assert all(torch.equal(public[key], given[key]) for key in given if "pos_proj.bias" not in key)  # dead
         at_call = resized(wide)
         resized.set_input_size((288, 192))
         expected = rectangular_peer(peer, (288, 192))(wide)
@@ -140,24 +129,6 @@ def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them()
         model.get_intermediate_layers(x, attn_mask=torch.ones(24, 24))
 
 
-@pytest.mark.parametrize("patch_size", [4, 8, 16])
-@pytest.mark.parametrize("use_pos_embed", [True, False])
-def test_any_rectangle_at_any_patch_size(patch_size, use_pos_embed):
-    model = small(patch_size=patch_size, img_size=(6 * patch_size, 4 * patch_size), use_pos_embed=use_pos_embed).train()
-    assert (model.pos_embed is not None) is use_pos_embed
-    for height, width in ((6, 4), (4, 6), (3, 8), (1, 1)):
-        y = model(torch.randn(2, 3, height * patch_size, width * patch_size))
-        assert y.shape == (2, 5)
-        y.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_padding_to_the_patch():
-    model, x = small(dynamic_img_pad=True), torch.randn(1, 3, 37, 61)
-    padded = torch.nn.functional.pad(x, (0, 3, 0, 11))
-    torch.testing.assert_close(model(x), model(padded))
-
-
 def test_set_input_size_changes_the_patch_too():
     model = small(img_size=64)
     model.set_input_size(32, 8)
@@ -165,6 +136,15 @@ def test_set_input_size_changes_the_patch_too():
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
     assert {info["reduction"] for info in model.feature_info} == {8}
     assert all(m.grid_size == (4, 4) for m in model.modules() if isinstance(m, GPSA))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_rectangle_without_positions(dtype):
+    model = small(use_pos_embed=False, class_token=False, global_pool="avg", local_up_to_layer=4, dtype=dtype)
+    assert not {"pos_embed", "cls_token"} & model.state_dict().keys()
+    for size in ((16, 16), (48, 32)):
+        y = model(torch.randn(2, 3, *size, dtype=dtype))
+        assert (y.shape, y.dtype) == ((2, 5), dtype)
 
 
 def test_born_convolutional_or_not():
@@ -180,7 +160,7 @@ def test_born_convolutional_or_not():
     assert torch.equal(random.gate, torch.zeros(9))
     model.init_weights()
     assert torch.equal(layer.v.weight, torch.eye(36))
-    for mode in ("skip", "reset", "jax", "moco"):
+    for mode in ("skip", "jax"):
         born = small(weight_init=mode, locality_strength=3.0, gate=2.0).blocks[1].attn
         assert torch.equal(born.v.weight, torch.eye(36))
         assert torch.equal(born.gate, layer.gate)
@@ -212,12 +192,6 @@ def test_with_psa_it_is_the_same_network_but_for_the_softmax(tmp_path):
         public_state_dict(model)
 
 
-def test_born_in_another_dtype_and_on_another_device():
-    model = small(dtype=torch.bfloat16)
-    assert model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert {p.device.type for p in small(device="meta").parameters()} == {"meta"}
-
-
 def test_a_square_checkpoint_of_as_many_patches_is_resized(tmp_path):
     """12 x 12 patches are not 8 x 18."""
     square = perturbed(small(img_size=192))
@@ -228,28 +202,6 @@ def test_a_square_checkpoint_of_as_many_patches_is_resized(tmp_path):
     again = small(img_size=(128, 288))
     again.load_state_dict(checkpoint_filter_fn(wide.state_dict(), again))  # our own layout: as it is
     assert torch.equal(again.pos_embed, wide.pos_embed)
-
-
-def test_places_and_gates_do_not_decay():
-    model = small()
-    dials = {f"blocks.{i}.attn.{name}" for i in range(3) for name in ("position", "gate")}
-    assert model.no_weight_decay() >= dials | {"pos_embed", "cls_token"}
-    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
-    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    named = dict(model.named_parameters())
-    assert len(scale) == len(named)
-    order = ["pos_embed", "blocks.0.attn.gate", "blocks.1.attn.position", "blocks.3.attn.qkv.weight", "head.weight"]
-    scales = [scale[id(named[name])] for name in order]
-    assert scales == sorted(scales)
-    assert len(set(scales)) == len(scales)
-    assert {decay[id(named[name])] for name in dials} == {0.0}
-
-
-def test_pooling_without_a_class_token():
-    model = small(local_up_to_layer=4, class_token=False, global_pool="avg")
-    assert model(torch.randn(2, 3, 32, 48)).shape == (2, 5)
-    assert "cls_token" not in model.state_dict()
 
 
 def test_pruning_drops_a_class_token_that_would_not_join():
@@ -266,12 +218,9 @@ def test_pruning_drops_a_class_token_that_would_not_join():
     ("kwargs", "message"),
     [
         (dict(num_heads=6), "num_heads 6 is not a square"),
-        (dict(num_heads=16), "num_heads 16 does not divide"),
         (dict(local_up_to_layer=5), "local_up_to_layer 5"),
         (dict(local_up_to_layer=4), "no block for the class token"),
-        (dict(local_up_to_layer=2.5), "local_up_to_layer 2.5"),
         (dict(locality_strength=0.0), "locality_strength 0.0"),
-        (dict(locality_strength=math.inf), "locality_strength inf"),
         (dict(attn_drop_rate=0.1), "attn_drop_rate=0.1"),
         (dict(reg_tokens=2, local_up_to_layer=0), "reg_tokens=2"),
         (dict(pos_embed="none"), "set use_pos_embed"),
@@ -283,7 +232,6 @@ def test_pruning_drops_a_class_token_that_would_not_join():
         (dict(local_attention="sa"), "local_attention 'sa'"),
         (dict(local_attention="psa", gate=2.0), "gate 2.0"),
         (dict(gate=math.nan), "gate nan"),
-        (dict(gate="x"), "gate 'x'"),
     ],
 )
 def test_impossible_networks(kwargs, message):

@@ -1,6 +1,7 @@
 """The U-Net of diffusion models: equal to the published network written out, in size, function and checkpoints."""
 
 import copy
+import sys
 
 import pytest
 import timm
@@ -194,11 +195,9 @@ def test_it_exports_as_one_graph():
     torch.testing.assert_close(program.module()(**batch), tiny(**batch), atol=1e-5, rtol=1e-5)
 
 
-def test_one_number_is_the_time_of_all_images_and_autocast_works(unet):
+def test_one_number_is_the_time_of_all_images(unet):
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(unet(x, 7), unet(x, torch.tensor([7, 7])))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert unet(x, 7).isfinite().all()
 
 
 def test_gradient_checkpointing_changes_nothing(unet):
@@ -212,24 +211,17 @@ def test_gradient_checkpointing_changes_nothing(unet):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "installed", "message"),
     [
-        (dict(channels=(30,)), "multiples of groups, 32"),
-        (dict(attention=(4,)), "levels from 0 to 3"),
-        (dict(num_classes=10), "no classes"),
+        (dict(channels=(30,)), True, "multiples of groups, 32"),
+        (dict(attention=(4,)), True, "levels from 0 to 3"),
+        (dict(num_classes=10), True, "no classes"),
+        (SMALL, True, "6 x 8 do not fit this U-Net; its sides must be multiples of 4"),
+        (SMALL, False, r"ddpm_unet needs diffusers; run pip install .*diffusion"),
     ],
 )
-def test_arguments_that_fit_no_network(arguments, message):
+def test_networks_and_images_that_do_not_fit(arguments, installed, message, monkeypatch):
+    if not installed:
+        monkeypatch.setitem(sys.modules, "diffusers.models.unets.unet_2d", None)
     with pytest.raises(iso.UserError, match=message):
-        timm.create_model("ddpm_unet", **arguments)
-
-
-def test_images_that_the_levels_cannot_halve(unet):
-    with pytest.raises(iso.UserError, match="6 x 8 do not fit this U-Net; its sides must be multiples of 4"):
-        unet(torch.randn(1, 3, 6, 8), 0)
-
-
-def test_without_diffusers_there_is_one_line(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "diffusers.models.unets.unet_2d", None)
-    with pytest.raises(iso.UserError, match=r"ddpm_unet needs diffusers; run pip install .*diffusion"):
-        timm.create_model("ddpm_unet", **SMALL)
+        timm.create_model("ddpm_unet", **arguments)(torch.randn(1, 3, 6, 8), 0)

@@ -24,8 +24,9 @@ from isomorph.tasks.detection.metrics import Results, as_results, metric_rows
 from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_losses
 from isomorph.tasks.detection.page import group_results, score_image
 from isomorph.tasks.detection.transforms import FitTransform, TrainTransform
+from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
-from tiny_runs import stopped_run
+from tiny_runs import same_snapshots, stopped_run
 
 CONFIG = dict(input_size=(3, 48, 64), mean=(0.5,) * 3, std=(0.5,) * 3)
 SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]
@@ -64,6 +65,10 @@ def changed(**fields):
     return content
 
 
+def read(root):
+    return open_split(root, "train", masks=False)
+
+
 class TestData:
     def test_objects_of_an_image(self, tmp_path):
         source = open_split(write(tmp_path), "train", masks=True)
@@ -90,7 +95,6 @@ class TestData:
         [
             ("{", r"cannot read .*train.json"),
             ({**coco(), "annotations": None}, r"train.json has no list 'annotations'"),
-            ({**coco(), "annotations": []}, r"train.json has no annotations"),
             (changed(bbox=[10, 10, 0, 20]), "annotation 0 .* no area"),
             (changed(bbox=[50, 10, 20, 20]), "annotation 0 .* outside 0.png"),
             (changed(bbox=[1, 2]), "annotation 0 has bbox"),
@@ -99,10 +103,8 @@ class TestData:
             (changed(segmentation=[[1, 2, 3, 4]]), r"annotation 0 has a polygon with fewer than three points"),
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
             (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
-            (changed(segmentation=[["a"] * 6]), r"annotation 0 has a polygon .* not pairs of numbers"),
             (changed(segmentation=[[math.nan] * 6]), r"annotation 0 has a polygon .* not pairs of numbers"),
             (changed(segmentation={"size": [48, 64], "counts": [16]}), r"counts do not add up to its pixels"),
-            (changed(segmentation={"size": [48, 64], "counts": 7}), r"counts do not add up to its pixels"),
             ({**coco(), "images": [{"id": 0}]}, r"image 0 needs an id, a file_name"),
             ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
             ({**coco(), "categories": [{"id": 3}, {"id": 3}]}, r"categories must have an id each"),
@@ -114,37 +116,41 @@ class TestData:
             read_annotations(tmp_path / "train.json", masks=True)
         assert "\n" not in str(error.value)
 
-    def test_missing_and_damaged_files(self, tmp_path):
-        with pytest.raises(iso.UserError, match="there is no folder"):
-            open_split(tmp_path / "none", "train", masks=False)
-        with pytest.raises(iso.UserError, match=r"has none of .*train.json.*give task.train a file"):
-            open_split(tmp_path, "train", masks=False)
-        source = open_split(write(tmp_path, images=3), "train", masks=False)
+    @pytest.mark.parametrize(
+        ("changes", "use", "message"),
+        [
+            ({}, lambda root: open_split(root / "none", "train", masks=False), "there is no folder"),
+            ({}, lambda root: open_split(root, "test", masks=False), r"has none of .*val.json.*give task.test a file"),
+            ({}, lambda root: read(root)[1], r"cannot read .*1.png"),
+            ({}, lambda root: read(root)[2], r"2.png has 8 x 8 pixels, and its annotations .* say 64 x 48"),
+            (
+                {"segmentation": {"size": [48, 64], "counts": "@@@@zzz"}},
+                lambda root: open_split(root, "train", masks=True)[0],
+                r"train.json: an outline in 0.png cannot be drawn",
+            ),
+            ({"file": "3.png"}, lambda root: read(root), r"has no file 3.png, of the images in .*train.json"),
+        ],
+    )
+    def test_missing_and_damaged_files(self, changes, use, message, tmp_path):
+        content = coco(3)
+        content["annotations"][0].update(changes)
+        write(tmp_path, content)
+        if "file" in changes:
+            content["images"][1]["file_name"] = "3.png"
+            (tmp_path / "train.json").write_text(json.dumps(content))
         (tmp_path / "images/1.png").write_bytes(b"")
-        with pytest.raises(iso.UserError, match=r"cannot read .*1.png"):
-            source[1]
         Image.new("RGB", (8, 8)).save(tmp_path / "images/2.png")
-        with pytest.raises(iso.UserError, match=r"2.png has 8 x 8 pixels, and its annotations .* say 64 x 48"):
-            source[2]
-        for name in ("1.png", "2.png"):
-            (tmp_path / "images" / name).unlink()
-        with pytest.raises(iso.UserError, match=r"has no file 1.png and 1 more, of the images in .*train.json"):
-            open_split(tmp_path, "train", masks=False)
+        with pytest.raises(iso.UserError, match=message):
+            use(tmp_path)
 
-    def test_outlines_that_cannot_be_drawn_and_crowds_alone(self, tmp_path):
-        write(tmp_path, changed(segmentation={"size": [48, 64], "counts": "@@@@zzz"}))
-        with pytest.raises(iso.UserError, match=r"train.json: an outline in 0.png cannot be drawn"):
-            open_split(tmp_path, "train", masks=True)[0]
-        write(tmp_path, changed(iscrowd=1))
-        with pytest.raises(iso.UserError, match=r"train.json has crowds only"):
-            open_split(tmp_path, "train", masks=False).with_objects()
-
-    def test_bad_boxes_may_be_left_out(self, tmp_path):
+    def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
         content["annotations"][0]["bbox"] = [10, 10, 0, 20]
         (tmp_path / "a.json").write_text(json.dumps(content))
         found = read_annotations(tmp_path / "a.json", masks=False, skip=1)
         assert [len(image.objects) for image in found.images] == [1, 2]
+        with pytest.raises(iso.UserError, match=r"train.json has crowds only"):
+            read(write(tmp_path, changed(iscrowd=1))).with_objects()
 
     def test_real_numbers_of_categories(self, data_root):
         source = open_split(data_root / "coco_mini", "train", masks=False)
@@ -165,14 +171,6 @@ class TestTransforms:
         assert inside == (24, 64)
         assert left["boxes"].tolist() == [[8, 4, 24, 20]]
         assert (x[:, 24:] == 0).all()  # padded below
-
-    def test_a_flip_moves_boxes_and_masks(self):
-        image = Image.new("RGB", (64, 48))
-        masks = draw_masks([[SQUARE]], 48, 64)
-        objects = {"boxes": torch.tensor([[10.0, 10, 30, 30]]), "labels": torch.tensor([1]), "masks": masks}
-        _, left = TrainTransform(CONFIG, (1.0, 1.0), 1.0)((image, objects))
-        assert left["boxes"].tolist() == [[34, 10, 54, 30]]
-        assert torch.equal(left["masks"], masks.flip(-1))
 
     def test_boxes_follow_masks_through_random_crops(self):
         picture = np.zeros((48, 64, 3), np.uint8)
@@ -281,6 +279,18 @@ TINY = dict(
 )
 
 
+def recipe(root, **changes):
+    return {**TINY, "data": {**TINY["data"], "root": str(root), "unreadable": 9}, **changes}
+
+
+def train(root, out, **changes):
+    return iso.train(validate({**recipe(root, **changes), "out": str(out)}), show=False)
+
+
+WITHOUT_MASKS = {**NETWORK, "kwargs": {**NETWORK["kwargs"], "masks": False}}
+RENAMED = coco(categories=[{"id": 3, "name": "circle"}, {"id": 7, "name": "cell"}])
+
+
 @pytest.fixture(scope="module")
 def squares(tmp_path_factory):
     """A folder of images, and a run on it."""
@@ -288,8 +298,7 @@ def squares(tmp_path_factory):
     (root / "images/3.png").write_bytes(b"damaged")
     content = coco(3)  # the test data has no damaged file
     (root / "val.json").write_text(json.dumps(content))
-    values = {**TINY, "out": str(root / "run"), "data": {**TINY["data"], "root": str(root), "unreadable": 9}}
-    return root, iso.train(validate(values), show=False)
+    return root, train(root, root / "run")
 
 
 class TestRun:
@@ -303,11 +312,9 @@ class TestRun:
 
     def test_a_stopped_run_goes_on_bit_for_bit(self, squares):
         root, result = squares
-        values = {**TINY, "data": {**TINY["data"], "root": str(root), "unreadable": 9}}
-        stopped_run(root / "part", 3, values)
-        iso.train(validate({**values, "out": str(root / "part")}), show=False)
-        states = [iso.load(folder / "model.safetensors").state_dict() for folder in (result.folder, root / "part")]
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        stopped_run(root / "part", 3, recipe(root))
+        train(root, root / "part")
+        same_snapshots(result.folder, root / "part")
 
     def test_its_file_knows_task_and_classes(self, squares):
         root, result = squares
@@ -321,30 +328,13 @@ class TestRun:
 
     def test_a_run_with_a_teacher_opens_by_its_folder(self, squares, tmp_path):
         root, result = squares
-        task = {**TINY["task"], "teacher": str(result.folder)}
-        data = {**TINY["data"], "root": str(root), "unreadable": 9}
-        values = {**TINY, "task": task, "data": data, "epochs": 1, "out": str(tmp_path)}
-        student = iso.train(validate(values), show=False)
+        student = train(root, tmp_path, task={**TINY["task"], "teacher": str(result.folder)}, epochs=1)
         by_folder, by_file = open_model(str(student.folder)), iso.load(student.folder / "model.safetensors")
         same = zip(by_folder.state_dict().values(), by_file.state_dict().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in same)
 
-    def test_data_of_other_classes(self, squares, tmp_path):
-        model = iso.load(squares[1].folder / "model.safetensors")
-        content = coco()
-        content["categories"].append({"id": 9, "name": "circle"})
-        with pytest.raises(iso.UserError, match="the data has 3 classes and the model 2; give data of its classes"):
-            iso.evaluate(model, write(tmp_path, content, "val"))
-        with pytest.raises(iso.UserError, match="nowhere is neither a folder nor an annotation file"):
-            iso.evaluate(model, "nowhere")
-        (tmp_path / "val.json").unlink()
-        with pytest.raises(
-            iso.UserError, match=r"has none of .*val.json.*; give such a folder, or the annotation file"
-        ):
-            iso.evaluate(model, tmp_path)
-
     @pytest.mark.filterwarnings("ignore:__array__ implementation")
-    def test_the_commands(self, squares, tmp_path):
+    def test_predictions_and_robustness(self, squares, tmp_path):
         root, result = squares
         done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")
         assert not done.returncode, done.stderr
@@ -354,34 +344,9 @@ class TestRun:
         for each in entries:
             assert set(each) == {"label", "name", "score", "box", "segmentation"}
             assert codec.decode(each["segmentation"]).shape == (48, 64)
-        done = isomorph("evaluate", result.folder, "--data", root)
-        assert not done.returncode, done.stderr
-        assert "box AP50 (%)" in done.stdout
-        wanted = ["robustness", result.folder, "--data", root, "--corruption", "fog", "--severity", 2, "--json"]
-        done = isomorph(*wanted)
-        assert not done.returncode, done.stderr
-        found = json.loads(done.stdout)
+        found = iso.robustness(result.model, root, corruptions=["brightness"], severities=[2])
         assert found["clean"]["box_ap"] == pytest.approx(result.metrics["box_ap"])
         assert {"mask_ap", "box_ap50"} <= found["cells"][0].keys()
-
-    def test_masks_need_a_network_and_data_with_masks(self, squares, tmp_path):
-        root, _ = squares
-        values = {**TINY, "out": str(tmp_path), "data": {**TINY["data"], "root": str(root)}}
-        values["model"] = {**NETWORK, "kwargs": {**NETWORK["kwargs"], "masks": False}}
-        with pytest.raises(iso.UserError, match=r"has not a head for masks, and task\.masks is True"):
-            iso.train(validate(values), show=False)
-        values["model"] = {"name": "cifar_resnet20"}
-        with pytest.raises(iso.UserError, match=r"cifar_resnet20 is not a detector; set model\.name mask_rcnn"):
-            iso.train(validate(values), show=False)
-
-    def test_other_categories_in_the_test_data(self, tmp_path):
-        write(
-            write(tmp_path), {**coco(), "categories": [{"id": 3, "name": "circle"}, {"id": 7, "name": "cell"}]}, "val"
-        )
-        values = {**TINY, "out": str(tmp_path / "run"), "data": {**TINY["data"], "root": str(tmp_path)}}
-        with pytest.raises(iso.UserError, match=r"category 3 is 'square' in .*train.json and 'circle' in .*val.json"):
-            iso.train(validate(values), show=False)
-        assert not (tmp_path / "run").exists()
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -391,17 +356,42 @@ class TestRun:
             ({"task": {"name": "detection", "flip": 2}}, "task.flip"),
             ({"scale": {"parallel": "fsdp"}}, "scale.parallel fsdp does not work for detection"),
             ({"augment": {"mixup": 0.2}}, "augment does not apply to detection"),
+            ({"model": WITHOUT_MASKS}, r"has not a head for masks, and task\.masks is True"),
+            ({"model": {"name": "cifar_resnet20"}}, "cifar_resnet20 is not a detector; set model.name mask_rcnn"),
+            ({"task": {**TINY["task"], "test": "other.json"}}, "category 3 is 'square' in .* and 'circle' in .*"),
         ],
     )
-    def test_fields_that_do_not_fit(self, changes, message):
+    def test_recipes_that_do_not_fit(self, changes, message, squares, tmp_path):
+        root, _ = squares
+        (root / "other.json").write_text(json.dumps(RENAMED))
         with pytest.raises(iso.UserError, match=message):
-            validate({**TINY, **changes})
+            train(root, tmp_path / "run", **changes)
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            ("more.json", "the data has 3 classes and the model 2; give data of its classes"),
+            ("nowhere", "nowhere is neither a folder nor an annotation file"),
+            ("images", r"has none of .*val.json.*; give such a folder, or the annotation file"),
+        ],
+    )
+    def test_data_that_does_not_fit(self, data, message, squares):
+        root, result = squares
+        categories = [*coco()["categories"], {"id": 9, "name": "circle"}]
+        (root / "more.json").write_text(json.dumps(coco(categories=categories)))
+        with pytest.raises(iso.UserError, match=message):
+            iso.evaluate(result.model, root / data)
+
+
+def detectors(*widths):
+    options = dict(num_classes=2, masks=False, img_size=64, **NETWORK["kwargs"])
+    return [timm.create_model("mask_rcnn", **options | {"channels": width}) for width in widths]
 
 
 class TestDistillation:
     def test_the_teacher_gets_images_in_its_own_normalisation(self):
-        options = dict(num_classes=2, masks=False, img_size=64, **NETWORK["kwargs"])
-        student, teacher = (timm.create_model("mask_rcnn", **options) for _ in range(2))
+        student, teacher = detectors(16, 16)
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
         task, pixels = ProposalDistillationTask(student, teacher, torch.device("cpu")), torch.rand(2, 3, 64, 64)
         images, theirs = (
@@ -428,35 +418,23 @@ class TestDistillation:
         assert features.item() == pytest.approx((top / bottom).item(), rel=1e-5)
         assert objectness.item() == pytest.approx((below / bottom).item(), rel=1e-5)
 
-    def test_a_frozen_teacher_guides_and_the_weights_grow(self):
-        student, teacher = (
-            timm.create_model(
-                "mask_rcnn", num_classes=2, masks=False, img_size=64, **{**NETWORK["kwargs"], "channels": c}
-            )
-            for c in (16, 24)
-        )
+    def test_a_frozen_teacher_guides_after_its_ramp(self):
+        student, teacher = detectors(16, 24)
         task = ProposalDistillationTask(student, teacher, torch.device("cpu"), ramp=2).train()
         assert not teacher.training
-        targets = [{"boxes": torch.tensor([[3.0, 4, 40, 50]]), "labels": torch.tensor([1])}]
-        x = torch.randn(1, 3, 64, 64)
-        shares = []
-        for _ in range(4):
-            losses = task(x, targets)
-            shares.append(losses["loss_features"].item() > 0)
-        assert shares == [False, True, True, True]
-        losses["loss"].backward()
+        x, targets = (
+            torch.randn(1, 3, 64, 64),
+            [{"boxes": torch.tensor([[3.0, 4, 40, 50]]), "labels": torch.ones(1).long()}],
+        )
+        losses = [task(x, targets) for _ in range(3)]
+        assert [each["loss_features"].item() > 0 for each in losses] == [False, True, True]
+        losses[-1]["loss"].backward()
         assert all(p.grad is not None for p in task.trainable_module.parameters())
         assert all(p.grad is None for p in teacher.parameters())
-        named = dict(task.trainable_module.named_parameters())
-        from isomorph.training.optim import learning_rate_scales
-
         scales = learning_rate_scales(task.trainable_module, 0.5)
-        assert scales.keys() == named.keys()
+        assert scales.keys() == dict(task.trainable_module.named_parameters()).keys()
         assert scales["adapt.0.weight"] == 1
         assert scales["student.backbone.patch_embed.proj.weight"] == 0.25
-
-    def test_a_teacher_that_is_no_detector(self):
-        student = timm.create_model("mask_rcnn", masks=False, **NETWORK["kwargs"])
         with pytest.raises(iso.UserError, match="give a Mask R-CNN"):
             ProposalDistillationTask(student, timm.create_model("cifar_resnet20"), torch.device("cpu"))
 

@@ -1,7 +1,7 @@
 """Denoising diffusion: noise schedule, loss, sampling, distances of images, runs that resume, and the commands."""
 
 import json
-import math
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ from isomorph.tasks.diffusion.image_distance import (
 from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times, write_folder
 from isomorph.tasks.diffusion.task import DenoisingTask, denoising_errors
 from isomorph.training.task import task_of
-from tiny_runs import stopped_run
+from tiny_runs import same_snapshots, stopped_run
 
 TINY = dict(channels=[8, 16], blocks=1, groups=4, attention=[1], time_steps=10, drop_rate=0.1)
 RUN = [
@@ -62,28 +62,16 @@ class Filter(nn.Module):
         return self.conv(x) * (1 + t[:, None, None, None])
 
 
+def wide_recipe(folder):
+    recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}", "ema=0.5"]
+    return iso.load_recipe("ddpm_digits", [*RUN, *recast, f"out={folder}"])
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run with pyramids and averaged weights."""
     folder = tmp_path_factory.mktemp("diffusion") / "run"
-    recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}", "ema=0.5"]
-    return iso.train(iso.load_recipe("ddpm_digits", [*RUN, *recast, f"out={folder}"]), show=False)
-
-
-class TestSchedule:
-    def test_signal_is_the_product_of_what_every_step_keeps(self):
-        schedule, left = NoiseSchedule(7, 0.1, 0.3), 1.0
-        for t in range(7):
-            left *= 1 - (0.1 + 0.2 * t / 6)
-            assert math.isclose(schedule.signal()[t].item(), left)
-
-    def test_noise_is_added_by_time(self):
-        schedule = NoiseSchedule()
-        x, noise, t = torch.ones(2, 1, 1, 1), torch.full((2, 1, 1, 1), 2.0), torch.tensor([0, 999])
-        mixed = schedule.add_noise(x, noise, t).flatten()
-        for i, step in enumerate(t):
-            a = schedule.signal()[step].item()
-            assert math.isclose(mixed[i].item(), a**0.5 + 2 * (1 - a) ** 0.5, rel_tol=1e-6)
+    return iso.train(wide_recipe(folder), show=False)
 
 
 class TestLoss:
@@ -130,7 +118,8 @@ class TestSampling:
         assert times == theirs.timesteps.tolist()
         step = ddim_step(schedule, times)
         for number, t in enumerate(times):
-            noise = torch.randn(2, 1, 4, 4)
+            noise, t_each = torch.randn(2, 1, 4, 4), torch.tensor([t, t])
+            torch.testing.assert_close(schedule.add_noise(x, noise, t_each), theirs.add_noise(x, noise, t_each))
             torch.testing.assert_close(step(noise, number, x), theirs.step(noise, t, x).prev_sample)
         assert spaced_times(1000, 4) == [999, 666, 333, 0]
 
@@ -149,34 +138,13 @@ class TestSampling:
         torch.testing.assert_close(found, x.detach(), atol=1e-5, rtol=1e-5)
 
     def test_images_depend_on_seed_and_number_alone(self, run):
-        all_at_once = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8))
+        calls = []
+        all_at_once = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8), progress=lambda *done: calls.append(done))
+        assert calls == [(1, 3), (2, 3), (3, 3)]
         assert all_at_once.shape == (5, 3, 8, 8)
         in_batches = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8), batch_size=2)
         assert (all_at_once.int() - in_batches.int()).abs().max() <= 1
         assert not torch.equal(sample(run.model, 1, "ddim", 3, seed=2, size=(8, 8))[0], all_at_once[0])
-
-    def test_a_fused_network_gives_the_same_images(self, run):
-        calls = []
-        images = sample(run.model, 2, size=(8, 8), progress=lambda *done: calls.append(done))
-        assert (sample(iso.fuse(run.model), 2, size=(8, 8)).int() - images.int()).abs().max() <= 1
-        assert calls == [(i, 10) for i in range(1, 11)]
-        assert any(type(m).__name__ == "PyramidLinear" for m in run.model.modules())
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (dict(images=0), "at least 1"),
-            (dict(images=1, steps=11), "2 to 10"),
-            (dict(images=1, steps=1), "2 to 10"),
-            (dict(images=1, sampler="euler"), "choose ancestral or ddim"),
-            (dict(images=1, size=(9, 8)), "multiples of 2"),
-        ],
-    )
-    def test_what_cannot_be_sampled(self, run, arguments, message):
-        with pytest.raises(iso.UserError, match=message):
-            sample(run.model, **arguments)
-        with pytest.raises(iso.UserError, match="does not predict the noise"):
-            sample(timm.create_model("cifar_resnet20"), 1)
 
 
 class TestRun:
@@ -200,27 +168,11 @@ class TestRun:
         assert tested == result.metrics["images"] < 20
 
     def test_it_resumes_bit_for_bit(self, tmp_path, run):
-        recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}"]
-        recipe = iso.load_recipe("ddpm_digits", [*RUN, *recast, "ema=0.5", f"out={tmp_path}"])
+        recipe = wide_recipe(tmp_path)
         stopped_run(tmp_path, 3, recipe.model_dump(mode="json"))
         again = iso.train(recipe, show=False)
         assert again.metrics == run.metrics
-        for name, tensor in run.model.state_dict().items():
-            assert torch.equal(again.model.state_dict()[name], tensor), name
-
-    @pytest.mark.parametrize(
-        ("override", "message"),
-        [
-            ("augment.mixup=0.2", "augment.mixup does not apply to diffusion"),
-            ("task.beta_start=0.5", "beta_start 0.5 must be at most beta_end"),
-            ("model.num_classes=3", "model.num_classes does not apply"),
-            ("loss=sigmoid", "loss does not apply"),
-            ("data.source=huggingface-stream", "is not for diffusion"),
-        ],
-    )
-    def test_fields_that_do_not_apply(self, override, message):
-        with pytest.raises(iso.UserError, match=message):
-            iso.load_recipe("ddpm_digits", [override])
+        same_snapshots(tmp_path, run.folder)
 
 
 def write_images(folder, count, seed, size=(8, 8)):
@@ -311,31 +263,11 @@ class TestDistance:
         assert found["features"] == "cifar_resnet20"
         assert found["frechet_distance"] == pytest.approx(3, abs=1e-4)
         assert not {"fid", "kid"} & found.keys()
-        with pytest.raises(iso.UserError, match="4 images are too few"):
-            image_distances(features[:4], features)
 
     def test_features_of_a_classifier_are_those_before_its_head(self, tmp_path):
         iso.save(timm.create_model("cifar_resnet20"), tmp_path / "net.safetensors")
         extractor = open_extractor(str(tmp_path / "net.safetensors"), None, torch.device("cpu"))
         assert extractor.extract([torch.zeros(2, 3, 32, 32, dtype=torch.uint8)]).shape == (2, 64)
-
-    def test_weights_that_are_none(self, tmp_path, monkeypatch):
-        from urllib.error import URLError
-
-        def offline(*arguments, **options):
-            raise URLError("no network")
-
-        monkeypatch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", offline)
-        for reachable in (True, False):
-            monkeypatch.setattr(image_distance, "is_reachable", lambda url, found=reachable: found)
-            with pytest.raises(iso.UserError, match=r"cannot be downloaded; give torch-fidelity's file weights-incep"):
-                open_extractor("inception", None, torch.device("cpu"))
-        (tmp_path / "bad.pth").write_bytes(b"nothing")
-        with pytest.raises(iso.UserError, match="is not a file of weights"):
-            open_extractor("inception", tmp_path / "bad.pth", torch.device("cpu"))
-        torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pth")
-        with pytest.raises(iso.UserError, match="does not have the weights of torch-fidelity's Inception"):
-            open_extractor("inception", tmp_path / "other.pth", torch.device("cpu"))
 
     def test_images_of_several_sizes_and_folders_without_any(self, tmp_path):
         one = write_images(tmp_path / "one", 5, 0)
@@ -348,18 +280,72 @@ class TestDistance:
             open_real_images(str(tmp_path / "empty"), "train")
 
 
+def sampled(**arguments):
+    return lambda run, folder: sample(run.model, **{"images": 1, **arguments})
+
+
+def commanded(out, **arguments):
+    return lambda run, folder: sample_command("none.safetensors", out=folder / out, **arguments)
+
+
+def loaded(override):
+    return lambda run, folder: iso.load_recipe("ddpm_digits", [override])
+
+
+def opened(name):
+    return lambda run, folder: open_extractor("inception", name and folder / name, torch.device("cpu"))
+
+
+BLACK = torch.zeros(1, 3, 4, 4, dtype=torch.uint8)
+REFUSED = {
+    "no images": (sampled(images=0), "at least 1"),
+    "more steps than times": (sampled(steps=11), "2 to 10"),
+    "one step": (sampled(steps=1), "2 to 10"),
+    "sampler": (sampled(sampler="euler"), "choose ancestral or ddim"),
+    "odd size": (sampled(size=(9, 8)), "multiples of 2"),
+    "a classifier": (lambda *_: sample(timm.create_model("cifar_resnet20"), 1), "does not predict the noise"),
+    "--images": (commanded("grid.png", images=0), "--images 0"),
+    "--steps": (commanded("grid.png", steps=0), "--steps 0"),
+    "suffix": (commanded("grid.jpg"), "must end in .png"),
+    "a file": (commanded("old.png"), "exists; give --overwrite"),
+    "a large grid": (commanded("grid.png", images=5000), "too many for one grid"),
+    "a folder as a file": (commanded("folder.png"), "is a folder"),
+    "other files": (lambda run, folder: write_folder(BLACK, folder), r"holds other files, such as bad\.pth"),
+    "mixup": (loaded("augment.mixup=0.2"), "augment.mixup does not apply to diffusion"),
+    "betas": (loaded("task.beta_start=0.5"), "beta_start 0.5 must be at most beta_end"),
+    "classes": (loaded("model.num_classes=3"), "model.num_classes does not apply"),
+    "loss": (loaded("loss=sigmoid"), "loss does not apply"),
+    "stream": (loaded("data.source=huggingface-stream"), "is not for diffusion"),
+    "no network": (opened(None), "cannot be downloaded; give torch-fidelity's file weights-incep"),
+    "no weights": (opened("bad.pth"), "is not a file of weights"),
+    "other weights": (opened("other.pth"), "does not have the weights of torch-fidelity's Inception"),
+    "few features": (lambda *_: image_distances(torch.zeros(4, 3), torch.ones(20, 3)), "4 images are too few"),
+}
+
+
+def unreachable(*arguments, **options):
+    raise URLError("no network")
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", unreachable)
+    monkeypatch.setattr(image_distance, "is_reachable", lambda url: True)
+    (tmp_path / "bad.pth").write_bytes(b"nothing")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pth")
+    (tmp_path / "old.png").write_bytes(b"")
+    (tmp_path / "folder.png").mkdir()
+    call, message = REFUSED[what]
+    with pytest.raises(iso.UserError, match=message):
+        call(run, tmp_path)
+    assert (tmp_path / "bad.pth").read_bytes() == b"nothing"
+
+
 def test_published_recipes_have_the_published_network():
     for name, where in (("ddpm_cifar10", None), ("ddpm_cifar10_tdrl", list(ATTENTION_PROJECTIONS))):
         recipe = iso.load_recipe(name)
         assert (recipe.model.recast and recipe.model.recast.where) == where
         assert (recipe.data.batch_size, recipe.epochs, recipe.optim.clip_grad) == (80, 200, 1.0)
-
-
-def test_a_folder_with_other_files_is_not_replaced(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(iso.UserError, match=r"holds other files, such as notes\.txt"):
-        write_folder(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), tmp_path)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 class TestCommands:
@@ -380,20 +366,3 @@ class TestCommands:
         assert (found["images"], found["real_images"]) == (6, 12)
         fid(tmp_path / "images", **shared)
         assert "Frechet distance" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (dict(out="grid.png", images=0), "--images 0"),
-            (dict(out="grid.jpg"), "must end in .png"),
-            (dict(out="old.png"), "exists; give --overwrite"),
-            (dict(out="grid.png", images=5000), "too many for one grid"),
-            (dict(out="grid.png", steps=0), "--steps 0"),
-            (dict(out="folder.png"), "is a folder"),
-        ],
-    )
-    def test_wrong_options_of_sample(self, tmp_path, arguments, message):
-        (tmp_path / "old.png").write_bytes(b"")
-        (tmp_path / "folder.png").mkdir()
-        with pytest.raises(iso.UserError, match=message):
-            sample_command("none.safetensors", **{**arguments, "out": tmp_path / arguments["out"]})

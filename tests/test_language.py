@@ -1,24 +1,35 @@
-"""Language: networks in timm's registry, published TSV files, packed and masked texts, pre-training and fine-tuning."""
+"""Language: networks, packed and masked texts, pre-training and fine-tuning, and the files of GLUE."""
 
+import copy
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import huggingface_hub
 import numpy as np
+import pyarrow
 import pytest
 import timm
 import torch
+from pyarrow.parquet import write_table
 
 import isomorph as iso
 from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
+from isomorph.recipes import RECIPES
+from isomorph.recipes.language import TABLE_6
+from isomorph.tasks.language import glue
 from isomorph.tasks.language.attention_page import attention_of, choose_examples
 from isomorph.tasks.language.classify import TextClassificationPart, compute_metrics
+from isomorph.tasks.language.glue import GLUE, open_root, read_examples, read_parquet, read_tsv, training_sentences
 from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
 from isomorph.tasks.language.sentences import PadBatch, Sentences, open_tokenizer
 from isomorph.tasks.language.task import LanguageTask
-from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import find_task
 from isomorph.training.task import EvaluationOptions, task_of
-from tiny_runs import stopped_run
+from tiny_runs import same_snapshots, stopped_run
 
 transformers = pytest.importorskip("transformers")
 
@@ -100,26 +111,6 @@ class TestNetworks:
         with pytest.raises(iso.UserError, match="40 tokens is longer than the network's 32"):
             words(torch.ones(1, 40, dtype=torch.long))
 
-    def test_layer_decay_goes_by_depth(self):
-        for family, layer in (("bert", "encoder"), ("distilbert", "transformer")):
-            fields = {name: value for name, value in NETWORK.items() if name != "intermediate_size"}
-            net = timm.create_model(
-                "text_transformer", family=family, num_classes=2, **fields | {"num_hidden_layers": 2}
-            )
-            rates = learning_rate_scales(net, 0.5)
-            assert rates["body.embeddings.word_embeddings.weight"] == 0.125
-            assert {r for n, r in rates.items() if f"{layer}.layer.1." in n} == {0.5}
-            assert rates["head.fc.weight"] == 1
-
-    def test_a_recast_network_is_verified_saved_and_loaded(self, tmp_path):
-        net = timm.create_model("bert_small", embedding_size=8, **NETWORK).eval()
-        refined = iso.recast(net, iso.AttentionToRefined(ratio=2), where="*.attention.self")
-        assert iso.verify(net, refined, net.example_inputs(2)).passed
-        iso.save(refined, tmp_path / "net.safetensors")
-        inputs = net.example_inputs(2)
-        loaded = iso.load(tmp_path / "net.safetensors").eval()
-        assert torch.equal(loaded(**inputs), refined(**inputs))
-
     def test_weights_of_transformers_and_of_another_head_load(self, tmp_path):
         config = transformers.RobertaConfig(**NETWORK, pad_token_id=1)
         theirs = transformers.RobertaForMaskedLM(config).eval()
@@ -132,11 +123,6 @@ class TestNetworks:
         assert net.max_length == 30
         twin = timm.create_model("text_transformer", **net.arguments)
         assert twin.state_dict().keys() == net.state_dict().keys()
-
-    def test_the_published_sizes(self):
-        with torch.device("meta"):
-            small = timm.create_model("bert_small", num_classes=2)
-        assert sum(p.numel() for p in small.parameters()) == 13_483_522
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -242,8 +228,7 @@ class TestRuns:
         values["model"] = {**values["model"], "recast": REFINED}
         stopped_run(tmp_path, 5, values)
         result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
-        states = [iso.load(path / "model.safetensors").state_dict() for path in (tmp_path, pretrained)]
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        same_snapshots(tmp_path, pretrained)
         assert result.metrics["masked_loss"] < 5
         assert result.metrics["sequences"] == 8
         again = iso.evaluate(iso.load(tmp_path / "model.safetensors"), root / "text.txt")
@@ -299,36 +284,33 @@ class TestRuns:
 
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("change", "message"),
+        ("field", "value", "message"),
         [
-            (lambda v, r: v["task"].update(length=64), "task.length 64 is longer than the network's 32 positions"),
-            (
-                lambda v, r: v["model"]["kwargs"].update(vocab_size=400),
-                "does not belong to this network: it has 57 tok",
-            ),
-            (lambda v, r: v["model"]["kwargs"].update(vocab_size=20), "does not belong to this network: it has 57 tok"),
-            (lambda v, r: v["model"]["kwargs"].update(pad_token_id=3), "its padding is token 0, the network's 3"),
-            (lambda v, r: v["model"]["kwargs"].update(is_decoder=True), "is causal.* leave out is_decoder"),
-            (lambda v, r: v["task"].update(tokenizer=str(r / "text.txt")), "not a vocabulary of BERT.*no \\[PAD\\]"),
-            (lambda v, r: v["task"].update(tokenizer=str(r / "no")), "not a vocabulary file, a folder or a name"),
-            (lambda v, r: v["data"].update(root=str(r / "RTE")), "there are no text files"),
-            (lambda v, r: v["data"].update(root=str(r / "empty.txt")), "empty.txt is empty"),
-            (lambda v, r: v["data"].update(size=[8, 8]), "data.size is for images"),
-            (lambda v, r: v["data"].update(source="digits"), "data.source digits is not for masked_lm"),
-            (lambda v, r: v.update(model=dict(name="cifar_resnet20")), "CifarResNet is not a network for text"),
-            (lambda v, r: v["model"].update(num_classes=3), "model.num_classes does not apply to masked_lm"),
-            (lambda v, r: v.update(drop_path=0.1), "drop_path does not apply"),
+            ("task.length", 64, "task.length 64 is longer than the network's 32 positions"),
+            ("model.kwargs", NETWORK | dict(vocab_size=400), "does not belong to this network: it has 57 tok"),
+            ("model.kwargs", NETWORK | dict(pad_token_id=3), "its padding is token 0, the network's 3"),
+            ("model.kwargs", NETWORK | dict(is_decoder=True), "is causal.* leave out is_decoder"),
+            ("task.tokenizer", "text.txt", "not a vocabulary of BERT.*no \\[PAD\\]"),
+            ("task.tokenizer", "no", "not a vocabulary file, a folder or a name"),
+            ("data.root", "RTE", "there are no text files"),
+            ("data.root", "empty.txt", "empty.txt is empty"),
+            ("data.size", [8, 8], "data.size is for images"),
+            ("data.source", "digits", "data.source digits is not for masked_lm"),
+            ("model.kwargs", {}, "CifarResNet is not a network for text"),
+            ("model.num_classes", 3, "model.num_classes does not apply to masked_lm"),
+            ("drop_path", 0.1, "drop_path does not apply"),
         ],
     )
-    def test_pretraining(self, root, tmp_path, change, message):
+    def test_pretraining(self, root, tmp_path, field, value, message):
         (root / "empty.txt").write_text("\n")
-        values = pretraining(root)
-        values = {n: {**v} if isinstance(v, dict) else v for n, v in values.items()} | {"out": str(tmp_path / "run")}
-        values["model"]["kwargs"] = {**NETWORK}
-        change(values, root)
+        values = copy.deepcopy(pretraining(root))
+        group, _, name = field.rpartition(".")
+        (values[group] if group else values)[name] = str(root / value) if name in ("root", "tokenizer") else value
+        if value == {}:
+            values["model"]["name"] = "cifar_resnet20"
         with pytest.raises(iso.UserError, match=message):
-            iso.train(validate(values), show=False)
-        assert not (tmp_path / "run" / "model.safetensors").exists()
+            iso.train(validate({**values, "out": str(tmp_path / "run")}), show=False)
+        assert not (tmp_path / "run").exists()
 
     def test_fine_tuning(self, root, tmp_path):
         for dataset, message in (("mrpc", "there is no MRPC/train.tsv"), ("wnli", "task.dataset: .*'rte'")):
@@ -342,3 +324,132 @@ class TestBadInput:
         open_tokenizer.cache_clear()
         with pytest.raises(iso.UserError, match=r"need the package transformers.*nlp"):
             open_tokenizer(str(root / "vocab.txt"))
+
+
+RTE = "index\tsentence1\tsentence2\tlabel\n"
+TEXTS = {"cola": ["sentence"], "sst2": ["sentence"], "mnli": ["premise", "hypothesis"]}
+TEXTS |= {"qnli": ["question", "sentence"], "qqp": ["question1", "question2"]}
+"""Columns of the hub's files; sentence1 and sentence2 in the others."""
+
+
+EMPTY = dict(sentence=pyarrow.array([], "string"), label=[], idx=[])
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of the parquet files of all tasks as on the hub, the training examples in two files."""
+    folder = tmp_path_factory.mktemp("hub")
+    for name in GLUE:
+        splits = ["train-00000-of-00002", "train-00001-of-00002"]
+        splits += [f"{split}{'_matched' * (name == 'mnli')}-00000-of-00001" for split in ("validation", "test")]
+        for split in splits:
+            write_parquet(folder / name / f"{split}.parquet", name, -1 if split.startswith("test") else 1)
+    return folder
+
+
+def write_parquet(path, name, first, /, **changes):
+    path.parent.mkdir(exist_ok=True)
+    texts = {column: [f"{column} one", f"{column} two"] for column in TEXTS.get(name, ["sentence1", "sentence2"])}
+    labels = [float(first), 2.5] if name == "stsb" else [first, 0]
+    columns = {**texts, "label": labels, "idx": [0, 1]} | changes
+    write_table(pyarrow.table({key: value for key, value in columns.items() if value is not None}), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "dev", "first"),
+    [("rte", 2490, 277, 1), ("cola", 8551, 1043, 1), ("sst2", 67_349, 872, 0), ("mrpc", 3667, None, 1)],
+)
+def test_counts(data_root, name, train, dev, first):
+    task = GLUE[name]
+    rows = read_tsv(data_root / "glue" / task.folder / "train.tsv", task)
+    assert (len(rows), rows[0][1]) == (train, first)
+    assert {len(texts) for texts, _ in rows} == {len(task.texts)}
+    assert {label for _, label in rows} == {0, 1}
+    if dev:
+        assert len(read_tsv(data_root / "glue" / task.folder / "dev.tsv", task)) == dev
+
+
+def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(glue, "impatient_hub", nullcontext)
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *given, **more: asked.append((given, more)) or hub)
+    assert read_examples(open_root(Path("nyu-mll/glue"), ["rte"]), "rte", "test")
+    assert asked == [(("nyu-mll/glue",), dict(repo_type="dataset", allow_patterns=["rte/*.parquet"]))]
+    assert open_root(hub) == hub
+
+    def fail(*given, **more):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(iso.UserError, match=r"does not answer; run `hf download nyu-mll/glue .*'rte/\*.parquet'"):
+        open_root(Path("nyu-mll/glue"), ["rte"])
+
+
+def test_columns_by_name_and_number(root):
+    assert read_tsv(root / "CoLA/dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
+    assert read_tsv(root / "STS-B/dev.tsv", GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
+    assert len(training_sentences(root)) == 12 * (2 * 2 + 2 + 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rte", "", "is empty, and RTE needs the column 'sentence1'"),
+        ("rte", "index\tlabel\n", "has the columns index, label, and RTE needs .*'sentence1'"),
+        ("rte", RTE, "is empty: it has no examples of RTE"),
+        ("rte", f"{RTE}0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
+        ("rte", f"{RTE}0\ta\tb\tmaybe\n", "line 2: label 'maybe' is unknown; use ent"),
+        ("cola", "x\t2\t\ta\n", "line 1: label '2' is unknown; use 0, 1"),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: label 'high' is not a score; give a number"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, name, content, message):
+    path = tmp_path / "train.tsv"
+    path.write_text(content)
+    with pytest.raises(iso.UserError, match=message):
+        read_tsv(path, GLUE[name])
+
+
+def test_the_recipes_name_all_tasks():
+    names = TextClassificationPart.model_json_schema()["properties"]["dataset"]["enum"]
+    assert sorted(names) == sorted(GLUE) == sorted(TABLE_6)
+    assert all(f"glue_{name}" in RECIPES and f"glue_{name}_refined" in RECIPES for name in GLUE)
+
+
+@pytest.mark.parametrize("name", sorted(GLUE))
+def test_files_as_on_the_hub(hub, name):
+    texts = TEXTS.get(name, ["sentence1", "sentence2"])
+    first = (tuple(f"{column} one" for column in texts), 1.0)
+    assert read_examples(hub, name, "train")[::2] == [first, first]
+    assert read_examples(hub / name, name, "test")[0] == first
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "changes", "message"),
+    [
+        ("rte", 1, dict(sentence2=None), "has the columns sentence1, label, idx, and RTE needs the column 'sentence2'"),
+        ("rte", 2, {}, r"label 2 is unknown; use 0 \(entailment\), 1 \(not_entailment\)"),
+        ("sst2", -1, {}, "label -1 is unknown.*the hub's test files have no labels"),
+        ("sst2", 1, dict(label=["good", "bad"]), "label 'good' is not a number"),
+        ("sst2", 1, dict(sentence=["a", None]), "has empty cells"),
+        ("sst2", 1, EMPTY, "is empty: it has no examples of SST-2"),
+    ],
+)
+def test_what_is_wrong_with_parquet_files_is_said(tmp_path, name, label, changes, message):
+    path = tmp_path / "data" / "train-00000-of-00001.parquet"
+    write_parquet(path, name, label, **changes)
+    with pytest.raises(iso.UserError, match=message):
+        read_parquet([path], GLUE[name])
+
+
+def test_damaged_and_missing_files(tmp_path, monkeypatch):
+    path = tmp_path / "train-0.parquet"
+    path.write_text("sentence\tlabel")
+    with pytest.raises(iso.UserError, match=r"train-0.parquet cannot be read"):
+        read_parquet([path], GLUE["sst2"])
+    with pytest.raises(iso.UserError, match=r"no MNLI/dev_matched.tsv in .*, nor mnli/validation_matched-\*.parquet"):
+        read_examples(tmp_path, "mnli", "test")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(iso.UserError, match=r"reading parquet files needs pyarrow; run pip install -e '.\[data\]'"):
+        read_parquet([path], GLUE["sst2"])

@@ -1,17 +1,13 @@
 """Mask R-CNN: published sizes, any backbone and any rectangle, surgery on the whole network, its checkpoints."""
 
-import math
-
 import pytest
 import timm
 import torch
 from torchvision.ops import roi_align
 
 import isomorph as iso
-from isomorph.layers import DecomposedAttention
 from isomorph.models.task_networks.detection_heads import PyramidRoIAlign
 from isomorph.models.task_networks.detection_pyramids import WindowedViT
-from isomorph.training.optim import learning_rate_scales
 
 SMALL = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)
 VIT = dict(embed_dim=12, num_heads=3, depth=2)
@@ -26,18 +22,6 @@ def detector(backbone="tdrl_vit_ti", **kwargs):
 
 def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(("heads", "fused", "training"), [(3, 27_732_325, 70_874_725), (12, 27_662_821, 70_805_221)])
-def test_the_published_sizes(heads, fused, training):
-    with torch.device("meta"):
-        plain = timm.create_model("mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=heads))
-        wide = timm.create_model("mask_rcnn", backbone_kwargs=dict(num_heads=heads))
-    assert count(plain) == fused  # 27.7M in TDRL Table 2
-    assert count(wide) == training  # 70.8M
-    assert [block.attn.window for block in plain.backbone.blocks].count(None) == 4
-    assert plain.backbone.blocks[2].attn.rel_pos_h.shape == (127, 192 // heads)
-    assert plain.backbone.blocks[0].attn.rel_pos_h.shape == (27, 192 // heads)
 
 
 @pytest.mark.parametrize("backbone", ["tdrl_vit_ti", "resnet18", "convit_ti"])
@@ -73,6 +57,9 @@ def test_a_backbone_keeps_one_map_of_each_resolution():
     assert cnn.strides == (1, 2, 4, 8)
     assert (cnn.rpn.head.cls_logits.in_channels, cnn.roi_heads.box_predictor.cls_score.in_features) == (8, 16)
     with torch.device("meta"):
+        blocks = timm.create_model("mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=3)).backbone.blocks
+        assert [block.attn.window for block in blocks].count(None) == 4
+        assert [len(blocks[i].attn.rel_pos_h) for i in (0, 2)] == [27, 127]
         assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)  # two stages have stride 16
         assert isinstance(detector("vit_tiny_patch16_224").backbone, WindowedViT)
         assert not isinstance(detector("vit_tiny_patch16_224", window=0).backbone, WindowedViT)
@@ -129,21 +116,6 @@ class TestSurgery:
         with pytest.raises(iso.UserError, match="NOT equal"):
             iso.verify(plain, other, torch.randn(1, 3, 64, 64))
 
-    def test_a_network_with_pyramids_fuses_to_its_plain_form(self, tmp_path):
-        wide = detector().eval()
-        x = torch.randn(1, 3, 64, 64)
-        fused = iso.fuse(wide)
-        assert count(fused) == count(detector(backbone_kwargs={**VIT, "layout": "plain"}))
-        iso.verify(wide, fused, x, atol=1e-3)
-        iso.save(fused, tmp_path / "fused.safetensors")
-        loaded = iso.load(tmp_path / "fused.safetensors")
-        assert type(loaded.backbone.blocks[0].mlp.fc1) is torch.nn.Linear
-        torch.testing.assert_close(loaded.eval()(x), fused(x))
-
-    def test_windows_accept_no_other_attention_rule(self, plain):
-        with pytest.raises(iso.UserError, match="DecomposedAttention"):
-            iso.recast(plain, iso.AttentionToGPSA(), where="backbone.blocks.0.attn")
-
 
 class TestWeights:
     def test_a_classifier_fills_the_backbone(self, tmp_path):
@@ -181,19 +153,6 @@ class TestWeights:
         }
         torch.testing.assert_close(other.rpn.head.cls_logits.weight, plain.rpn.head.cls_logits.weight)
 
-    def test_weights_of_another_network(self, tmp_path):
-        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")
-        with pytest.raises(iso.UserError, match="not those of a WindowedViT: no tensor"):
-            iso.load_weights(detector(), tmp_path / "cnn.safetensors", fresh_head=True)
-
-
-def test_layer_decay_counts_blocks():
-    scales = learning_rate_scales(detector(backbone_kwargs={**VIT, "depth": 12, "layout": "plain"}), 0.7)
-    steps = {name: round(math.log(scale) / math.log(0.7)) for name, scale in scales.items()}
-    assert steps["backbone.patch_embed.proj.weight"] == steps["backbone.pos_embed"] == 13
-    assert [steps[f"backbone.blocks.{i}.norm1.weight"] for i in (0, 5, 11)] == [12, 7, 1]
-    assert steps["rpn.head.cls_logits.bias"] == steps["pyramid.levels.0.1.0.weight"] == 0
-
 
 def test_boxes_read_the_map_of_their_size():
     pool = PyramidRoIAlign(7, (4, 8, 16, 32))
@@ -205,23 +164,27 @@ def test_boxes_read_the_map_of_their_size():
     torch.testing.assert_close(y[1:2], expected)
 
 
+GATED = dict(rule=iso.AttentionToGPSA(), where="backbone.blocks.0.attn")
+REFUSED = {
+    "windows": (lambda plain: iso.recast(plain, **GATED), "DecomposedAttention"),
+    "train mode": (lambda plain: detector(masks=False).detect(torch.zeros(1, 3, 32, 32)), "eval mode"),
+    "losses in eval mode": (lambda plain: plain(torch.zeros(1, 3, 32, 32), []), "train mode"),
+    "backbone": (lambda plain: detector("vitt"), "no backbone 'vitt'"),
+    "blocks": (lambda plain: detector(global_blocks=[5]), "global_blocks"),
+    "classes": (lambda plain: detector(num_classes=0), "num_classes 0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused(what, plain):
+    call, message = REFUSED[what]
+    with pytest.raises(iso.UserError, match=message):
+        call(plain)
+
+
 def test_boxes_are_in_float32_under_autocast(plain):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         out = plain(torch.randn(1, 3, 64, 64))
     assert {tensor.dtype for each in out.values() for tensor in ([each] if torch.is_tensor(each) else each)} == {
         torch.float32
     }
-
-
-def test_errors(plain):
-    with pytest.raises(iso.UserError, match="eval mode"):
-        detector(masks=False).detect(torch.zeros(1, 3, 32, 32))
-    with pytest.raises(iso.UserError, match="train mode"):
-        plain(torch.zeros(1, 3, 32, 32), [])
-    with pytest.raises(iso.UserError, match="no backbone 'vitt'"):
-        detector("vitt")
-    with pytest.raises(iso.UserError, match="global_blocks"):
-        detector(global_blocks=[5])
-    with pytest.raises(iso.UserError, match="num_classes 0"):
-        detector(num_classes=0)
-    assert isinstance(plain.backbone.blocks[0].attn, DecomposedAttention)

@@ -17,7 +17,7 @@ from isomorph.checkpoints.model import record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
-from isomorph.models.masked_autoencoder import MaskedAutoencoder, patchify, sincos_pos_embed, split_patches
+from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed, split_patches
 from isomorph.surgery import edits
 from isomorph.training.build import build_model
 from isomorph.training.objectives.masked import (
@@ -130,21 +130,6 @@ def test_loss_and_gradients_are_the_papers(kind):
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
 
 
-def test_positions_tell_column_and_row():
-    table = sincos_pos_embed((3, 5), 16)
-    wanted = torch.stack([slow_positions(r, c, 16) for r in range(3) for c in range(5)]).float()
-    torch.testing.assert_close(table, wanted)
-    with pytest.raises(UserError, match="multiple of 4"):
-        sincos_pos_embed((2, 2), 6)
-
-
-def test_patches_are_cut_row_by_row():
-    images = torch.arange(2 * 3 * 8 * 12.0).view(2, 3, 8, 12)
-    patches = patchify(images, (4, 6))
-    assert patches.shape == (2, 4, 72)
-    assert patches[1, 1, 3 * (2 * 6 + 5) + 1] == images[1, 1, 2, 6 + 5]
-
-
 def test_the_mask_is_uniform_and_of_one_size():
     seen = split_patches(torch.rand(4000, 10), 0.75)
     assert seen.visible.shape == (4000, 2)
@@ -158,12 +143,6 @@ def test_the_mask_is_uniform_and_of_one_size():
         split_patches(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]])
     )
     assert split_patches(torch.rand(1, 100), 0.9).visible.shape == (1, 10), "no rounding error"
-
-
-@pytest.mark.parametrize(("ratio", "patches"), [(0.0, 16), (0.99, 16), (1.0, 4), (-0.5, 4)])
-def test_a_mask_that_shows_or_hides_nothing(ratio, patches):
-    with pytest.raises(UserError, match="mask ratio"):
-        split_patches(torch.rand(1, patches), ratio)
 
 
 @pytest.mark.parametrize("kind", ["timm", "rectangular pyramids"])
@@ -202,34 +181,51 @@ def test_features_of_a_block():
     assert torch.equal(last, model.decoder_features(images, noise, block=3))
     assert not torch.allclose(last, model.decoder_features(images, noise, block=2))
     assert torch.equal(model.decoder_pred(model.decoder_norm(last)), model(images, noise)[0])
-    for block in (0, 4):
-        with pytest.raises(UserError, match="blocks 1 to 3"):
-            model.decoder_features(images, noise, block=block)
+
+
+def plain_autoencoder(*sizes, mask=0.75, **changes):
+    return MaskedAutoencoder(timm.create_model(PLAIN, **SMALL | changes), *sizes or (1, 16, 4), mask)
+
+
+def build_pair(block=2, student=None, **sizes):
+    teacher = autoencoder(depth=3)
+    return GenericDistillationTask(student or plain_autoencoder(**sizes), teacher, CPU, block)
+
+
+def gated():
+    return iso.recast(timm.create_model(PLAIN, **SMALL), iso.AttentionToGPSA(), "blocks.0.attn")
+
+
+def encoded(name, **arguments):
+    return MaskedAutoencoder(timm.create_model(name, **arguments), 1, 16, 4)
 
 
 REFUSED = {
-    "a CNN": (lambda: timm.create_model("resnet18"), "VisionTransformer"),
-    "ConViT": (lambda: timm.create_model("convit_ti"), "grid"),
-    "places": (lambda: iso.recast(timm.create_model(PLAIN, **SMALL), iso.AttentionToGPSA(), "blocks.0.attn"), "recast"),
-    "no positions": (lambda: timm.create_model(PLAIN, pos_embed="none", **SMALL), "position embedding"),
-    "dropped patches": (lambda: timm.create_model(PLAIN, patch_drop_rate=0.5, **SMALL), "patch_drop_rate"),
-    "hybrid": (lambda: timm.create_model("vit_tiny_r_s16_p8_224"), "mixes"),
+    "a CNN": (lambda: encoded("resnet18"), "VisionTransformer"),
+    "ConViT": (lambda: encoded("convit_ti"), "grid"),
+    "places": (lambda: MaskedAutoencoder(gated(), 1, 16, 4), "recast"),
+    "no positions": (lambda: plain_autoencoder(pos_embed="none"), "position embedding"),
+    "dropped patches": (lambda: plain_autoencoder(patch_drop_rate=0.5), "patch_drop_rate"),
+    "hybrid": (lambda: encoded("vit_tiny_r_s16_p8_224"), "mixes"),
+    "a width without positions": (lambda: plain_autoencoder(1, 18, 3), "multiple of 4"),
+    "heads": (lambda: plain_autoencoder(1, 16, 3), "divide"),
+    "nothing visible": (lambda: plain_autoencoder(mask=0.99), "mask ratio"),
+    "nothing hidden": (lambda: split_patches(torch.rand(1, 16), 0.0), "mask ratio"),
+    "a negative share": (lambda: split_patches(torch.rand(1, 4), -0.5), "mask ratio"),
+    "no first block": (lambda: autoencoder().decoder_features(torch.randn(1, 3, 16, 16), block=0), "blocks 1 to 2"),
+    "a block too many": (lambda: build_pair(4), "from 1 to 3"),
+    "itself": (lambda: GenericDistillationTask(model := autoencoder(), model, CPU, 2), "share"),
+    "another shape": (lambda: build_pair(student=autoencoder("rectangular")), "cannot process"),
+    "another patch": (lambda: build_pair(patch_size=8, mask=0.5), "4x4"),
+    "grey images": (lambda: build_pair(in_chans=1), "channels"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_networks_that_cannot_be_pre_trained(kind):
+def test_what_cannot_be_is_refused(kind):
     make, words = REFUSED[kind]
     with pytest.raises(UserError, match=words):
-        MaskedAutoencoder(make(), 1, 16, 4)
-
-
-def test_sizes_that_do_not_fit():
-    for sizes, words in (((1, 18, 3), "multiple of 4"), ((1, 16, 3), "divide")):
-        with pytest.raises(UserError, match=words):
-            MaskedAutoencoder(timm.create_model(PLAIN, **SMALL), *sizes)
-    with pytest.raises(UserError, match="mask ratio"):
-        MaskedAutoencoder(timm.create_model(PLAIN, **SMALL), 1, 16, 4, mask=0.99)
+        make()
 
 
 def test_what_the_optimiser_is_told():
@@ -254,32 +250,18 @@ def test_what_the_optimiser_is_told():
 
 
 @pytest.mark.parametrize("kind", ["timm", "pyramids"])
-def test_checkpointing_drop_path_autocast_and_copies(kind):
-    name, sizes = ENCODERS[kind]
-    model = MaskedAutoencoder(timm.create_model(name, drop_path_rate=0.5, pos_drop_rate=0.2, **sizes), 2, 16, 4)
+def test_checkpointing_changes_no_gradient(kind):
+    model = autoencoder(kind).eval()
     images = images_for(model)
     noise = model.draw_noise(images)
-    a, b = model.train()(images, noise)[0], model(images, noise)[0]
-    assert not torch.equal(a, b), "drop path and dropout are on"
-    model.eval()
     plain = torch.autograd.grad(model.loss(images, noise), model.decoder_embed.weight)[0]
-    twin = copy.deepcopy(model)
-    twin.set_grad_checkpointing()
-    torch.testing.assert_close(torch.autograd.grad(twin.loss(images, noise), twin.decoder_embed.weight)[0], plain)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model.loss(images, noise)
-    torch.testing.assert_close(loss.float(), model.loss(images, noise), rtol=0.02, atol=0.02)
-    loss.backward()
-    with torch.device("meta"):
-        meta = MaskedAutoencoder(timm.create_model(name, **sizes), 2, 16, 4)
-    assert meta.mask_token.is_meta
-    assert meta.decoder_pos_embed.is_meta
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(torch.autograd.grad(model.loss(images, noise), model.decoder_embed.weight)[0], plain)
 
 
 @pytest.mark.slow
 def test_compiles_whole():
-    encoder = timm.create_model("tdrl_vit_ti", **SMALL | dict(depth=1, where=("blocks.*.mlp.fc1",)))
-    task = MaskedTask(MaskedAutoencoder(encoder, 1, 16, 4).eval(), CPU)
+    task = MaskedTask(plain_autoencoder(depth=1).eval(), CPU)
     images = torch.randn(3, 3, 16, 16)
     noise = task.trainable_module.draw_noise(images)
     plain = task(images, noise=noise)["loss"]
@@ -290,7 +272,7 @@ def test_compiles_whole():
 # files
 
 
-@pytest.mark.parametrize("kind", ["recast", "rectangular pyramids", "registers", "pooled"])
+@pytest.mark.parametrize("kind", ["recast", "rectangular pyramids", "registers"])
 def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     if kind == "recast":
         wide = iso.recast(timm.create_model(PLAIN, **SMALL), iso.LinearToPyramid(), "blocks.*.mlp.fc?")
@@ -335,25 +317,18 @@ def test_the_published_size():
     assert sum(p.numel() for p in model.parameters()) + 197 * 512 == 111_907_840
 
 
-@pytest.mark.parametrize("kind", ["timm", "pyramids"])
-def test_pre_training_starts_a_fine_tuning_run(kind, tmp_path):
-    model = autoencoder(kind).eval()
+def test_pre_training_starts_a_fine_tuning_run(tmp_path):
+    model = autoencoder("pyramids").eval()
     save_autoencoder(model, tmp_path / "autoencoder.safetensors")
     iso.save(model.encoder, tmp_path / "encoder.safetensors")
-    name, sizes = ENCODERS[kind]
+    name, sizes = ENCODERS["pyramids"]
     images = torch.randn(2, 3, 16, 16)
-    files = ["encoder.safetensors"] + ["autoencoder.safetensors"] * (kind == "pyramids")
-    for file in files:
+    for file in ("encoder.safetensors", "autoencoder.safetensors"):
         fresh = timm.create_model(name, **{**sizes, "num_classes": 7}).eval()
         iso.load_weights(fresh, tmp_path / file, fresh_head=True)
         assert torch.equal(fresh.forward_features(images), model.encoder.forward_features(images))
         assert all(p.requires_grad for p in fresh.parameters())
-    if kind == "pyramids":
-        loaded = iso.load(tmp_path / "autoencoder.safetensors")
-        assert torch.equal(loaded(images), model.encoder(images))
-    else:
-        with pytest.raises(UserError, match="unexpected"):
-            iso.load(tmp_path / "autoencoder.safetensors")
+    assert torch.equal(iso.load(tmp_path / "autoencoder.safetensors")(images), model.encoder(images))
 
 
 def published(model):
@@ -433,21 +408,6 @@ def trained_and_averaged(task):
     return task.get_trainable_module(), task.get_trainable_module(ema=True).module
 
 
-def test_painting_is_learnt_on_real_images(cifar):
-    encoder = timm.create_model("tdrl_vit_ti", weight_init="jax", **SMALL)
-    task = build_pretraining(MaskPart(depth=1, width=16, heads=4), encoder, CPU)
-    assert isinstance(task, MaskedTask)
-    task.setup_ema(decay=0.9)
-    before = evaluate_pretraining(task, task.get_trainable_module(), cifar)
-    losses = train(task, cifar, 25)
-    after = [evaluate_pretraining(task, module, cifar) for module in trained_and_averaged(task)]
-    assert before["images"] == 128
-    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
-    assert all(found["reconstruction"] < 0.8 * before["reconstruction"] for found in after)
-    assert task.training
-    assert task.trainable_module.training
-
-
 def test_evaluation_is_the_same_whatever_the_batches(cifar):
     task = MaskedTask(autoencoder(), CPU)
     model = task.trainable_module
@@ -506,21 +466,6 @@ def test_alignment_is_the_papers():
     assert torch.equal(student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask)
 
 
-def test_pairs_that_cannot_be():
-    teacher = autoencoder(depth=3)
-    cases = [
-        (autoencoder(), teacher, 4, "from 1 to 3"),
-        (autoencoder(), teacher, 0, "from 1 to 3"),
-        (teacher, teacher, 2, "share"),
-        (autoencoder("rectangular"), teacher, 2, "cannot process"),
-        (MaskedAutoencoder(timm.create_model(PLAIN, **{**SMALL, "patch_size": 8}), 1, 16, 4, 0.5), teacher, 2, "4x4"),
-        (MaskedAutoencoder(timm.create_model(PLAIN, **SMALL, in_chans=1), 1, 16, 4), teacher, 2, "channels"),
-    ]
-    for student, master, block, words in cases:
-        with pytest.raises(UserError, match=words):
-            GenericDistillationTask(student, master, CPU, block)
-
-
 def test_a_task_from_its_fields(tmp_path):
     save_autoencoder(autoencoder(depth=4, width=32, heads=4), tmp_path / "teacher.safetensors")
     part = MaskPart(teacher=tmp_path / "teacher.safetensors", ratio=0.5)
@@ -532,22 +477,3 @@ def test_a_task_from_its_fields(tmp_path):
     for fields in (dict(width=30), dict(heads=3), dict(ratio=0), dict(ratio=1), dict(teacher_model=PLAIN), dict(x=1)):
         with pytest.raises(ValidationError):
             MaskPart(**fields)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("distilled", [False, True])
-def test_data_parallel_steps_are_the_same(distilled, tmp_path):
-    """Every trained parameter has a part in the loss: else DDP refuses the second step."""
-    task = pair() if distilled else MaskedTask(autoencoder(), CPU)
-    twin = copy.deepcopy(task)
-    batches = [(torch.randn(4, 3, 16, 16), None) for _ in range(3)]
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        found = []
-        for one in (task.prepare_distributed(), twin):
-            torch.manual_seed(0)
-            found.append(train(one, batches, 1))
-        assert found[0] == pytest.approx(found[1], rel=1e-5)
-        assert task.get_checkpoint_state()["state_dict"].keys() == twin.get_checkpoint_state()["state_dict"].keys()
-    finally:
-        torch.distributed.destroy_process_group()

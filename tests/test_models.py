@@ -10,8 +10,10 @@ from timm.models._features_fx import create_feature_extractor, get_graph_node_na
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-from isomorph.layers import GPSA2d
+from isomorph.layers import GPSA, GPSA2d
 from isomorph.models.tcnn import checkpoint_filter_fn
+from isomorph.training.optim import learning_rate_scales, scaled_groups
+from isomorph.training.recipe.fields import OptimPart
 
 PARAMETERS = {
     "cifar_resnet20": 269_722,
@@ -211,11 +213,84 @@ class TestCitizen:
         torch.testing.assert_close(program.module()(other), model(other), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["t_cifar_resnet20", "t_resnet50d"])
-def test_attention_is_exempt_from_decay(name):
+@pytest.mark.parametrize(
+    ("name", "dials"),
+    [
+        ("t_cifar_resnet20", ("centre", "raw_locality", "gate")),
+        ("t_resnet50d", ("centre", "raw_locality", "gate")),
+        ("convit_ti", ("position", "gate")),
+    ],
+)
+def test_attention_is_exempt_from_decay(name, dials):
     model = create(name)
-    layers = [n for n, m in model.named_modules() if isinstance(m, GPSA2d)]
-    assert model.no_weight_decay() == {f"{n}.{p}" for n in layers for p in ("centre", "raw_locality", "gate")}
+    layers = [n for n, m in model.named_modules() if isinstance(m, GPSA2d | GPSA)]
+    assert layers
+    exempt = {f"{n}.{p}" for n in layers for p in dials}
+    assert {n for n in model.no_weight_decay() if "." in n} == exempt  # tokens and positions besides
+    groups = scaled_groups(model, OptimPart(weight_decay=0.1, gate_lr=1))
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    assert not any(id(p) in decayed for n, p in model.named_parameters() if n in exempt)
+
+
+TEXT = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=57, num_classes=2)
+WORDS = "body.embeddings.word_embeddings.weight"
+BACKBONE = dict(embed_dim=12, num_heads=3, depth=2, layout="plain", relative_bias=True)
+LAYERS = {
+    "convit_ti": (
+        SMALL["convit_ti"],
+        {"pos_embed": 3, "blocks.0.attn.gate": 2, "blocks.0.attn.position": 2, "blocks.1.attn.qkv.weight": 1},
+    ),
+    "mask_rcnn": (
+        dict(backbone_kwargs=BACKBONE | dict(relative_bias=False), num_classes=3),
+        {
+            "backbone.patch_embed.proj.weight": 3,
+            "backbone.pos_embed": 3,
+            "backbone.blocks.0.norm1.weight": 2,
+            "backbone.blocks.1.norm1.weight": 1,
+            "rpn.head.cls_logits.bias": 0,
+            "pyramid.levels.0.1.0.weight": 0,
+        },
+    ),
+    "upernet": (
+        dict(backbone="tdrl_vit_ti", backbone_kwargs=BACKBONE),
+        {
+            "backbone.pos_embed": 3,
+            "backbone.blocks.0.attn.relative_bias": 2,
+            "head.classifier.weight": 0,
+            "neck.scales.1.weight": 0,
+        },
+    ),
+    "text_transformer": (TEXT, {WORDS: 3, "body.encoder.layer.1.output.dense.weight": 1, "head.fc.weight": 0}),
+    "text_transformer, distilbert": (
+        TEXT | dict(family="distilbert"),
+        {WORDS: 3, "body.transformer.layer.1.ffn.lin1.weight": 1, "head.fc.weight": 0},
+    ),
+}
+"""Networks with more than one part, and how many layers lie above a parameter."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_decay_counts_the_layers_above(name):
+    arguments, above = LAYERS[name]
+    with torch.device("meta"):
+        scales = learning_rate_scales(timm.create_model(name.partition(",")[0], **arguments), 0.5)
+    assert {parameter: scales[parameter] for parameter in above} == {key: 0.5**n for key, n in above.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "count"),
+    [
+        ("mask_rcnn", dict(backbone_kwargs=dict(layout="plain", num_heads=3)), 27_732_325),  # 27.7M in TDRL Table 2
+        ("mask_rcnn", dict(backbone_kwargs=dict(layout="plain", num_heads=12)), 27_662_821),
+        ("mask_rcnn", dict(backbone_kwargs=dict(num_heads=3)), 70_874_725),  # 70.8M
+        ("mask_rcnn", dict(backbone_kwargs=dict(num_heads=12)), 70_805_221),
+        ("bert_small", dict(num_classes=2), 13_483_522),
+    ],
+)
+def test_published_sizes_of_networks_for_tasks(name, arguments, count):
+    with torch.device("meta"):
+        model = timm.create_model(name, **arguments)
+    assert sum(p.numel() for p in model.parameters()) == count
 
 
 def test_forward_intermediates_stops_early_and_prunes():

@@ -17,7 +17,7 @@ import isomorph as iso
 from isomorph.models import refined_vit
 from isomorph.models.refined_vit import RefinedViT
 from isomorph.recipes import RECIPES, convit, refiner
-from isomorph.training.build import build_model, data_config, open_sources
+from isomorph.training.build import build_model, data_config
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
 from isomorph.training.recipe.recipe import identity_json, validate
@@ -42,13 +42,6 @@ def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
         assert recipe.model.start == "weights"
     if recipe.model.name:
         assert iso.load_recipe(name, ["epochs=1"]).epochs == 1
-
-
-def test_the_page_names_recipes_that_exist():
-    text = (Path(__file__).parent.parent / "docs/recipes.md").read_text()
-    named = set(re.findall(r"`((?:tcnn|finetune|convit|vit|deit|tdrl|coatnet|refiner|refined_vit)_[a-z0-9_]+)`", text))
-    assert len(named) > 25
-    assert named <= RECIPES.keys()
 
 
 PUBLISHED = {
@@ -117,15 +110,6 @@ def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without)
         assert (recipe.optim.lr, recipe.drop_path, recipe.ema) == (5e-4, drop_path, 0.99996)
         assert (recipe.map_similarity.weight, recipe.map_similarity.pairs) == (0.1, pairs)
         assert bool(recipe.token_labels) == recipe.model.kwargs.get("dense_head", True) == (pairs == 12)
-
-
-def test_longer_fine_tuning_and_other_peaks():
-    """T-CNN Table 4 and Fig. 6 differ from Table 1 in the number of epochs, and in the peak rate, alone."""
-    for name in ("tcnn_resnetrs50_10ep", "tcnn_resnetrs101_20ep", "tcnn_resnetrs50_lr_3e-5"):
-        recipe, whole = iso.load_recipe(name), iso.load_recipe("_".join(name.split("_")[:2]))
-        changed = {key for key, value in recipe.model_dump().items() if value != whole.model_dump()[key]}
-        assert changed - {"name", "source", "expected"} == ({"optim"} if "lr" in name else {"epochs"})
-    assert "81.90" in iso.load_recipe("tcnn_resnetrs101_20ep").expected
 
 
 LATER = ("digits_vit", "digits_convit")
@@ -329,15 +313,6 @@ def test_a_short_trial_says_what_it_left_out(tmp_path, capsys):
     assert result.metrics["images"] == 20
 
 
-def test_test_images_are_the_same_for_every_seed():
-    def images(seed, number):
-        test = open_sources(iso.load_recipe("digits_cnn", [f"seed={seed}", f"data.test_images={number}"]))[1]
-        return len(test), list(test.labels)
-
-    assert images(0, 45) == images(7, 45)
-    assert (images(0, 45)[0], images(0, 9999)[0]) == (45, 450)
-
-
 # files and fields
 
 
@@ -414,43 +389,31 @@ def test_text_that_no_recipe_has(kind, tmp_path):
 
 MESSAGES = [
     (["augment.auto_augment=rand-m15-n2"], "augment.auto_augment: ", "magnitude 15 to 10", "-mmax15", "m10"),
-    (["augment.auto_augment=rand-mstd0.5-n2-m11"], "magnitude 11 to 10", "-mmax11"),
-    (["augment.auto_augment=rand-m9-mmax5"], "magnitude 9 to 5", "-mmax9"),
     (["augment.auto_augment=augmix-m12-w3"], "magnitude 12 to 10", "write m10"),
     (["augment.auto_augment=rubbish"], "augment.auto_augment", "'rubbish'"),
     *((["optim.betas=[0.9,0.95]", f"optim.name={name}"], f"optim: {name}") for name in ("sgd", "adan", "rmsprop")),
     *(([f"optim.betas={betas}"], "optim.betas") for betas in ("[0.9]", "[0.9,1.0]", "0.9", "[0.9,0.95,0.99]")),
     *(([f"optim.gate_lr={rate}"], "optim.gate_lr: ", rate) for rate in ("fast", "x", "2 times", "0x", "-3x", "infx")),
-    (["optim.lr=-1"], "1 problem: optim.lr"),
     (["optim.lr=inf"], "optim.lr", "finite"),
     (["optim.name=adamv"], "'adamv'", "did you mean adam"),
     (["optim.name=adahessian"], "optim.name", "adahessian"),
     (["optim.warmup_epochs=10"], "optim.warmup_epochs 10", "epochs 10"),
     (["augment.mixup=0.8", "data.batch_size=33"], "data.batch_size 33", "even"),
     (["augment.scale=[1.0,0.5]"], "augment.scale"),
-    (["augment.scale=[0,0]"], "2 problems", "augment.scale"),
     (["augment.scale=1"], "augment.scale: must be a list (given 1)"),
     (["anneal.epochs=11"], "anneal.epochs 11", "epochs 10"),
-    (["seed=-1"], "seed"),
     (["data.crop_pct=0.9", "data.test_crop=whole"], "data: crop_pct", "test_crop whole"),
-    (["data.crop_pct=1.13"], "data.crop_pct"),
     (["data.size=[32]"], "data.size", "[32]"),
     (["model=cifar_resnet20"], "model is a group of fields: name, ", "model.name=VALUE"),
-    (["optim=3"], "optim is a group of fields: name, lr, "),
     (["track=tb"], "track: ", "'tensorboard' or 'wandb'", "'tb'"),
     (["model.name=cifar_resnet2"], "did you mean", "cifar_resnet20"),
     (["model.num_classes=10", "model.kwargs.num_classes=10"], "num_classes", "kwargs.num_classes"),
     (["drop_path=0.1", "model.kwargs.drop_path_rate=0.1"], "drop_path", "model.kwargs.drop_path_rate"),
     (["model.kwargs.pretrained=true"], "model.kwargs: pretrained", "model.pretrained"),
-    (["model.kwargs.features_only=false"], "model.kwargs: features_only"),
     (["model.kwargs.checkpoint_path=a.pth"], "model.kwargs: checkpoint_path", "model.weights"),
     (["model.kwargs.scriptable=true"], "model.kwargs: scriptable"),
-    (["model.kwargs.exportable=true"], "model.kwargs: exportable"),
     (["model.kwargs.name=resnet18"], "model.kwargs: name", "model.name"),
-    (["model.kwargs.pretrained_cfg={}"], "model.kwargs: pretrained_cfg"),
     *(([f"model.kwargs.in_chans={x}"], "model.kwargs: in_chans", x) for x in ("abc", "1.5")),
-    (["model.kwargs.num_classes=abc"], "model.kwargs: num_classes 'abc'"),
-    (["model.kwargs.x=2024-01-02"], "model.kwargs: x "),
     (["model.kwargs.x=[[[[[[[[[[1]]]]]]]]]]"], "model.kwargs: x ", "8 levels"),
     (["model.kwargs.x=[{y: .nan}]"], "model.kwargs: x "),
     (["model.recast_epoch=11"], "model.recast_epoch 11", "epochs 10"),
@@ -462,11 +425,9 @@ MESSAGES = [
     (["map_similarity={}", "mask={}"], "map_similarity"),
     (["mask={}", "augment.mixup=0.8"], "mask", "augment.mixup"),
     (["data.source=huggingface-stream", "data.fraction=0.5"], "huggingface-stream is a stream"),
-    (["data.source=huggingface-stream", "data.split=0.2"], "huggingface-stream is a stream"),
     (["data.images=3", "data.source=digits"], "images", "digits"),
     (["optim.lr"], "'optim.lr'"),
     (["=3"], "'=3'"),
-    (["epochs.x=3"], "'epochs.x=3'"),
     (["optim.lr=[1"], "optim.lr"),
 ]
 

@@ -17,13 +17,13 @@ from torch import nn
 import isomorph as iso
 from command_line import LONGEST, SERVER, isomorph, places
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
-from isomorph.distributed import Runtime, open_runtime, resolve_device
+from isomorph.distributed import open_runtime, resolve_device
 from isomorph.training.parallel import find_blocks
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 from isomorph.training.run.open import open_run
 
-KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
+KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(
     model=dict(name="convit_ti", kwargs=KWARGS),
     data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32),
@@ -160,21 +160,11 @@ def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
     found = launch(tmp_path / "limited", data=dict(**data, unreadable=1))
     assert found.returncode
     assert found.stderr.count("2 images cannot be read, but --data.unreadable allows 1") == 2
-    found = launch(tmp_path / "strict", data=data)
-    assert found.returncode
-    assert "3.png" in found.stderr
     assert "Traceback" not in found.stderr
-    assert "RuntimeError" not in found.stderr
-
-
-def test_sharding_needs_several_processes(tmp_path):
-    with pytest.raises(iso.UserError, match="start the run with torchrun"):
-        alone(tmp_path / "run", scale=dict(parallel="fsdp"))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "blocks"), [("convit_ti", 3), ("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)]
+    ("name", "blocks"), [("convit_ti", 2), ("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)]
 )
 def test_every_block_is_sharded_by_itself(name, blocks):
     kwargs = KWARGS if name == "convit_ti" else {}
@@ -187,12 +177,12 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
     out = tmp_path / "run"
     command = [*TORCHRUN, "-m", "isomorph", "train", write_recipe(out, epochs=500)]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-    while process.poll() is None and len(read_log(out / "steps.jsonl")) < 11:
+    while process.poll() is None and len(read_log(out / "steps.jsonl")) < 3:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LONGEST)
     step = newest_snapshot(out).values["progress"]["step"]
-    assert step >= 11
+    assert step >= 3
     assert len(read_log(out / "steps.jsonl")) == step
 
 
@@ -200,13 +190,14 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
     ("scale", "values", "message"),
     [
         (dict(accumulate=3), {}, "batch_size 32 cannot be split into 3 parts of an even size"),
-        (dict(accumulate=32), {}, "cannot be split into 32 parts"),
+        (dict(parallel="fsdp"), {}, "start the run with torchrun"),
         (dict(activation_checkpointing=True), dict(model=dict(name="lenet")), "no model"),
     ],
 )
 def test_shares_that_cannot_be(scale, values, message, tmp_path):
     with pytest.raises(iso.UserError, match=message):
         open_run(validate({**VALUES, "out": str(tmp_path / "run"), "scale": scale, **values}))
+    assert not (tmp_path / "run").exists()
 
 
 STILL = dict(augment=dict(crop_padding=2), drop_path=0.0)
@@ -216,7 +207,6 @@ STILL = dict(augment=dict(crop_padding=2), drop_path=0.0)
     ("values", "scale", "atol"),
     [
         (STILL, dict(accumulate=2), 1e-5),  # without draws of its own for each part, a batch in parts is the batch
-        (STILL, dict(accumulate=4), 1e-5),
         ({}, dict(activation_checkpointing=True), 1e-6),
         ({}, dict(compile=True), 1e-4),
     ],
@@ -229,13 +219,6 @@ def test_memory_and_time_saved_change_nothing(values, scale, atol, tmp_path, mon
     alone(tmp_path / "other", **small, scale=scale)
     torch.testing.assert_close(losses(tmp_path / "plain"), losses(tmp_path / "other"), rtol=0, atol=atol)
     assert iso.load(tmp_path / "other/model.safetensors")
-
-
-def test_one_process_agrees_with_itself():
-    runtime = Runtime(torch.device("cpu"), False)
-    assert runtime.maximum(3, 0.5) == [3, 0.5]
-    assert runtime.gather("x") == ["x"]
-    assert runtime.mean(torch.tensor(2.0)) == 2.0
 
 
 @pytest.mark.parametrize(

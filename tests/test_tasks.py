@@ -20,7 +20,6 @@ from isomorph.training.recipe.fields import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS, find_task, register_task
 from isomorph.training.task import EvaluationOptions, Objective, Task, recorded_task, task_of
-from tiny_runs import stopped_run
 
 
 class ParityOptions(Part):
@@ -111,13 +110,6 @@ class TestRun:
         assert task.evaluate(model, EvaluationOptions("digits"), Runtime(torch.device("cpu"), False)) == [
             iso.evaluate(model)
         ]
-
-    def test_a_stopped_run_goes_on_bit_for_bit(self, tmp_path):
-        iso.train(tiny(tmp_path / "whole"), show=False)
-        stopped_run(tmp_path / "part", 7, TINY)
-        iso.train(tiny(tmp_path / "part"), show=False)
-        states = [iso.load(tmp_path / f"{name}/model.safetensors").state_dict() for name in ("whole", "part")]
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
     def test_a_task_derived_from_classification_is_evaluated_as_a_classifier(self, monkeypatch, tmp_path, capsys):
         """Unless it says otherwise; what it predicts is its own."""

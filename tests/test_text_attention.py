@@ -140,20 +140,6 @@ def test_maps_are_returned_in_eager_mode(bert):
     assert (maps[0] < 0).any()
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_padding_takes_one_convolution(bert, implementation, monkeypatch):
-    def slow(*_):
-        raise AssertionError("tap by tap")
-
-    model = copy.deepcopy(bert[1])
-    model.set_attn_implementation(implementation)
-    segment = torch.arange(12) >= 7
-    monkeypatch.setattr("isomorph.layers.map_edit.convolve_within", slow)
-    model(**padded_batch())
-    with pytest.raises(AssertionError, match="tap by tap"):
-        model(torch.ones(1, 12, dtype=torch.long), attention_mask=(segment[:, None] == segment)[None, None])
-
-
 def test_a_mask_of_two_segments_is_kept_apart(bert):
     model = copy.deepcopy(bert[1]).double()
     ids, segment = torch.randint(1, 50, (1, 12)), torch.arange(12) >= 7
@@ -161,14 +147,6 @@ def test_a_mask_of_two_segments_is_kept_apart(bert):
     together = model(ids, attention_mask=(segment[:, None] == segment)[None, None], position_ids=positions)
     alone = model(ids[:, 7:], position_ids=positions[:, 7:]).last_hidden_state
     torch.testing.assert_close(together.last_hidden_state[:, 7:], alone, atol=1e-12, rtol=0)
-
-
-def test_recompute_and_training(bert):
-    plain, _ = bert
-    model = iso.recast(plain, iso.AttentionToRefined(ratio=2, recompute=True), where="*.attention.self").train()
-    model(**padded_batch()).last_hidden_state.square().sum().backward()
-    refiner = model.encoder.layer[0].attention.self.map_edit.refine
-    assert all(p.grad.abs().sum() > 0 for p in refiner.parameters())
 
 
 @pytest.mark.slow
@@ -181,9 +159,15 @@ def test_compiles_as_one_graph(bert):
     torch.testing.assert_close(compiled(x, mask)[0], expected, atol=1e-5, rtol=1e-5)
 
 
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16)
+    return transformers.GPT2Model(config)
+
+
 @pytest.mark.parametrize(
     ("make", "rule", "reason"),
     [
+        (gpt2, RULE, "GPT2Attention is causal"),
         (lambda: build("bert", is_decoder=True)[0], RULE, "is causal: an edited map mixes neighbouring queries"),
         (lambda: build("bert")[0], iso.AttentionToRefined(span="spatial"), "words in a row, which is not a grid"),
         (lambda: build("bert")[0], iso.AttentionToGPSA(), "words in a row, which is not a grid"),
@@ -192,13 +176,7 @@ def test_compiles_as_one_graph(bert):
 )
 def test_rejected_by_reason(make, rule, reason):
     with pytest.raises(iso.UserError, match=reason):
-        iso.recast(make(), rule, where="*.attention.self")
-
-
-def test_causal_models_are_rejected():
-    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16)
-    with pytest.raises(iso.UserError, match="GPT2Attention is causal"):
-        iso.recast(transformers.GPT2Model(config), RULE, where="h.0.attn")
+        iso.recast(make(), rule, where=lambda name, module: name.endswith(("attention.self", "0.attn")))
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,15 @@
 """Curves of a run in TensorBoard and in Weights & Biases, the latter with a module that records the calls to it."""
 
 import importlib
-import json
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 
 import isomorph as iso
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import check_tracker, open_tracker
-
-WANDB = """
-import json, os
-from pathlib import Path
-
-class Error(Exception):
-    pass
-
-class Run:
-    def __init__(self, id):
-        self.id = id
-    def __getattr__(self, name):
-        return lambda *args, **given: record(name, *args, **given)
-
-def record(name, /, *args, **given):
-    with Path(os.environ["CALLS"]).open("a") as file:
-        file.write(json.dumps([name, args, given]) + "\\n")
-
-def init(**given):
-    if os.environ.get("WANDB_FAILS"):
-        raise Error("api_key not configured (no-tty). call wandb.login")
-    record("init", **given)
-    return Run(given["id"] or "abc123")
-"""
-
 
 TINY = dict(
     model=dict(name="cifar_resnet20"),
@@ -44,44 +20,64 @@ TINY = dict(
 )
 
 
+class Wandb(ModuleType):
+    """Notes every call to it or to its run."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.calls, self.fails, self.__spec__ = [], False, ModuleSpec("wandb", None, origin="here")
+
+    def init(self, **given):
+        if self.fails:
+            raise self.Error("api_key not configured (no-tty). call wandb.login")
+        self.calls.append(("init", (), given))
+        return Run(given["id"] or "abc123", self.calls)
+
+
+class Run:
+    def __init__(self, number, calls):
+        self.id, self.calls = number, calls
+
+    def __getattr__(self, name):
+        return lambda *given, **more: self.calls.append((name, given, more))
+
+
 @pytest.fixture
-def calls(tmp_path, monkeypatch):
-    """Install the stand-in for wandb; return a function that gives the calls so far."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls.jsonl"))
-    importlib.invalidate_caches()
-    yield lambda: [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
-    sys.modules.pop("wandb", None)
+def wandb(monkeypatch):
+    """The stand-in for wandb."""
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    return sys.modules["wandb"]
 
 
-def test_wandb_gets_the_recipe_and_every_number_once(tmp_path, calls):
+def test_wandb_gets_the_recipe_and_every_number_once(tmp_path, wandb):
     result = iso.train(validate({**TINY, "out": str(tmp_path / "run")}), show=False)
-    (_, _, init), *rest = calls()
+    (_, _, init), *rest = wandb.calls
     assert (init["project"], init["name"], init["id"], init["resume"]) == ("isomorph", "run", None, "allow")
     assert init["config"]["data"]["fraction"] == 0.03
-    assert rest[0] == ["define_metric", ["train/*"], {"step_metric": "train/step"}]
-    assert rest[1] == ["define_metric", ["epoch/*"], {"step_metric": "epoch/epoch"}]
+    assert rest[0] == ("define_metric", ("train/*",), {"step_metric": "train/step"})
+    assert rest[1] == ("define_metric", ("epoch/*",), {"step_metric": "epoch/epoch"})
     logged = [args[0] for name, args, _ in rest if name == "log"]
     assert [row["train/step"] for row in logged if "train/step" in row] == [1, 2, 3, 4]
     assert [row["epoch/epoch"] for row in logged if "epoch/epoch" in row] == [1, 2]
     assert logged[-1]["epoch/top1"] == result.metrics["top1"]
-    assert rest[-1] == ["finish", [], {"exit_code": 0}]
+    assert rest[-1] == ("finish", (), {"exit_code": 0})
 
 
-def test_a_resumed_run_continues_its_wandb_run(tmp_path, calls):
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, wandb):
     recipe = validate({**TINY, "out": str(tmp_path)})
     for _ in range(2):
         tracker = open_tracker(recipe, 0)
         tracker.close(failed=True)
     assert (tmp_path / "wandb-id.txt").read_text() == "abc123\n"
-    assert [given["id"] for name, _, given in calls() if name == "init"] == [None, "abc123"]
-    assert calls()[-1] == ["finish", [], {"exit_code": 1}]
+    assert [given["id"] for name, _, given in wandb.calls if name == "init"] == [None, "abc123"]
+    assert wandb.calls[-1] == ("finish", (), {"exit_code": 1})
 
 
-def test_wandb_without_a_login_says_what_to_do(tmp_path, calls, monkeypatch):
-    monkeypatch.setenv("WANDB_FAILS", "1")
+def test_wandb_without_a_login_says_what_to_do(tmp_path, wandb):
+    wandb.fails = True
     with pytest.raises(iso.UserError, match=r"wandb cannot start: api_key .*; run wandb login, or set WANDB_MODE"):
         open_tracker(validate({**TINY, "out": str(tmp_path)}), 0)
 

@@ -12,17 +12,16 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.training.build import build_model
+from isomorph.checkpoints.files import write_atomically
+from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
+from isomorph.training.build import build_model, describe_loaded_weights
 from isomorph.training.optim import build_optimizer, build_scheduler, group_table, learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
-from tiny_runs import ENDED, TINY, stopped_run, tiny
-
-
-def tensors(path):
-    return iso.load(path).state_dict()
+from tiny_runs import TINY, same_snapshots, stopped_run, tiny
 
 
 def write_images(folder, images, level):
@@ -78,26 +77,22 @@ class TestOptim:
 
     def test_the_table_of_groups(self):
         model, _, _ = self.groups()
-        lines = group_table(build_optimizer(model, OptimPart(lr=1e-3)), OptimPart(lr=1e-3))
+        optim = OptimPart(lr=1e-3)
+        lines = group_table(build_optimizer(model, optim), optim)
         assert [line.split()[0] for line in lines] == ["group", "decayed", "undecayed", "gates", "positions"]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert sum(int(line.split()[2].replace(",", "")) for line in lines[1:]) == trained
         assert lines[3].split()[3:] == ["1", "0"]
-        (gates,) = [line for line in group_table(build_optimizer(model, OptimPart()), OptimPart()) if "gates" in line]
-        assert gates.split()[3:] == ["0.1", "0"]
 
     @pytest.mark.parametrize(
         ("name", "fields", "gates", "positions"),
         [
             ("tcnn_resnetrs50", [], 0.1, 1e-4),
             ("tcnn_resnetrs50", ["optim.lr=5e-5"], 0.05, 5e-5),
-            ("tcnn_resnetrs50", ["optim.lr=5e-5", "optim.gate_lr=0.1"], 0.1, 5e-5),
             ("tcnn_resnetrs50", ["optim.gate_lr=10x", "optim.position_lr=20x"], 1e-3, 2e-3),
             ("tcnn_resnetrs50_lr_3e-4", [], 0.3, 3e-4),
             ("convit_s", ["optim.lr=5e-4"], 5e-4, 5e-4),
-            ("tcnn_late_100", ["optim.lr=0.1"], 0.1, 0.1),
             ("cifar_exact", ["optim.lr=2e-3"], 0.2, 0.04),
-            ("cifar_exact", ["optim.lr=2e-3", "optim.position_lr=null"], 0.2, 2e-3),
         ],
     )
     def test_rates_of_gates_and_positions_follow_lr(self, name, fields, gates, positions):
@@ -115,10 +110,6 @@ class TestOptim:
         timm.scheduler.CosineLRScheduler(optimizer, t_initial=10).step(5)
         rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
         assert rates == pytest.approx({"decayed": 5e-4, "undecayed": 5e-4, "gates": 0.05, "positions": 0.01})
-
-    def test_an_optimiser_that_cannot_run_here_is_named(self, tmp_path):
-        with pytest.raises(iso.UserError, match="bnbadam cannot be used here: "):
-            iso.train(tiny(tmp_path, optim=dict(name="bnbadam")), show=False)
 
     def test_layer_decay_follows_the_layer_and_not_the_form(self):
         """A recast layer has the rate of the layer that it was, in every part; frozen layers count."""
@@ -162,13 +153,10 @@ class TestRun:
         assert {"train/loss", "train/lr", "epoch/top1"} <= set(board.Tags()["scalars"])
         assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
 
-    def test_another_recipe_in_the_same_folder_is_rejected(self, ended):
-        with pytest.raises(iso.UserError, match=r"epochs was 3, is now 4; seed was 0, is now 1"):
-            iso.train(tiny(ended[0], **ENDED | dict(epochs=4, seed=1)), show=False)
-
     def test_it_learns(self, tmp_path):
         optim = dict(lr=3e-3, gate_lr=0.1, warmup_epochs=1)
-        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3, "test_images": 200}, optim=optim)
+        data = {**TINY["data"], "fraction": 0.3, "test_images": 200, "size": [8, 8]}
+        recipe = tiny(tmp_path, epochs=4, data=data, optim=optim)
         assert iso.train(recipe, show=False).metrics["top1"] > 50
 
     @pytest.mark.parametrize(
@@ -196,36 +184,20 @@ class TestRun:
         with pytest.raises(iso.UserError, match=r"on other data .images was 48, is now 40; steps was 6, is now 5"):
             iso.train(tiny(tmp_path / "run", data=data, epochs=1), show=False)
 
-    def test_unreadable_images_are_counted_up_to_a_limit(self, tmp_path):
-        data = write_images(tmp_path / "data", {"train": 8, "val": 2}, lambda name, i: 40 + 160 * (name == "light") + i)
-        (tmp_path / "data/train/dark/3.png").write_bytes(b"broken")
-        with pytest.raises(iso.UserError, match=r"cannot read .*dark/3\.png"):
-            iso.train(tiny(tmp_path / "strict", data=data), show=False)
-        iso.train(tiny(tmp_path / "loose", data=data | dict(unreadable=1)), show=False)
-        assert [row["unreadable"] for row in read_log(tmp_path / "loose/log.jsonl")] == [1, 1]
-        (tmp_path / "data/train/light/5.png").write_bytes(b"broken")
-        with pytest.raises(iso.UserError, match=r"2 images .* data\.unreadable allows 1; the latest: .*png"):
-            iso.train(tiny(tmp_path / "many", data=data | dict(unreadable=1)), show=False)
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_stream_is_trained_on_and_taken_up(self, workers, tmp_path, data_root, caches):
+    def test_a_stream_is_trained_on_and_taken_up(self, tmp_path, data_root, caches):
         """Parquet read in passing: stopped within an epoch, the run goes on with the images it had not seen."""
-        pytest.importorskip("pyarrow")
         from pyarrow.parquet import read_table, write_table
 
         table = read_table(data_root / "cifar10/test-00000-of-00001.parquet").slice(0, 300)
         (tmp_path / "data").mkdir()
         for split, start, stop in (("train", 0, 100), ("train", 100, 240), ("test", 240, 300)):
             write_table(table.slice(start, stop - start), tmp_path / f"data/{split}-{start:05d}.parquet")
-        data = dict(
-            source="huggingface-stream", root=str(tmp_path / "data"), size=[16, 16], batch_size=40, workers=workers
-        )
+        data = dict(source="huggingface-stream", root=str(tmp_path / "data"), size=[16, 16], batch_size=40, workers=2)
         values = dict(data=data, log_every=1, scale=dict(accumulate=2), epochs=1)
         iso.train(tiny(tmp_path / "whole", **values), show=False)
         stopped_run(tmp_path / "part", 4, {**TINY, **values})
         iso.train(tiny(tmp_path / "part", **values), show=False)
-        a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
-        assert all(torch.equal(a[name], b[name]) for name in a)
+        same_snapshots(tmp_path / "whole", tmp_path / "part")
         stopped_run(tmp_path / "moved", 4, {**TINY, **values})
         with pytest.raises(iso.UserError, match=r"lanes .*same processes, scale.accumulate and data\.workers"):
             iso.train(tiny(tmp_path / "moved", **(values | dict(scale=dict(accumulate=4)))), show=False)
@@ -250,9 +222,7 @@ class TestRun:
 
     @pytest.mark.parametrize("kind", ["hard", "soft"])
     def test_distillation(self, kind, tmp_path):
-        """The loss is DeiT's, the teacher is frozen and normalised as it was trained, and a run resumes without it."""
-        from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
-
+        """The loss is DeiT's, the teacher is frozen, normalised as it was trained, and not in the snapshots."""
         teacher = timm.create_model("cifar_resnet20")
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
         iso.save(teacher, tmp_path / "teacher.safetensors")
@@ -279,22 +249,12 @@ class TestRun:
         assert student.training
         iso.train(recipe, show=False)
         assert not any("teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path))
-        assert iso.train(recipe, show=False).metrics["top1"] >= 0
         fixed = dict(teacher=str(tmp_path / "vit.safetensors"))
         iso.save(timm.create_model("deit_tiny_patch16_224", num_classes=10), fixed["teacher"])
         with pytest.raises(iso.UserError, match="teacher cannot process the run's images of 3x16x16"):
             open_run(tiny(tmp_path, distill=fixed))
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
-
-    def test_a_vit_is_recast_by_a_recipe(self, tmp_path):
-        model = dict(name="deit_tiny_patch16_224", kwargs=dict(img_size=16, depth=2, patch_size=8))
-        model |= dict(recast=dict(rule="AttentionToGPSA", where="blocks.*.attn", gate=0.0))
-        result = iso.train(tiny(tmp_path, model=model, epochs=1), show=False)
-        again = iso.load(tmp_path / "model.safetensors")
-        assert list(iso.gates(again)) == ["blocks.0.attn", "blocks.1.attn"]
-        x = torch.randn(1, 3, 16, 16)
-        assert torch.equal(again(x), result.model(x))
 
     def test_problems_are_found_before_anything_is_written(self, tmp_path):
         for changes, message in (
@@ -303,6 +263,7 @@ class TestRun:
             (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "none.safetensors does not exist"),
             (dict(model=dict(name="cifar_resnet20", kwargs=dict(blob=1))), "timm cannot create"),
             (dict(device="tpu"), "device 'tpu' is not available"),
+            (dict(optim=dict(name="bnbadam")), "bnbadam cannot be used here: "),
             (dict(data=dict(source="imagefolder", root=str(tmp_path / "no"))), "no folder"),
         ):
             with pytest.raises(iso.UserError, match=message) as caught:
@@ -312,14 +273,15 @@ class TestRun:
 
 
 class TestCheckpoint:
-    def test_save_and_load_replay_every_edit(self, tmp_path):
-        cnn = iso.unstride(timm.create_model("resnet50d", num_classes=3), "layer4")
+    def test_names_dtype_and_edits_come_back(self, tmp_path):
+        cnn = iso.unstride(timm.create_model("resnet50d", num_classes=3, layers=(1, 1, 1, 2)), "layer4")
         tcnn = iso.recast(cnn, iso.ConvToGPSA("paper", gate=2.0), "layer4.1.conv2").eval()
-        iso.save(tcnn, tmp_path / "t.safetensors")
-        twin = iso.load(tmp_path / "t.safetensors")
-        assert iso.edits(twin) == iso.edits(tcnn)
-        x = torch.randn(1, 3, 64, 64)
-        assert torch.equal(twin(x), tcnn(x))
+        named = timm.create_model("t_cifar_resnet20", init="exact", num_classes=3).double().eval()
+        for model in (tcnn, named):
+            iso.save(model, tmp_path / "t.safetensors")
+            twin, x = iso.load(tmp_path / "t.safetensors"), torch.randn(1, 3, 64, 64).to(next(model.parameters()))
+            assert iso.edits(twin) == iso.edits(model)
+            assert torch.equal(twin(x), model(x))
 
     def test_the_images_a_model_expects_travel_with_it(self, tmp_path):
         model = timm.create_model("resnet18.tv_in1k")
@@ -328,13 +290,6 @@ class TestCheckpoint:
             config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=test)
             assert config["crop_pct"] == 0.875
             assert config["interpolation"] == "bilinear"
-
-    def test_dtype_and_edits_of_a_registered_t_cnn_come_back(self, tmp_path):
-        model = timm.create_model("t_cifar_resnet20", init="exact", num_classes=3).double().eval()
-        iso.save(model, tmp_path / "m.safetensors")
-        twin, x = iso.load(tmp_path / "m.safetensors"), torch.randn(1, 3, 32, 32).double()
-        assert torch.equal(twin(x), model(x))
-        assert iso.edits(twin) == iso.edits(model)
 
     def test_plain_arguments_are_found_and_others_must_be_given(self, tmp_path):
         pooled = timm.create_model("resnet18", global_pool="max").eval()
@@ -350,24 +305,7 @@ class TestCheckpoint:
         x = torch.randn(1, 3, 64, 64)
         assert torch.equal(iso.load(tmp_path / "again.safetensors")(x), model(x))
 
-    def test_a_cnns_weights_load_into_its_t_cnn(self, tmp_path):
-        cnn = timm.create_model("cifar_resnet20").eval()
-        iso.save(cnn, tmp_path / "cnn.safetensors")
-        tcnn = timm.create_model("t_cifar_resnet20", init="exact").eval()
-        iso.load_weights(tcnn, tmp_path / "cnn.safetensors")
-        iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32))
-
-    def test_files_follow_the_umask_and_have_their_suffix(self, tmp_path):
-        model = timm.create_model("cifar_resnet20")
-        iso.save(model, tmp_path / "m.safetensors")
-        (tmp_path / "plain").touch()
-        assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
-        with pytest.raises(iso.UserError, match=r"must end in \.safetensors"):
-            iso.save(model, tmp_path / "m.pt")
-
     def test_a_failed_write_leaves_the_old_file(self, tmp_path):
-        from isomorph.checkpoints.files import write_atomically
-
         path = tmp_path / "file"
         path.write_text("old")
 
@@ -381,8 +319,6 @@ class TestCheckpoint:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_what_a_killed_process_left_is_removed(self, tmp_path):
-        from isomorph.checkpoints.files import write_atomically
-
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
         path, name = tmp_path / "best[1].safetensors", ".best[1].safetensors.{}.partial"
@@ -390,15 +326,11 @@ class TestCheckpoint:
         for file in left:
             (tmp_path / file).write_text("half")
         write_atomically(path, lambda partial: partial.write_text("new"))
-        assert {file.name for file in tmp_path.iterdir()} == {
-            path.name,
-            *left[1:],
-        }  # not abandoned, not of this file
+        assert {file.name for file in tmp_path.iterdir()} == {path.name, *left[1:]}  # in use, or another's
+        (tmp_path / "plain").touch()
+        assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
     def test_what_was_loaded_is_said(self, tmp_path):
-        from isomorph.training.build import describe_loaded_weights
-        from isomorph.training.recipe.model_fields import ModelPart
-
         given = timm.create_model("cifar_resnet20")
         iso.save(given, path := tmp_path / "20.safetensors")
         head = ["linear.weight", "linear.bias"]
@@ -409,11 +341,5 @@ class TestCheckpoint:
         said = f"weights: {tensors - 2} tensors from {path}; new: linear.weight, linear.bias"
         assert build_model(ModelPart(name="cifar_resnet20", weights=path), 3).isomorph_record.start == said
         assert describe_loaded_weights(other, "x", list("abcdef")).endswith("; new: a, b, c, d and 2 more")
-
-    def test_misfits_are_named(self, tmp_path):
-        iso.save(timm.create_model("cifar_resnet32"), tmp_path / "32.safetensors")
-        with pytest.raises(iso.UserError, match=r"does not fit CifarResNet: tensors \d+ unexpected \(layer1\.3"):
-            iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "32.safetensors")
-        model = timm.create_model("cifar_resnet32", num_classes=3)
         with pytest.raises(iso.UserError, match=r"of another shape \(linear\.weight \(10, 64\) for \(3, 64\)"):
-            iso.load_weights(model, tmp_path / "32.safetensors")
+            iso.load_weights(other, path)

@@ -10,7 +10,6 @@ from torch import nn
 import isomorph as iso
 from isomorph.layers.relative.attention import add_prefix_bias
 from isomorph.models.task_networks.upernet import UPerHead, average_cells
-from isomorph.training.optim import learning_rate_scales
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
 BACKBONES = {
@@ -106,11 +105,6 @@ def test_the_head_computes_the_papers_formula():
     torch.testing.assert_close(head(maps), expected)
 
 
-def test_maps_of_a_plain_vit_have_four_resolutions(network):
-    maps = network.forward_features(torch.randn(1, 3, 64, 96))
-    assert [tuple(x.shape[2:]) for x in maps] == [(16, 24), (8, 12), (4, 6), (2, 3)]
-
-
 def test_prefix_bias_is_that_of_beit():
     H, W, heads = 3, 4, 2
     table = torch.randn((2 * H - 1) * (2 * W - 1) + 3, heads)
@@ -133,14 +127,6 @@ def test_surgery_and_files_of_the_whole_network(network, tmp_path):
     assert len(wide.backbone.blocks[0].attn.prefix_bias) == 3
 
 
-def test_pruning_the_whole_network():
-    cnn, x = build("cifar_resnet20").eval(), torch.randn(1, 3, 24, 32)
-    tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="backbone.layer3.2.conv?")
-    assert iso.verify(cnn, tcnn, x).passed
-    assert type(iso.prune(tcnn).backbone.layer3[2].conv1).__name__ != "GPSA2d"
-    assert iso.verify(tcnn, iso.prune(tcnn), x).passed
-
-
 def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
     classifier = timm.create_model("tdrl_vit_ti", img_size=32, num_classes=7, **VIT)
     iso.save(classifier, tmp_path / "classifier.safetensors")
@@ -151,20 +137,7 @@ def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
     own, given = model.backbone.blocks[1].mlp.fc1.state_dict(), classifier.blocks[1].mlp.fc1.state_dict()
     assert all(torch.equal(own[name], given[name]) for name in own)
     assert model.backbone.pos_embed.shape == (1, 17, 24)
-
-
-def test_layers_for_layer_decay(network):
-    scales = learning_rate_scales(network, 0.5)
-    assert scales["backbone.pos_embed"] == 0.5**3
-    assert scales["backbone.blocks.0.attn.relative_bias"] == 0.5**2
-    assert scales["head.classifier.weight"] == scales["neck.scales.1.weight"] == 1
-    assert "backbone.blocks.0.attn.prefix_bias" in network.no_weight_decay()
-
-
-def test_other_classes(network):
-    model = build()
-    model.reset_classifier(9)
-    assert model.eval()(torch.randn(1, 3, 32, 32)).shape[1] == model.get_classifier().out_channels == 9
+    assert "backbone.blocks.0.attn.prefix_bias" in model.no_weight_decay()
 
 
 @pytest.mark.slow
@@ -190,9 +163,3 @@ def test_export_with_open_size(tmp_path):
 def test_errors(arguments, message):
     with pytest.raises(iso.UserError, match=message.replace("(", r"\(")), torch.device("meta"):
         timm.create_model("upernet", **arguments)
-
-
-def test_a_backbone_without_feature_maps_is_refused(monkeypatch):
-    monkeypatch.delattr(timm.models.resnet.ResNet, "forward_intermediates")
-    with pytest.raises(iso.UserError, match="resnet18 has no feature maps"), torch.device("meta"):
-        timm.create_model("upernet", backbone="resnet18")

@@ -5,8 +5,10 @@ import signal
 import time
 
 import pytest
+import torch
 
 import isomorph as iso
+from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.training import Stopped
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.monitor import StepMonitor
@@ -25,6 +27,13 @@ ENDED = dict(epochs=3, evaluate_every=2, keep_every=2, log_every=1, track="tenso
 
 def tiny(out, **changes):
     return validate({**TINY, "out": str(out), **changes})
+
+
+def same_snapshots(a, b):
+    """Weights, averages and optimisers of two runs are the same, bit for bit."""
+    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def stopped_run(folder, step, values):
