@@ -184,14 +184,14 @@ REJECTED = {
     "dropped patches": (lambda: vit(patch_drop_rate=0.25), GATED, "blocks.*.attn", "drops patches"),
     "dropout with hooks": (
         alone(lambda: attention(attn_drop=hooked(nn.Dropout()))),
-        GATED,
+        REFINED,
         "0",
         "attn_drop has hooks",
         "remove them",
     ),
     "another dropout": (
         alone(lambda: attention(attn_drop=nn.AlphaDropout())),
-        GATED,
+        REFINED,
         "0",
         "AlphaDropout, not an nn.Drop",
     ),

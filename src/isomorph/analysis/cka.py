@@ -198,63 +198,56 @@ def covariance_cka(
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
     covariances: _FeatureCovariances | None = None
     for batch in batches(data):
-        x, y = (
-            features(m, batch.to(next(m.parameters()).device), layers, lambda out: read(out).double().cpu())
+        values = [
+            value
             for m, layers in ((a, rows), (b, columns))
-        )
-        covariances = covariances or _FeatureCovariances(list(x.values()), list(y.values()))
-        covariances.add(list(x.values()), list(y.values()))
+            for value in features(
+                m, batch.to(next(m.parameters()).device), layers, lambda out: read(out).double().cpu()
+            ).values()
+        ]
+        covariances = covariances or _FeatureCovariances(values, len(rows))
+        covariances.add(values)
     assert covariances is not None  # batches() has raised otherwise
     return CKA(covariances.alignment(), list(rows), list(columns))
 
 
 class _FeatureCovariances:
-    """Sums of outer products of features, for each layer and all pairs, relative to the mean of the first batch."""
+    """Sums of outer products of features, for each layer and all pairs, relative to the mean of the first batch.
 
-    def __init__(self, x: list[Tensor], y: list[Tensor]) -> None:
-        self.origins = [value.mean(0) for value in x], [value.mean(0) for value in y]
-        self.images = 0
-        size = sum(f.shape[1] ** 2 for f in x + y) + sum(f.shape[1] * g.shape[1] for f in x for g in y)
+    The first `rows` features are those of the rows, the others those of the columns.
+    """
+
+    def __init__(self, values: list[Tensor], rows: int) -> None:
+        self.rows, self.columns, self.images = range(rows), range(rows, len(values)), 0
+        self.origins = [value.mean(0) for value in values]
+        pairs = [(i, i) for i in range(len(values))] + [(i, j) for i in self.rows for j in self.columns]
+        widths = [value.shape[1] for value in values]
+        size = sum(widths[i] * widths[j] for i, j in pairs)
         if size > MAX_COVARIANCE_ENTRIES:
             raise UserError(
                 f"the covariances of these features take {size * 8 / 2**30:.1f} GiB of the 2 GiB allowed; select fewer "
                 "layers with where, use read=pool_features, or use iso.cka"
             )
-        self.means = [torch.zeros_like(v) for v in self.origins[0]], [torch.zeros_like(v) for v in self.origins[1]]
-        self.own = (
-            [v.new_zeros(len(v), len(v)) for v in self.origins[0]],
-            [v.new_zeros(len(v), len(v)) for v in self.origins[1]],
-        )
-        self.cross = [[v.new_zeros(len(v), len(w)) for w in self.origins[1]] for v in self.origins[0]]
+        self.sums = [torch.zeros_like(origin) for origin in self.origins]
+        self.products = {(i, j): values[0].new_zeros(widths[i], widths[j]) for i, j in pairs}
 
-    def add(self, x: list[Tensor], y: list[Tensor]) -> None:
+    def add(self, values: list[Tensor]) -> None:
         """Add the features of a batch. Shape: (B, p) each"""
-        self.images += len(x[0])
-        x, y = (
-            [v - origin for v, origin in zip(values, self.origins[i], strict=True)] for i, values in ((0, x), (1, y))
-        )
-        for i, values in ((0, x), (1, y)):
-            for mean, own, value in zip(self.means[i], self.own[i], values, strict=True):
-                mean += value.sum(0)
-                own += value.T @ value
-        for row, v in zip(self.cross, x, strict=True):
-            for product, w in zip(row, y, strict=True):
-                product += v.T @ w
+        self.images += len(values[0])
+        values = [value - origin for value, origin in zip(values, self.origins, strict=True)]
+        for total, value in zip(self.sums, values, strict=True):
+            total += value.sum(0)
+        for (i, j), product in self.products.items():
+            product += values[i].T @ values[j]
 
     def alignment(self) -> Tensor:
-        """Return the linear CKA of all pairs. Shape: -> (layers of x, layers of y)"""
-
-        def centred(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
-            return (product - torch.outer(first, second) / self.images).norm()
-
-        left, right = (
-            torch.stack([centred(own, m, m) for own, m in zip(self.own[i], self.means[i], strict=True)]) for i in (0, 1)
-        )
-        rows = [
-            torch.stack([centred(p, m, n) for p, n in zip(row, self.means[1], strict=True)])
-            for row, m in zip(self.cross, self.means[0], strict=True)
-        ]
-        return torch.stack(rows).square() / (left[:, None] * right)
+        """Return the linear CKA of all pairs. Shape: -> (rows, columns)"""
+        norms = {
+            (i, j): (product - torch.outer(self.sums[i], self.sums[j]) / self.images).norm()
+            for (i, j), product in self.products.items()
+        }
+        pairs = [norms[i, j].square() / (norms[i, i] * norms[j, j]) for i in self.rows for j in self.columns]
+        return torch.stack(pairs).view(len(self.rows), len(self.columns))
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from isomorph.operations import AppliedAttention
 from isomorph.surgery.where import Where
 
 
-def _mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[LayerCall, AppliedAttention], Tensor]:
-    """Return a function that computes the mean over images of `measure(maps)`, for a few images at a time."""
+def _mean_of_maps(
+    model: nn.Module, data: Tensor | Iterable[Any], where: Where, measure: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return the mean over images of `measure(maps)` of every layer, for a few images at a time."""
 
     def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:
         total, images = torch.zeros(()), 0
@@ -26,7 +28,7 @@ def _mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[LayerCal
             images += len(maps)
         return total / images
 
-    return mean
+    return mean_over(data, lambda batch: capture_attention(model, batch, mean, where))
 
 
 def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
@@ -44,8 +46,7 @@ def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
         >>> tuple(entropies["blocks.0.attn"].shape)
         (3,)
     """
-    measure = _mean_over_images(lambda maps: entropy(maps).mean(-1))
-    return mean_over(data, lambda batch: capture_attention(model, batch, measure, where))
+    return _mean_of_maps(model, data, where, lambda maps: entropy(maps).mean(-1))
 
 
 def entropy(weights: Tensor) -> Tensor:
@@ -69,8 +70,7 @@ def effective_rank(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
         >>> tuple(ranks["blocks.0.attn"].shape)
         (3,)
     """
-    measure = _mean_over_images(effective_matrix_rank)
-    return mean_over(data, lambda batch: capture_attention(model, batch, measure, where))
+    return _mean_of_maps(model, data, where, effective_matrix_rank)
 
 
 def effective_matrix_rank(maps: Tensor) -> Tensor:
@@ -96,5 +96,4 @@ def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where
         maps = F.normalize(maps, dim=-1)  # (b, nh, Nq, Nk)
         return torch.einsum("bhqk,bgqk->bhg", maps, maps) / maps.shape[2]
 
-    measure = _mean_over_images(cosines)
-    return mean_over(data, lambda batch: capture_attention(model, batch, measure, where))
+    return _mean_of_maps(model, data, where, cosines)

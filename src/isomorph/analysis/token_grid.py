@@ -1,19 +1,18 @@
 """Grid positions of the queries and keys of an attention layer, for measuring and drawing its maps."""
 
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, PSA, PositionalAttention, SpatialAttention, ViTRelativeAttention
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.gated.token_heads import ViTCall
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import fit_grid
 from isomorph.surgery.attention_layers import facts_of, position_reason
-from isomorph.surgery.edited_attention import SIZE_NAMES, own_shapes
+from isomorph.surgery.edited_attention import EditedAttention, own_shapes
 from isomorph.surgery.grid_hooks import embedding_models
 
 
@@ -64,41 +63,6 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     return H, W
 
 
-def _called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
-    """Return the grid that is an argument of the layer's call, or None."""
-    if isinstance(layer, SpatialAttention | ViTCall | ViTRelativeAttention):
-        return grid_size  # the second argument is a mask
-    return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PositionalAttention | PSA) else None
-
-
-def _map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
-    """Return the grid of a layer whose input is a feature map, or None: the two axes that the queries fill.
-
-    Shape: x (B, C, H, W) or (B, H, W, C)
-    """
-    if x.ndim != 4:
-        return None
-    convolves = any(isinstance(module, nn.Conv2d) for module in layer.modules())
-    last, first = (x.shape[2], x.shape[3]), (x.shape[1], x.shape[2])
-    likely, other = (last, first) if convolves else (first, last)
-    return other if other[0] * other[1] == queries != likely[0] * likely[1] else likely
-
-
-def _window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
-    """Return the grid of a layer whose input is the tokens of windows, as in Swin, or None. Shape: x (windows, N, C)"""
-    size: Any = getattr(layer, "window_size", None)
-    pair = isinstance(size, tuple | list) and len(size) == 2
-    return (size[0], size[1]) if pair and x.ndim == 3 and size[0] * size[1] == x.shape[1] else None
-
-
-def _size_argument(given: dict[str, Any], shape: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the size of the feature map among the arguments of a call, as in PVT, if the queries fill it, or None."""
-    sizes = [given.get(name) for name in SIZE_NAMES]
-    fitting = (size for size in sizes if isinstance(size, tuple | list) and len(size) == 2)
-    found = next(((size[0], size[1]) for size in fitting), None)
-    return found if found and shape and found[0] * found[1] == shape[0] else None
-
-
 def find_token_grid(
     layer: Any,
     x: Tensor,
@@ -121,19 +85,25 @@ def find_token_grid(
         return TokenGrid(
             layer.query_grid(*x.shape[-2:]), (padded[0], padded[1]), layer.padding, (middle, middle), layer.stride
         )
-    given = dict(zip(inspect.signature(layer.forward).parameters, (x, *args), strict=False)) | kwargs
+    edited = isinstance(layer, EditedAttention)
+    names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
+    given = dict(zip(names, (x, *args), strict=False)) | kwargs
     if shape is not None and shape[0] != shape[1]:
         return _pooled_grid(layer, given, *shape, grid)
-    own = _map_grid(layer, x, shape and shape[0]) or _window_grid(layer, x) or _size_argument(given, shape)
-    size = own or _called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
-    if size is None:
-        raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
-    H, W = size
-    tokens = H * W if own else int(x.shape[1])
-    queries = tokens if shape is None else shape[0]
+    own, on_map = own_shapes(layer, given), x.ndim == 4
+    queries = shape[0] if shape else math.prod(own[0]) if on_map else x.shape[1]
+    known = [size for size in own if math.prod(size) == queries]
+    if not on_map:
+        called = None if edited else given.get("grid_size")
+        known += [size for size in (called, grid, getattr(layer, "grid_size", None)) if size]
+    if not known:
+        name = type(layer).__name__
+        reason = f"{queries} queries do not fill the feature map" if on_map else "the model embeds no patches"
+        raise UserError(f"the grid of the tokens of {name} is unknown: {reason}")
+    H, W = known[0]
     prefix = queries - H * W
-    if prefix < 0 or (own and prefix):
-        raise UserError(f"{queries} queries do not fill the {H} x {W} grid of {'the layer' if own else 'the patches'}")
+    if prefix < 0:
+        raise UserError(f"{queries} queries do not fill the {H} x {W} grid of the patches")
     return TokenGrid((H, W), (H, W), prefix=prefix)
 
 

@@ -1,5 +1,6 @@
 """Attention windows of Swin, MaxViT, DaViT, Twins and Hiera: the positions of their tokens, shift and padding."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import capture_inputs
-from isomorph.surgery.attention_layers import names_of
+from isomorph.layers.map_grid import fit_grid
+from isomorph.surgery.attention_layers import mask_unit_order, names_of
 
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
 """Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them."""
@@ -158,20 +160,15 @@ def _mask_units(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
 
     Layers that pool their queries are left out: their queries and keys have different grids.
     """
-    owners = [m for m in model.modules() if "timm.models.hiera.Hiera" in names_of(m)]
-    if not owners:
-        return {}
-    hiera: Any = owners[0]
-    prefix = next(name for name, module in model.named_modules() if module is hiera)
-    layers = {f"{prefix}.blocks.{i}.attn".removeprefix("."): (i, block.attn) for i, block in enumerate(hiera.blocks)}
-    same = {name: (i, layer) for name, (i, layer) in layers.items() if layer.q_stride == 1}
-    counts = capture_inputs(model, batch[:1], lambda _, x: x.shape[1], {n: layer for n, (_, layer) in same.items()})
+    named: list[tuple[str, Any]] = list(model.named_modules())
+    layers = {n: m for n, m in named if "timm.models.hiera.MaskUnitAttention" in names_of(m) and m.q_stride == 1}
+    counts = capture_inputs(model, batch[:1], lambda _, x: x.shape[1], layers) if layers else {}
     found = {}
-    for name, (i, layer) in same.items():
-        numbers = torch.arange(float(counts[name])).view(1, -1, 1)
-        grid = hiera.reroll(numbers, i)[0, ..., 0].round().long()  # (H, W): the token at every position
-        position = torch.empty(grid.numel(), dtype=torch.long)
-        position[grid.flatten()] = torch.arange(grid.numel())
-        units = counts[name] // layer.window_size if layer.use_mask_unit_attn else 1
-        found[name] = Windows((grid.shape[0], grid.shape[1]), position.view(-1, units).T.contiguous())
+    for name, count in counts.items():
+        layer = layers[name]
+        H, W = fit_grid(count, [(batch.shape[2], batch.shape[3])])[0]
+        side = math.isqrt(layer.window_size)
+        places = mask_unit_order(layer.window_size, (H // side, W // side)).long()
+        units = count // layer.window_size if layer.use_mask_unit_attn else 1
+        found[name] = Windows((H, W), (places[:, 0] * W + places[:, 1]).view(-1, units).T.contiguous())
     return found

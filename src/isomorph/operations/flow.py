@@ -1,4 +1,4 @@
-"""Which operation made a value and which ones read it, in one forward of a model, whatever its classes.
+"""Which operations read a value, in one forward of a model, whatever its classes.
 
 A value is a tensor at a version: an operation in place makes a new one.
 """
@@ -31,18 +31,15 @@ class Operation(NamedTuple):
 
 
 class Flow(TorchFunctionMode):
-    """What `see` saw: `operations` in order, `made` and `reads` of every value, `outputs` of the calls of every module.
+    """What `see` saw: the operations that read every value, and the `outputs` of the calls of every module.
 
     A module that is not among `outputs` was not called, even if its weights were read.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
-        self.made: dict[Value, Operation] = {}
         self.reads: dict[Value, list[Operation]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
-        self.weights = {_value(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
         self.running = [""]
         self._alive: list[Any] = []  # the identity of a tensor is its own only while it lives
 
@@ -53,8 +50,6 @@ class Flow(TorchFunctionMode):
         outputs = _values(out)
         if outputs and outputs != inputs[:1]:  # no attribute such as a shape, and not its input again
             operation = Operation(name, self.running[-1], inputs, outputs)
-            self.operations.append(operation)
-            self.made.update(dict.fromkeys(outputs, operation))
             for value in dict.fromkeys(inputs):
                 self.reads[value].append(operation)
             self._alive.append((args, kwargs, out))
@@ -76,10 +71,6 @@ class Flow(TorchFunctionMode):
         readers = [each for each in self.readers(calls[0][0]) if not self._inside(each, layer)]
         return readers[0].module if [each.name for each in readers] == ["batch_norm"] else None
 
-    def times_read(self, weight: str) -> int:
-        """Return how many operations read a parameter or buffer."""
-        return sum(len(self.reads[value]) for value, name in self.weights.items() if name == weight)
-
     @staticmethod
     def _inside(operation: Operation, layer: str) -> bool:
         return f"{operation.module}.".startswith(f"{layer}.")
@@ -95,17 +86,17 @@ def _values(*parts: Any) -> tuple[Value, ...]:
 
 @torch.no_grad()
 def see(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
-    """Return what a model computes in one call: which operations make and read every value, and which modules run.
+    """Return what a model computes in one call: which operations read every value, and which modules run.
 
     Modules stay in the mode that they are in.
 
     Example:
         >>> unit = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()).eval()
         >>> flow = see(unit, torch.randn(1, 3, 8, 8))
-        >>> flow.norm_after("0"), flow.times_read("0.weight"), len(flow.outputs["2"])
-        ('1', 1, 1)
+        >>> flow.norm_after("0"), len(flow.outputs["2"])
+        ('1', 1)
     """
-    flow, handles = Flow(model), []
+    flow, handles = Flow(), []
 
     def enter(name: str) -> Any:
         return lambda *_: flow.running.append(name)

@@ -63,9 +63,8 @@ def from_standard_map(maps: Tensor, layout: MapLayout, like: Tensor) -> Tensor:
 class FusedCall(NamedTuple):
     """The arguments of `scaled_dot_product_attention`, by its names for them.
 
-    >>> FusedCall(*torch.ones(3, 1, 1, 2, 4), is_causal=True).scores()[0, 0]
-    tensor([[2., -inf],
-            [2., 2.]])
+    >>> FusedCall(*torch.ones(3, 1, 1, 2, 4), is_causal=True).mask.tolist()
+    [[True, False], [True, True]]
     """
 
     query: Tensor
@@ -97,13 +96,6 @@ class FusedCall(NamedTuple):
             ones = torch.ones(self.query.shape[-2], self.key.shape[-2], dtype=torch.bool, device=self.query.device)
             return ones.tril()
         return self.attn_mask
-
-    def scores(self) -> Tensor:
-        """Return the input of the softmax. Shape: -> (..., Nq, Nk)"""
-        scores, mask = self.scaled_query @ self.repeated[0].mT, self.mask
-        if mask is None:
-            return scores
-        return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
     def attend(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """Return the values weighed by the edited map; 0 for a query that may attend to nothing."""

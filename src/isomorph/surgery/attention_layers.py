@@ -54,7 +54,7 @@ def _shift_mask(layer: Any, given: dict[str, Any]) -> Tensor | None:
     return regions[:, :, None] == regions[:, None]
 
 
-def _mask_unit_places(count: int, units: GridSize) -> Tensor:
+def mask_unit_order(count: int, units: GridSize) -> Tensor:
     """Return the places of `count` tokens in each mask unit of Hiera, in the order of its tokens.
 
     The places in a unit are numbered with four digits of two bits each, the finest first; the unit comes last.
@@ -75,8 +75,8 @@ def mask_unit_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys:
     """Return the places of the tokens of Hiera's attention, in one mask unit or in all of the image."""
     in_unit, pooled = layer.window_size, math.isqrt(layer.q_stride)
     units = (1, 1) if layer.use_mask_unit_attn else fit_grid(queries // in_unit, shapes)[0]
-    places = _mask_unit_places(in_unit, units) * pooled + (pooled - 1) / 2  # a query is the maximum of pooled^2 tokens
-    return places, _mask_unit_places(keys // math.prod(units), units)
+    places = mask_unit_order(in_unit, units) * pooled + (pooled - 1) / 2  # a query is the maximum of pooled^2 tokens
+    return places, mask_unit_order(keys // math.prod(units), units)
 
 
 def row_mean_places(layer: Any, shapes: Sequence[GridSize], queries: int, keys: int) -> tuple[Tensor, Tensor]:

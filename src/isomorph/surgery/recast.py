@@ -266,9 +266,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for path, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{leaf}" if path else leaf, parameter
+        yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
 
 
 def restore_ties(model: nn.Module, before: list[list[str]]) -> tuple[str, ...]:

@@ -290,14 +290,14 @@ def _alternatives(kinds: list[Any]) -> Any:
 
 @cache
 def _field_docstrings(rule: type) -> dict[str, str]:
-    """Return the docstring under each field of a class, on one line; empty if its source is not at hand."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(rule))).body[0]
-    except (OSError, TypeError):
-        return {}
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for field, text in pairwise(body.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    """Return the docstring under each field of a class and its bases, on one line; empty without their source."""
+    texts: dict[str, str] = {}
+    for kind in rule.__mro__[-2::-1]:  # without object
+        try:
+            body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        except (OSError, TypeError):
+            continue
+        for field, text in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
     return texts

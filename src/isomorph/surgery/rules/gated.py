@@ -58,9 +58,34 @@ CONTENT: Mapping[str, type[GatedLayer]] = {
 """Layer for every value of `content` of ConvToGPSA."""
 
 
+@dataclass(frozen=True)
+class GatedRule(Rule):
+    """A rule for gated attention; `named_gating` has the locality and gate of every value of `init`."""
+
+    named_gating: ClassVar[NamedGating]
+
+    init: Literal["exact", "paper"] = "exact"
+    """exact: the layer computes what the module computed; paper: the initialisation of the paper, to be trained."""
+
+    locality: float | None = None
+    """Sharpness of each head's attention around its centre, above 0; by default that of init."""
+
+    gate: float | None = None
+    """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
+
+    @property
+    def keeps_function(self) -> bool:
+        """True for the exact initialisation with its own locality and gate."""
+        return self.init == "exact" and self.locality is None and self.gate is None
+
+    def gating(self) -> tuple[float, float]:
+        """Return the initial locality and gate. Raises: UserError for a field that is out of range."""
+        return initial_gating(self.init, self.locality, self.gate, self.named_gating)
+
+
 @register_rule
 @dataclass(frozen=True)
-class ConvToGPSA(Rule):
+class ConvToGPSA(GatedRule):
     """Replace a k x k convolution by gated positional self-attention with k*k heads (T-CNN eq. 4-7).
 
     Accepts any nn.Conv2d with an odd square kernel, dilation=1 and zero padding, with any stride and groups (depthwise
@@ -85,15 +110,6 @@ class ConvToGPSA(Rule):
         True
     """
 
-    init: Literal["exact", "paper"] = "exact"
-    """exact: the layer computes what the convolution computed; paper: locality 1 and gate 1, to be trained."""
-
-    locality: float | None = None
-    """Sharpness of each head's attention around its centre, above 0; by default that of init."""
-
-    gate: float | None = None
-    """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
-
     content: Literal["global", "window", "none"] = "global"
     """What heads attend to by content: the whole feature map (global), a window around the query, or nothing, so that
     only position is left."""
@@ -103,14 +119,10 @@ class ConvToGPSA(Rule):
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv2d,)
-
-    @property
-    def keeps_function(self) -> bool:
-        """True for the exact initialisation with its own locality and gate."""
-        return self.init == "exact" and self.locality is None and self.gate is None
+    named_gating: ClassVar[NamedGating] = CONV_GATING
 
     def __post_init__(self) -> None:
-        initial_gating(self.init, self.locality, self.gate)
+        self.gating()
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
             raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
@@ -161,8 +173,7 @@ class ConvToGPSA(Rule):
             groups=module.groups,
             **({} if self.window is None else {"window": self.window}),
         )
-        locality, gate = initial_gating(self.init, self.locality, self.gate)
-        gpsa.set_gating(locality, gate)
+        gpsa.set_gating(*self.gating())
         gpsa.to(module.weight.dtype)
         gpsa.weight = nn.Parameter(module.weight.detach().clone())
         if module.bias is not None:

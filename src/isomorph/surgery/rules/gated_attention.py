@@ -4,7 +4,7 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention
@@ -17,7 +17,7 @@ from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reaso
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.plain_layers import describe_attachments, layer_mismatch, overridden_methods
 from isomorph.surgery.rule import register_rule
-from isomorph.surgery.rules.gated import NamedGating, initial_gating
+from isomorph.surgery.rules.gated import GatedRule, NamedGating
 
 ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
 """Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content."""
@@ -36,25 +36,13 @@ def attention_mismatch(module: nn.Module) -> str | None:
     if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
         kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
         return f"its projections are {kinds}, not nn.Linear; recast the attention before its projections, or fuse them"
-    if reason := _dropout_mismatch(module):
-        return reason
-    if not module.qkv.weight.is_floating_point():
-        return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
-    return None if module.fused_attn else scale_mismatch(module)
-
-
-def _dropout_mismatch(module: Attention) -> str | None:
-    """Return why the dropout of a layer's map cannot be taken for a plain nn.Dropout, or None if it can."""
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
     if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
         return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
-    return None
-
-
-def scale_mismatch(module: Attention) -> str | None:
-    """Return how the scale of an attention layer differs from that of fused attention, or None."""
-    if math.isclose(module.scale, module.head_dim**-0.5):
+    if not module.qkv.weight.is_floating_point():
+        return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
+    if module.fused_attn or math.isclose(module.scale, module.head_dim**-0.5):
         return None
     return f"its scale {module.scale:g} is not head_dim**-0.5 = {module.head_dim**-0.5:g}"
 
@@ -76,7 +64,7 @@ def _has_gpsa_parts(module: Attention) -> bool:
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToGPSA(GridRule):
+class AttentionToGPSA(GatedRule, GridRule):
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
     Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split into
@@ -107,15 +95,6 @@ class AttentionToGPSA(GridRule):
         True
     """
 
-    init: Literal["exact", "paper"] = "exact"
-    """exact: the layer computes what the attention computed; paper: ConViT's initialisation, to be trained."""
-
-    locality: float | None = None
-    """Sharpness of each head's attention around its centre, above 0; by default that of init."""
-
-    gate: float | None = None
-    """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
-
     grid_size: tuple[int, int] | None = None
     """Height and width of the grid of tokens; by default the model's."""
 
@@ -124,22 +103,17 @@ class AttentionToGPSA(GridRule):
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
-
-    @property
-    def keeps_function(self) -> bool:
-        """True for the exact initialisation with its own locality and gate."""
-        return self.init == "exact" and self.locality is None and self.gate is None
+    named_gating: ClassVar[NamedGating] = ATTENTION_GATING
 
     def __post_init__(self) -> None:
-        initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
+        self.gating()
         self.check_grid_fields()
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not self._edits_map(module):
             return self.grid_reason()
-        changed = _dropout_mismatch(module) or scale_mismatch(module) if isinstance(module, Attention) else None
-        return edit_reason(module) or changed or gating_reason(module)
+        return edit_reason(module) or gating_reason(module)
 
     def _edits_map(self, module: nn.Module) -> bool:
         """True if the layer keeps its class and gets an edit of its map."""
@@ -155,7 +129,7 @@ class AttentionToGPSA(GridRule):
         """
         self.check(module)
         if self._edits_map(module):
-            locality, gate = initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
+            locality, gate = self.gating()
             make = partial(GatedMap, locality=locality, gate=gate)
             return edit_map(module, make, self.grid_size, self.prefix_tokens)
         assert isinstance(module, Attention)
@@ -164,7 +138,7 @@ class AttentionToGPSA(GridRule):
         bias = qkv.bias is not None
         arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens)
         gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
-        gpsa.set_gating(*initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING))
+        gpsa.set_gating(*self.gating())
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])
             gpsa.qk.get_parameter(name).copy_(qk)

@@ -251,28 +251,28 @@ class LinearToPyramid(Rule):
         return dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by)
 
     def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
-        weight = linear.weight
-        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self._arguments(name, joint)).to(weight)
-        if self.init == "paper":
-            init_random(pyramid)
-        else:
-            init_from_affine(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
-        pyramid.replaces_bias = linear.bias is not None
+        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self._arguments(name, joint))
+        self._initialise(pyramid, linear)
         return pyramid
 
     def _build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
         padding = conv_padding(conv)
         assert padding is not None
         window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
-        pyramid = PyramidConv2d(conv.in_channels, conv.out_channels, *window, **self._arguments(name)).to(conv.weight)  # type: ignore[arg-type]
+        pyramid = PyramidConv2d(conv.in_channels, conv.out_channels, *window, **self._arguments(name))  # type: ignore[arg-type]
+        self._initialise(pyramid, conv)
+        return pyramid
+
+    def _initialise(self, pyramid: PyramidLinear | PyramidConv2d, layer: nn.Linear | nn.Conv2d) -> None:
+        """Give a new pyramid device and dtype of a layer, and its function unless `init` is "paper"."""
+        pyramid.to(layer.weight)
         if self.init == "paper":
             init_random(pyramid)
         else:
-            weight = weight_matrix(conv)
-            bias = weight.new_zeros(weight.shape[:-1]) if conv.bias is None else conv.bias.view(weight.shape[:-1])
+            weight = weight_matrix(layer)
+            bias = weight.new_zeros(weight.shape[:-1]) if layer.bias is None else layer.bias.view(weight.shape[:-1])
             init_from_affine(pyramid, weight, bias)
-        pyramid.replaces_bias = conv.bias is not None
-        return pyramid
+        pyramid.replaces_bias = layer.bias is not None
 
     def _build_block(self, block: MobileOneBlock) -> nn.Module:
         """Return a 1x1 block as a pyramid and its activation, a larger one with pyramids for its convolutions."""

@@ -25,7 +25,7 @@ from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reaso
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import KERNEL, RATIO, check_bool, check_choice, check_int, register_rule
-from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch, scale_mismatch
+from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch
 
 Span = Literal["map", "spatial", "row+column"]
 """Values of the field `span`: what the kernel slides over."""
@@ -118,12 +118,11 @@ class AttentionToRefined(GridRule):
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        if not isinstance(module, Attention):
+        if self._edits_map(module):
             return edit_reason(module) or self._edit_mismatch(module)
+        assert isinstance(module, Attention)
         if reason := attention_mismatch(module):
             return reason
-        if self._edits_map(module):
-            return scale_mismatch(module)
         if self.ratio == 0 and (attachments := describe_attachments(module.attn_drop)):
             return f"its attn_drop has {attachments}, which ratio=0 never calls; remove them first"
         if not self.reduce and (reason := projection_mismatch(module, "proj")):
