@@ -294,7 +294,7 @@ class TestBadInput:
             ("task.tokenizer", "no", "not a vocabulary file, a folder or a name"),
             ("data.root", "RTE", "there are no text files"),
             ("data.root", "empty.txt", "empty.txt is empty"),
-            ("data.size", [8, 8], "data.size is for images"),
+            ("data.size", [8, 8], "data.size does not apply"),
             ("data.source", "digits", "data.source digits is not for masked_lm"),
             ("model.kwargs", {}, "CifarResNet is not a network for text"),
             ("model.num_classes", 3, "model.num_classes does not apply to masked_lm"),

@@ -448,7 +448,7 @@ def test_the_teacher_teaches_and_stays_as_it_is(cifar):
 
 def test_alignment_is_the_papers():
     task = pair(block=2, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)).eval()
-    student, teacher = task.trainable_module.student, task.teacher
+    student, teacher = task.trainable_module.student, task.teacher.model
     student.encoder.pretrained_cfg = {**student.encoder.pretrained_cfg}
     pixels = torch.rand(2, 3, 16, 16)
     seen = {}
@@ -472,7 +472,7 @@ def test_a_task_from_its_fields(tmp_path):
     task = build_pretraining(part, timm.create_model("tdrl_vit_ti", **SMALL), CPU)
     assert isinstance(task, GenericDistillationTask)
     student = task.trainable_module.student
-    assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.ratio) == (4, 128, 0.5, 0.5)
+    assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.model.ratio) == (4, 128, 0.5, 0.5)
     assert MaskPart().decoder == (8, 512, 16)
     for fields in (dict(width=30), dict(heads=3), dict(ratio=0), dict(ratio=1), dict(teacher_model=PLAIN), dict(x=1)):
         with pytest.raises(ValidationError):

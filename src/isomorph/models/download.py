@@ -29,7 +29,7 @@ def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
 
     Raises: what `build` raises; `is_connection_error` is then true if the server does not answer.
     """
-    with _impatient_torch_hub():
+    with _replaced(torch.hub, "urlopen", _open_url):  # its downloads end if the server does not answer
         if config is None or config.file or not config.hf_hub_id:
             return build()
         if _is_in_hub_cache(config.hf_hub_id):
@@ -83,27 +83,20 @@ def _is_in_hub_cache(repository: str) -> bool:
     return False
 
 
-@contextmanager
-def _offline_hub() -> Iterator[None]:
-    """Context in which the hub's client reads its cache only."""
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
+def _offline_hub() -> AbstractContextManager[None]:
+    """Return a context in which the hub's client reads its cache only."""
+    return _replaced(constants, "HF_HUB_OFFLINE", True)
 
 
 @contextmanager
-def _impatient_torch_hub() -> Iterator[None]:
-    """Context in which torch.hub's downloads end if the server does not answer; they have no argument for it."""
-    hub: Any = torch.hub
-    before = hub.urlopen
-    hub.urlopen = _open_url
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace a value of a module within the block, where it has no argument for it."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        hub.urlopen = before
+        setattr(module, name, before)
 
 
 def _open_url(request: Request) -> Any:

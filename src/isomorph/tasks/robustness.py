@@ -125,8 +125,20 @@ def measure_task(
     wanted = cells.wanted()
     corruption_functions()  # raises now, not after hours, if their package is missing
     images = task.open_images(model, options)
-    identity = {"model": name, "weights": weights_hash(model), "metric": metric}
-    identity |= _describe_images(images, options.max_images, seed)
+    identity = {  # what must be equal for two results to be comparable, and the images in words
+        "model": name,
+        "weights": weights_hash(model),
+        "metric": metric,
+        "suite": "imagenet-c",
+        "version": CORRUPTION_VERSION,
+        "source": _fingerprint(images),
+        "limit": options.max_images,
+        "size": list(images.image(0).size[::-1]),
+        "seed": seed,
+        "pictures": _PICTURES,
+        "data": f"{len(images):,} images of {len(images.classes):,} classes",
+        "constants": SEVERITY_SCALE,
+    }
     state = open_cells(identity, wanted, cells, runtime)
     for corruption, severities in state.missing.items():
         for number, severity in enumerate(severities):
@@ -135,21 +147,6 @@ def measure_task(
             given.alter = None if corruption == CLEAN else ImageCorruption(corruption, severity, seed)
             state.add(corruption, severity, task.evaluate_images(model, given, options, runtime)[0])
     return state.result()
-
-
-def _describe_images(images: ImagesWithTruth, limit: int | None, seed: int) -> dict[str, Any]:
-    """Return the values that must be equal for two results to be comparable, and the images in words."""
-    return {
-        "suite": "imagenet-c",
-        "version": CORRUPTION_VERSION,
-        "source": _fingerprint(images),
-        "limit": limit,
-        "size": list(images.image(0).size[::-1]),
-        "seed": seed,
-        "pictures": _PICTURES,
-        "data": f"{len(images):,} images of {len(images.classes):,} classes",
-        "constants": SEVERITY_SCALE,
-    }
 
 
 def _fingerprint(images: ImagesWithTruth) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.task_networks.detection_heads import Target
-from isomorph.training.objectives.distillation import renormalisation
+from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.objectives.masked import PretrainingTask
 
 
@@ -80,24 +80,17 @@ class ProposalDistillationTask(PretrainingTask):
         check_teacher(student, teacher)
         widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]  # type: ignore[union-attr]
         super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)  # type: ignore[arg-type]
-        self.teacher = teacher.requires_grad_(False).eval().to(device)
+        own, theirs = student.pretrained_cfg, teacher.pretrained_cfg
+        self.teacher = FrozenTeacher(teacher, own, theirs, device)  # type: ignore[arg-type]
         self.weights, self.ramp = weights, ramp
-        scale, shift = renormalisation(student.pretrained_cfg, teacher.pretrained_cfg)  # type: ignore[arg-type]
-        self.register_buffer("scale", scale.to(device), persistent=False)
-        self.register_buffer("shift", shift.to(device), persistent=False)
-
-    def train(self, mode: bool = True) -> "ProposalDistillationTask":
-        super().train(mode)
-        self.teacher.eval()
-        return self
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
         losses = self.trainable_module(input, target)
         maps, objectness = losses.pop("maps"), losses.pop("objectness")
         with torch.no_grad():
-            images = input * self.scale + self.shift
-            theirs = list(self.teacher.pyramid_maps(images).values())  # type: ignore[operator]
-            their_objectness = self.teacher.rpn.head(theirs)[0]  # type: ignore[union-attr, operator]
+            teacher = self.teacher.model
+            theirs = list(teacher.pyramid_maps(self.teacher.images(input)).values())
+            their_objectness = teacher.rpn.head(theirs)[0]
         pairs = [guided_losses(*each) for each in zip(maps, objectness, theirs, their_objectness, strict=True)]
         features, scores = zip(*pairs, strict=True)
         passed = unwrap_model(self.trainable_module).passes - 1

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torchvision.transforms.functional import normalize
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.open import open_model
@@ -84,24 +85,20 @@ class PooledFeatures(nn.Module):
     Shape: (B, 3, H, W) uint8 -> (B, features)
     """
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         if not hasattr(model, "forward_head"):
             raise UserError(f"{type(model).__name__} has no features before a classifier; give a timm classifier")
-        self.model, config = model, evaluation_config(model)
-        self.size = tuple(config["input_size"][-2:])
-        self.register_buffer("mean", torch.tensor(config["mean"])[:, None, None], persistent=False)
-        self.register_buffer("std", torch.tensor(config["std"])[:, None, None], persistent=False)
+        self.model: Any = model
+        config = evaluation_config(model)
+        self.size, self.mean, self.std = tuple(config["input_size"][-2:]), list(config["mean"]), list(config["std"])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x / 255
         if tuple(x.shape[-2:]) != self.size:
             x = F.interpolate(x, self.size, mode="bicubic", antialias=True).clamp(0, 1)
-        model: Any = self.model
-        return model.forward_head(model.forward_features((x - self.mean) / self.std), pre_logits=True)
+        features = self.model.forward_features(normalize(x, self.mean, self.std))
+        return self.model.forward_head(features, pre_logits=True)
 
 
 class Extractor(NamedTuple):

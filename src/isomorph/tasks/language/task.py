@@ -13,7 +13,7 @@ from isomorph.checkpoints.model import record_base
 from isomorph.data.formats.registry import data_root
 from isomorph.data.loaders import loader_of_share, seeded_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import drawn_once
+from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
 from isomorph.tasks.language.attention_page import write_attention
@@ -21,9 +21,6 @@ from isomorph.tasks.language.sentences import PadBatch, check_tokenizer, open_to
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Task
-
-_FOR_IMAGES = ("images", "classes", "size", "test_crop", "crop_pct", "shuffle_shards")
-"""Fields of data that are for images."""
 
 
 class LanguagePart(Part):
@@ -62,17 +59,15 @@ class LanguageTask(Task):
     """Base of the tasks on text."""
 
     fields: ClassVar[type[Part]] = LanguagePart
-    unused: ClassVar[tuple[str, ...]] = (*Task.unused, "monitor_every", "drop_path")
+    unused: ClassVar[tuple[str, ...]] = (
+        *(*Task.unused, "monitor_every", "drop_path"),
+        *(f"data.{name}" for name in ("images", "classes", "size", "test_crop", "crop_pct", "shuffle_shards")),
+    )
 
     @property
     def tokenizer(self) -> Any:
         """The tokeniser of the options. Raises: UserError if it cannot be opened."""
         return open_tokenizer(self.options.tokenizer, self.options.lower_case)
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        for name in _FOR_IMAGES:
-            if getattr(recipe.data, name) is not None:
-                raise ValueError(f"data.{name} is for images; leave it out")
 
     def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
         """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.
@@ -85,11 +80,7 @@ class LanguageTask(Task):
         if part:
             split = (part, len(examples))
             examples, test = divide(examples, part)
-        if data.fraction < 1:
-            seed = derive_seed("fraction", recipe.seed if data.draw == "seeded" else 0)
-            order = np.random.default_rng(seed).permutation(len(examples))
-            order = np.arange(len(examples)) if data.draw == "first" else order
-            examples = examples.subset(np.sort(order[: max(1, round(data.fraction * len(examples)))]))
+        examples = drawn_fraction(examples, data.fraction, recipe.seed if data.draw == "seeded" else None)
         examples.split = split  # recorded with the model
         return examples, drawn_once(test, data.test_images)
 

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS
-from isomorph.data.sources import hash_to_unit
+from isomorph.data.sources import hash_to_unit, spaced_indices
 from isomorph.errors import UserError, first_line
 from isomorph.tasks.segmentation.images import (
     IGNORE,
@@ -18,7 +18,6 @@ from isomorph.tasks.segmentation.images import (
     MaskedImages,
     lookup_table,
     read_mask,
-    spaced_numbers,
 )
 
 IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
@@ -76,8 +75,7 @@ def camvid(split: str, root: Path) -> MaskedImages | None:
     images = _existing(root, SPLITS[split])
     if images is None:
         return None
-    table = lookup_table(range(len(CAMVID_CLASSES)))
-    table[len(CAMVID_CLASSES)] = IGNORE
+    table = lookup_table(range(len(CAMVID_CLASSES)), len(CAMVID_CLASSES))
     pairs = _pair_by_name(images, images.with_name(f"{images.name}annot"))
     return MaskedImages(pairs, CAMVID_CLASSES, table, CAMVID_COLOURS)
 
@@ -88,10 +86,8 @@ def ade20k(split: str, root: Path) -> MaskedImages | None:
     folder = {"train": "training", "test": "validation"}[split]
     if not (root / "images" / folder).is_dir():
         return None
-    table = lookup_table(range(1, ADE_CLASSES + 1))
-    table[0] = IGNORE
     files = _pair_by_name(root / "images" / folder, root / "annotations" / folder)
-    return MaskedImages(files, _ade_classes(root / "objectInfo150.txt"), table)
+    return MaskedImages(files, _ade_classes(root / "objectInfo150.txt"), lookup_table(range(1, ADE_CLASSES + 1), 0))
 
 
 def _ade_classes(path: Path) -> list[str]:
@@ -133,9 +129,7 @@ def coco_semantic(split: str, root: Path) -> MaskedImages | None:
         raise UserError(f"{root / found.name} does not exist; it should hold the images of {found}")
     stems = {mask: images / mask.relative_to(found).with_suffix("") for mask in _files(found)}
     files = [Files(_first_file(stem, (".jpg", ".png")) or Path(f"{stem}.jpg"), mask) for mask, stem in stems.items()]
-    table = lookup_table(list(classes))
-    table[0] = IGNORE
-    return MaskedImages(files, list(classes.values()), table)
+    return MaskedImages(files, list(classes.values()), lookup_table(list(classes), 0))
 
 
 def _coco_categories(root: Path) -> dict[int, str]:
@@ -273,7 +267,7 @@ def open_test_pairs(
         pairs = masks("train", root)
     if pairs is None:
         raise _missing(source, root, "test")
-    return pairs if max_images is None else pairs.subset(spaced_numbers(len(pairs), max_images))
+    return pairs if max_images is None else pairs.subset(spaced_indices(np.zeros(len(pairs)), max_images))
 
 
 def _missing(source: str, root: Path, kind: str) -> UserError:

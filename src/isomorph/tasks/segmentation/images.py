@@ -12,7 +12,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.sources import UnreadableImage, explain_decode_errors
+from isomorph.data.sources import UnreadableImage, explain_decode_errors, spaced_indices
 from isomorph.errors import UserError
 from isomorph.tasks.image_sets import ImageSet
 
@@ -37,20 +37,15 @@ class Files(NamedTuple):
     mask: Path
 
 
-def lookup_table(values: Sequence[int] | range) -> np.ndarray:
-    """Return the class of each value of a mask: values[i] is class i, 0 to 255 without a class are -1, 255 is ignored.
+def lookup_table(values: Sequence[int], *ignored: int) -> np.ndarray:
+    """Return the class of each value of a mask: values[i] is class i; 255 and `ignored` have none, others are -1.
 
     Shape: -> (256,)
     """
     table = np.full(256, -1, np.int64)
-    table[IGNORE] = IGNORE
+    table[[IGNORE, *ignored]] = IGNORE
     table[list(values)] = np.arange(len(values))
     return table
-
-
-def spaced_numbers(length: int, count: int) -> list[int]:
-    """Return up to `count` numbers below `length`, spaced evenly."""
-    return np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
 
 
 def read_mask(path: Path) -> np.ndarray:
@@ -131,7 +126,7 @@ class MaskedImages(ImageSet[Files]):
                     with explain_decode_errors(partial(str, path)), Image.open(path) as opened:
                         sizes.append(opened.size)
                 _check_size(files, *sizes)
-        for index in spaced_numbers(len(self), CHECKED_MASKS):
+        for index in spaced_indices(np.zeros(len(self)), CHECKED_MASKS):
             with _counting(damaged, unreadable):
                 labelled |= bool((self.mask(index) != IGNORE).any())
         if not labelled:

@@ -1,5 +1,7 @@
 """The loss of segmentation: cross-entropy of both heads, and distillation from a teacher channel by channel."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.task import ClassificationTask
@@ -10,7 +12,7 @@ from isomorph.errors import UserError
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.images import IGNORE
-from isomorph.training.objectives.distillation import renormalisation
+from isomorph.training.objectives.distillation import FrozenTeacher
 
 
 def pixel_cross_entropy(logits: Tensor, mask: Tensor) -> Tensor:
@@ -52,18 +54,10 @@ class SegmentationTask(ClassificationTask):
     ) -> None:
         super().__init__(model, criterion=pixel_cross_entropy, device=device, verbose=False)
         self.part = part
-        self.teacher = None if teacher is None else teacher.requires_grad_(False).eval().to(device)
+        self.teacher: FrozenTeacher | None = None
         if teacher is not None:
-            scale, shift = renormalisation(model.pretrained_cfg, teacher.pretrained_cfg)  # type: ignore[arg-type]
-            self.register_buffer("scale", scale.to(device), persistent=False)
-            self.register_buffer("shift", shift.to(device), persistent=False)
-
-    def train(self, mode: bool = True) -> "SegmentationTask":
-        """Set the mode of the trained network; the teacher stays in eval mode."""
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
+            own: Any = model.pretrained_cfg
+            self.teacher = FrozenTeacher(teacher, own, teacher.pretrained_cfg, device)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)
@@ -74,7 +68,7 @@ class SegmentationTask(ClassificationTask):
             losses["loss"] = losses["loss"] + self.part.auxiliary_weight * losses["auxiliary_loss"]
         if self.teacher is not None:
             with torch.no_grad():
-                known = self.teacher(input * self.scale + self.shift, coarse=True).logits
+                known = self.teacher.model(self.teacher.images(input), coarse=True).logits
             losses["kd_loss"] = channel_distillation(coarse.logits, known, self.part.temperature)
             losses["loss"] = losses["loss"] + self.part.distill_weight * losses["kd_loss"]
         return {**losses, "output": coarse.logits}

@@ -1,7 +1,7 @@
 """The page of a segmentation test: IoU of every class, confusion between classes, and images, the worst first."""
 
 import colorsys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,18 +66,10 @@ class ImageScore(NamedTuple):
     mask: np.ndarray
 
 
-class WorstImages:
-    """Keeps the images with the lowest mean IoU."""
-
-    def __init__(self, count: int = SHOWN_IMAGES) -> None:
-        self.count, self.scores = count, list[ImageScore]()
-
-    def add(self, index: int, mask: np.ndarray, counts: Confusion) -> None:
-        """Take an image into account, by its index in the data."""
-        miou = counts.metrics()["miou"]
-        if miou == miou:  # an image without any class has none
-            self.scores.append(ImageScore(index, miou, counts, mask))
-        self.scores = sorted(self.scores, key=lambda score: (score.miou, score.number))[: self.count]
+def worst_images(scores: Iterable[ImageScore]) -> list[ImageScore]:
+    """Return the images with the lowest mean IoU, the lowest first; an image without any class has none (NaN)."""
+    known = (score for score in scores if score.miou == score.miou)
+    return sorted(known, key=lambda score: (score.miou, score.number))[:SHOWN_IMAGES]
 
 
 def write_masks(

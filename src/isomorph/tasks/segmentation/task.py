@@ -1,7 +1,7 @@
 """Semantic segmentation as a task of the training loop."""
 
 from collections.abc import Iterable
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.formats import FORMATS, open_splits, open_test_pairs
 from isomorph.tasks.segmentation.images import MAX_CLASSES, MaskedImages
 from isomorph.tasks.segmentation.objective import SegmentationTask, open_teacher
-from isomorph.tasks.segmentation.page import SHOWN_IMAGES, WorstImages, class_colours, index_image, overlay, write_masks
+from isomorph.tasks.segmentation.page import ImageScore, class_colours, index_image, overlay, worst_images, write_masks
 from isomorph.tasks.segmentation.predict import Confusion, measure, predict_mask
 from isomorph.training.build import build_model
 from isomorph.training.recipe.recipe import Recipe
@@ -139,18 +139,19 @@ class Segmentation(Task):
         self, model: nn.Module, images: MaskedImages, options: EvaluationOptions, runtime: Runtime
     ) -> list[dict[str, Any]]:
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)
-        worst, own = WorstImages(), count(runtime.rank, runtime.world)
+        worst, own = list[ImageScore](), count(runtime.rank, runtime.world)
 
         def handle(truth: Tensor, predicted: Tensor, counts: Confusion) -> None:
-            worst.add(next(own), predicted.numpy().astype(np.uint8), counts)
+            score = ImageScore(next(own), counts.metrics()["miou"], counts, predicted.numpy().astype(np.uint8))
+            worst[:] = worst_images([*worst, score])
 
         chosen = {"handle": handle} if options.page else {}
         counts, number = measure(model.to(runtime.device), loader, self.options, runtime, **chosen)
         rows = [{**counts.metrics(), "images": number}, *counts.rows(images.classes)]
         if options.page:
-            scores = [score for part in runtime.gather(worst.scores) for score in part]
+            gathered = runtime.gather(worst)
             if runtime.is_main:
-                write_masks(options.page, images, counts, sorted(scores, key=lambda s: s.miou)[:SHOWN_IMAGES], rows)
+                write_masks(options.page, images, counts, worst_images(chain(*gathered)), rows)
         return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:

@@ -14,15 +14,34 @@ from isomorph.evaluation.input_sizes import check_image_size
 from isomorph.training.recipe.objective_fields import DistillPart
 
 
-def renormalisation(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return scale and shift from images in one normalisation to another: std / std', (mean - mean') / std'.
+class FrozenTeacher(nn.Module):
+    """A network without gradients that stays in eval mode, and the student's images in its normalisation.
 
-    Both are data configs with `mean` and `std`. Shape: -> (C, 1, 1) each
+    `own` and `theirs` are data configs with the `mean` and `std` of student and teacher.
     """
-    (mean, std), (their_mean, their_std) = (
-        [torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std")] for config in (own, theirs)
-    )
-    return std / their_std, (mean - their_mean) / their_std
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self, model: nn.Module, own: Mapping[str, Any], theirs: Mapping[str, Any], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.model: Any = model
+        (mean, std), (their_mean, their_std) = (
+            [torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std")] for config in (own, theirs)
+        )
+        self.register_buffer("scale", std / their_std, persistent=False)
+        self.register_buffer("shift", (mean - their_mean) / their_std, persistent=False)
+        super().train(False)
+        self.requires_grad_(False).to(device)
+
+    def train(self, mode: bool = True) -> "FrozenTeacher":
+        return self
+
+    def images(self, x: Tensor) -> Tensor:
+        """Return images in the teacher's normalisation. Shape: (B, C, h, w) -> the same"""
+        return x * self.scale + self.shift
 
 
 def open_teacher(part: DistillPart) -> nn.Module:

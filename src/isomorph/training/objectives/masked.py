@@ -17,7 +17,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
-from isomorph.training.objectives.distillation import renormalisation
+from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.recipe.objective_fields import MaskPart
 from isomorph.training.task import Objective
 
@@ -133,21 +133,14 @@ class GenericDistillationTask(_MaskedPretraining):
     ) -> None:
         _check_pair(student, teacher, block)
         super().__init__(AlignedStudent(student, teacher.width), device)
-        self.teacher, self.block = teacher.requires_grad_(False).eval().to(device), block
-        self.teacher.ratio = student.ratio
-        scale, shift = renormalisation(*(training_config(model.encoder) for model in (student, teacher)))
-        self.register_buffer("scale", scale.to(device), persistent=False)
-        self.register_buffer("shift", shift.to(device), persistent=False)
-
-    def train(self, mode: bool = True) -> "GenericDistillationTask":
-        super().train(mode)
-        self.teacher.eval()
-        return self
+        own, theirs = (training_config(model.encoder) for model in (student, teacher))
+        self.teacher, self.block = FrozenTeacher(teacher, own, theirs, device), block
+        teacher.ratio = student.ratio
 
     @torch.no_grad()
     def teacher_features(self, images: Tensor, noise: Tensor) -> Tensor:
         """Return the normalised features of the teacher. Shape: (B, C, h, w), (B, N) -> (B, N, teacher's width)"""
-        features = self.teacher.decoder_features(images * self.scale + self.shift, noise, self.block)
+        features = self.teacher.model.decoder_features(self.teacher.images(images), noise, self.block)
         return F.layer_norm(features, features.shape[-1:], eps=1e-6)
 
     def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
