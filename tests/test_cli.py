@@ -72,7 +72,7 @@ def test_refine_and_calibrate(tmp_path):
     assert [point["rfc"] for point in curve] == [1, 1.2]
     assert {point["rfc_fill"] for point in curve} == {"black"}
     run = isomorph("evaluate", small, "--data", "digits", *ratios)
-    rows = [line.split() for line in run.stdout.splitlines()[1:3]]
+    rows = [line.split() for line in run.stdout.splitlines()[2:4]]
     assert [row[0] for row in rows] == ["1", "1.2"]
     assert sum("*" in row for row in rows) == 1
     assert "leaves no image" in refused("evaluate", small, "--data", "digits", "--rfc", 0)
@@ -182,7 +182,7 @@ BAD = [
     ("train digits_cnn --epochs", "--epochs VALUE"),
     ("recats", "recats"),
     ("evaluate {w} --dta digits", "--dta"),
-    ("verify {w} {w} --size 2 0", "has no pixel"),
+    ("verify {w} {w} --size 2 0", "--size 0 must be at least 1"),
     ("verify {w} {w} --atol -1", "--atol -1 must be at least 0"),
     ("verify {w} {w} --atol nan", "--atol nan must be a number"),
     ("verify {w} {w} --max-images 5", "give --data too"),
@@ -193,8 +193,8 @@ BAD = [
     ("train digits_cnn --epochs 1 --epochs=2", "--epochs is given twice"),
     ("fuse resnet18", "resnet18 is a timm model, not a checkpoint; give a checkpoint"),
     ("trian", 'unknown command "trian"; did you mean "train"? See `isomorph --help`'),
-    ("verify {w} {w} --batch -1", "has no image"),
-    ("{recast} --size -3 5", "pixel"),
+    ("verify {w} {w} --batch -1", "--batch -1 must be at least 1"),
+    ("{recast} --size -3 5", "--size -3 must be at least 1"),
     ("evaluate cspresnet50d --data digits", "cspresnet50d has no public weights"),
     ("{recast} --gate nan", "must be finite"),
     ("recast {w} --where layer3.* --out folder.safetensors", "cannot write"),
@@ -213,7 +213,7 @@ BAD = [
     ("fuse images", "nor the folder of a run with a snapshot"),
     ("fuse few.safetensors --out few.safetensors", "give another file"),
     ("fuse few.safetensors --out few.pth", "must end in .safetensors"),
-    ("fuse few.safetensors --recalibrate -1", "--recalibrate must be at least 0"),
+    ("fuse few.safetensors --recalibrate -1", "--recalibrate -1 must be at least 0"),
     ("revert few.safetensors --where no*", "selects no layer that can be reverted"),
     ("revert few.safetensors --atol -1", "--atol -1 must be at least 0"),
     ("revert few.safetensors --out few.safetensors", "give another file"),
@@ -225,7 +225,7 @@ BAD = [
     ("bench {w} --against {w}", "twice"),
     ("bench vit_tiny_patch16_224 --size 5 5", "takes no images of 5 x 5"),
     ("bench {w} --seconds inf", "--seconds inf is out of range; give at most 86,400"),
-    ("bench {w} --seconds -1 --no-peak", "-1 seconds cannot be timed"),
+    ("bench {w} --seconds -1", "--seconds -1 must be at least 0"),
     ("evaluate {w} --data digits --batch-size 99999999999999999999", "--batch-size 1e+20 is out of"),
     ("verify {w} {w} --size 8 99999999999999999999", "--size 1e+20 is out of range"),
     ("robustness {w} --data digits --workers 9999", "--workers 9,999 is out of"),

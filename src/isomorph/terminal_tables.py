@@ -84,20 +84,16 @@ def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
 def row_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a table with a line for each row of metrics and names; a dash stands for a value that is missing."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    formats = {name: (POINT_FORMATS | METRIC_FORMATS).get(name, (name, str)) for name in names}
+    formats = {name: (POINT_FORMATS | METRIC_FORMATS).get(name, (name, _plain_text)) for name in names}
     cells = [["-" if row.get(name) is None else formats[name][1](row[name]) for name in names] for row in rows]
     return [[formats[name][0] for name in names], *cells]
 
 
-def sweep_table(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
-    """Return a table with a row for each point of a sweep along `key`; a star marks the best top-1."""
-    metrics = [name for name in ("top1", "top5", "nll", "ece") if name in points[0]]
-    best = max(points, key=lambda point: point["top1"])
-    rows = [
-        [f"{point[key]:g}" + " *" * (point is best), *(METRIC_FORMATS[name][1](point[name]) for name in metrics)]
-        for point in points
-    ]
-    return [[f"{title}: {key}", *(METRIC_FORMATS[name][0] for name in metrics)], *rows]
+def _plain_text(value: Any) -> str:
+    """Return a value without a format of its own: numbers with three digits."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_plain_text, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:

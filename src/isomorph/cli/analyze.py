@@ -94,8 +94,8 @@ def analyze(
     speed
         Also measure images per second and peak memory.
     """
-    if test.max_images < 4 or megabytes < 0.5:
-        raise UserError("--max-images must be at least 4 and --megabytes at least 0.5")
+    if test.max_images < 4:
+        raise UserError("--max-images must be at least 4")
     if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     out = choose_page(out, "isomorph-analysis.html", overwrite)

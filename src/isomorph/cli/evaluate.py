@@ -17,7 +17,6 @@ from isomorph.cli.options import (
     Sizes,
     Split,
     WholeNumber,
-    check_least,
     check_page,
     command,
     display_name,
@@ -27,7 +26,7 @@ from isomorph.cli.options import (
 )
 from isomorph.cli.output import show, track_steps
 from isomorph.errors import UserError
-from isomorph.terminal_tables import grid_table, metric_table, row_table, sweep_table
+from isomorph.terminal_tables import grid_table, metric_table, row_table
 
 
 @group
@@ -88,8 +87,6 @@ def evaluate_(
         File for a page (.html) of a model for segmentation or detection: its predictions next to the truth, the worst
         images first, with the metrics of every class. Of a text network: its attention.
     """
-    check_least(batch_size=load.batch_size)
-    check_least(0, workers=load.workers)
     if of.suite and of.classes is not None:
         raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
     if of.partial and not of.suite:
@@ -191,15 +188,18 @@ def _measure_exported(net: Any, sizes: Sequence[tuple[int, int]], images: int) -
 def _show_rows(
     head: dict[str, str], rows: list[dict[str, Any]], costs: list[dict[str, Any]], many: bool, json_: bool
 ) -> None:
-    """Print a table if there are suites or several sizes, a row for each rfc ratio, or one metric per line."""
+    """Print a metric per line, or a row for each suite, size and rfc ratio; `many` if there are suites or sizes.
+
+    A star marks the best of several rfc ratios alone.
+    """
     model = display_name(head["model"], pretrained="weights" not in head)
     single_cost = costs[0] if len(costs) == 1 else {}
-    cost = grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost)
-    if many:
-        show(json_, head | {"rows": rows, "cost": costs}, model, grid_table(rows), *([cost] if costs else []))
-    elif len(rows) == 1:
+    if len(rows) == 1 and not many:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
         show(json_, head | rows[0] | single_cost, metric_table(model + rfc, rows[0] | single_cost))
-    else:
-        curve = {"curve": [head | row for row in rows]}
-        show(json_, head | curve | single_cost, sweep_table(model, rows, "rfc"), metric_table(model, single_cost))
+        return
+    found = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows], **single_cost}
+    table, cost = grid_table(rows), grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost)
+    if not many:
+        table[1 + max(range(len(rows)), key=lambda i: rows[i]["top1"])][0] += " *"
+    show(json_, head | found, model, table, *([cost] if costs else []))

@@ -17,7 +17,6 @@ from isomorph.cli.options import (
     Root,
     Size,
     WholeNumber,
-    check_least,
     check_out,
     command,
     group,
@@ -156,7 +155,6 @@ def quantize(
     out
         File to write; by default NAME-int8.onnx in the folder of MODEL.
     """
-    check_least(images=images, batch_size=batch_size)
     path = out or out_next_to(model, "-int8.onnx")
     check_out(path, file.overwrite, Path(model), (".onnx",))
     chosen = dict(weights_only=weights_only, float_layers=float_layers or (), weight_bits=weight_bits)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from isomorph.cli.options import Device, Flag, Json, MaxImages, Root, WholeNumber, check_least, command, loading
+from isomorph.cli.options import Device, Flag, Json, MaxImages, Root, WholeNumber, command, loading
 from isomorph.cli.output import progress_bar, show
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
@@ -51,7 +51,6 @@ def fid(
         Folder in which the features of real images are stored; by default isomorph/features below $XDG_CACHE_HOME or
         ~/.cache.
     """
-    check_least(batch_size=batch_size)
     if not images.is_dir():
         raise UserError(f"there is no folder {images}; `isomorph sample --out FOLDER` makes one of generated images")
     if weights and not weights.is_file():

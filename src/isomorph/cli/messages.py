@@ -9,6 +9,10 @@ from cyclopts import CoercionError, CycloptsError, MissingArgumentError, UnusedC
 from isomorph.cli.options import app
 from isomorph.cli.tables import recipe_fields, tables
 
+_SAME_NAMES = (
+    *("batch_size", "model_kwargs", "grid_size", "prefix_tokens", "rescale_by", "dynamic", "opset", "float_layers"),
+    *("atol", "weight_bits"),
+)
 _OPTIONS = {
     "data.root": "--root",
     "data.source": "--data",
@@ -17,19 +21,10 @@ _OPTIONS = {
     "test_fraction": "--split",
     "model.weights": "--weights",
     "device=cpu": "--device cpu",
-    "batch_size": "--batch-size",
-    "model_kwargs": "--model-kwargs",
-    "grid_size": "--grid-size",
-    "prefix_tokens": "--prefix-tokens",
-    "rescale_by": "--rescale-by",
     "in where": "in --where",
-    "dynamic": "--dynamic",
-    "opset": "--opset",
-    "float_layers": "--float-layers",
-    "atol": "--atol",
-    "weight_bits": "--weight-bits",
     "checkpoint_path=FILE": "--weights FILE",
     "pretrained=False": "--no-pretrained",
+    **{name: f"--{name.replace('_', '-')}" for name in _SAME_NAMES},
 }
 """Options of all commands but `train`, by the names that the library uses."""
 

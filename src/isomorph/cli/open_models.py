@@ -127,7 +127,6 @@ def comparison_inputs(
         raise UserError("--max-images is a number of images of --data; give --data too")
     if not data:
         return [random_inputs(batch, model, size) for size in sizes or (None,)]
-    batch = max(batch, 1)
     source = spaced_images(open_source(data, "test", root), max_images or batch)
     configs = [training_config(model, size) for size in sizes] or [training_config(model)]
     return [images for config in configs for images, _ in eval_loader(source, config, batch)]

@@ -2,7 +2,7 @@
 
 A group is a dataclass: a command takes it as one keyword argument, for example `checkpoint: CheckpointOptions`, and
 each of its fields becomes an option. To add an option to every command of a group, add a field with its help text, and
-the largest value of a number to LIMITS.
+the smallest and largest value of a number to LIMITS.
 """
 
 import dataclasses
@@ -125,28 +125,28 @@ Overwrite = Annotated[bool, Parameter(negative="", help="Replace --out if it exi
 Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]
 
 
-LIMITS: dict[str, float] = {
-    "atol": 1e6,
-    "batch": 2**16,
-    "batch_size": 2**16,
-    "classes": 10**7,
-    "max_images": 10**9,
-    "images": 10**7,
-    "megabytes": 1000,
-    "num_classes": 10**7,
-    "recalibrate": 10**6,
-    "rfc": 100,
-    "seconds": 24 * 60 * 60,
-    "seed": 2**31 - 1,
-    "seeds": 2**31 - 1,
-    "severity": 5,
-    "size": 2**13,
-    "split": 1,
-    "steps": 10**6,
-    "tolerance": 0.5,
-    "workers": 256,
+LIMITS: dict[str, tuple[float, float]] = {
+    "atol": (0, 1e6),
+    "batch": (1, 2**16),
+    "batch_size": (1, 2**16),
+    "classes": (1, 10**7),
+    "max_images": (1, 10**9),
+    "images": (1, 10**7),
+    "megabytes": (0.5, 1000),
+    "num_classes": (0, 10**7),
+    "recalibrate": (0, 10**6),
+    "rfc": (0, 100),
+    "seconds": (0, 24 * 60 * 60),
+    "seed": (0, 2**31 - 1),
+    "seeds": (0, 2**31 - 1),
+    "severity": (1, 5),
+    "size": (1, 2**13),
+    "split": (0, 1),
+    "steps": (1, 10**6),
+    "tolerance": (0, 0.5),
+    "workers": (0, 256),
 }
-"""Largest allowed value of every numeric option, by name; the same in all commands."""
+"""Smallest and largest allowed value of every numeric option, by name; the same in all commands."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -228,7 +228,7 @@ def command(function: Command) -> Command:
 
 
 def check_limits(function: Command) -> Command:
-    """Decorate a command so that values beyond LIMITS, infinite or NaN raise UserError before it runs."""
+    """Decorate a command so that values beyond LIMITS or NaN raise UserError before it runs."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> None:
@@ -242,29 +242,23 @@ def _check_options(options: dict[str, Any]) -> None:
     """Raise UserError for an option beyond its limit, alone or in a group."""
     for name, value in options.items():
         if name in LIMITS:
-            _check_limit(name, value, LIMITS[name])
+            _check_limit(name, value)
         elif dataclasses.is_dataclass(value):
             _check_options(vars(value))
 
 
-def _check_limit(name: str, value: Any, limit: float) -> None:
-    """Raise UserError if a number, or one of several, is not finite or is beyond the limit."""
+def _check_limit(name: str, value: Any) -> None:
+    """Raise UserError if a number, or one of several, is beyond its limits."""
+    option, (least, most) = f"--{name.replace('_', '-')}", LIMITS[name]
     if isinstance(value, list | tuple):
-        for number in value:
-            _check_limit(name, number, limit)
-    elif name == "max_images" and value is not None and value < 1:
-        raise UserError(f"--max-images {value} must be at least 1")
-    elif isinstance(value, float) and math.isnan(value):
-        raise UserError(f"--{name.replace('_', '-')} nan must be a number")
-    elif isinstance(value, int | float) and not abs(value) <= limit:
-        raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
-
-
-def check_least(least: float = 1, **numbers: float | None) -> None:
-    """Raise UserError for a number below `least`; the options that are None are left out."""
-    for name, number in numbers.items():
-        if number is not None and not number >= least:
-            raise UserError(f"--{name.replace('_', '-')} {number:g} must be at least {least:g}")
+        for each in value:
+            _check_limit(name, each)
+    elif isinstance(value, int | float) and not least <= value <= most:
+        if math.isnan(value):
+            raise UserError(f"{option} nan must be a number")
+        if value < least:
+            raise UserError(f"{option} {value:,g} must be at least {least:g}")
+        raise UserError(f"{option} {value:,g} is out of range; give at most {most:,}")
 
 
 def _check_suffix(option: str, path: Path, suffixes: Sequence[str]) -> None:

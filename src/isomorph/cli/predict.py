@@ -7,7 +7,7 @@ from typing import Any
 from isomorph.cli.options import Device, Json, Model, OpenOptions, Overwrite, command, loading
 from isomorph.cli.output import show
 from isomorph.errors import UserError
-from isomorph.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import row_table
 
 
 @command
@@ -50,7 +50,8 @@ def predict(
     for path, value in files.items():
         _write(path, value)
     found = {"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))}
-    show(json_, found, _table(str(image), prediction.rows), *(f"wrote {path}" for path in files))
+    table = row_table(prediction.rows) if prediction.rows else [["", str(image)], ["nothing", ""]]
+    show(json_, found, table, *(f"wrote {path}" for path in files))
 
 
 def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:
@@ -78,20 +79,3 @@ def _write(path: Path, value: Any) -> None:
         write_atomically(path, lambda file: value.save(file, format="PNG"))
     else:
         write_atomically(path, lambda file: file.write_text(json.dumps(value, indent=1)))
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return a table of predictions, which have the same keys."""
-    if not rows:
-        return [["", title], ["nothing", ""]]
-    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in rows[0]]
-    return [heads, *([_cell(name, value) for name, value in row.items()] for row in rows)]
-
-
-def _cell(name: str, value: Any) -> str:
-    """Return a value as text: with its metric's format, numbers with three digits."""
-    if name in METRIC_FORMATS and value is not None:
-        return METRIC_FORMATS[name][1](value)
-    if isinstance(value, list | tuple):
-        return " ".join(_cell("", each) for each in value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

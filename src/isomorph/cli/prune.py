@@ -9,7 +9,6 @@ from isomorph.cli.options import (
     Json,
     Overwrite,
     WholeNumber,
-    check_least,
     check_out,
     command,
     loading,
@@ -62,9 +61,6 @@ def prune(
     batch
         Number of images to compare on.
     """
-    if tolerance < 0:
-        raise UserError(f"--tolerance {tolerance:g} is out of range; give a share of attention from 0 to 0.5")
-    check_least(batch=batch)
     if root and not data:
         raise UserError("--root is the folder of --data; give both")
     out = out or out_next_to(model, "-pruned.safetensors")

@@ -10,7 +10,6 @@ from isomorph.cli.options import (
     Overwrite,
     Sizes,
     WholeNumber,
-    check_least,
     command,
     loading,
     only_size,
@@ -62,8 +61,6 @@ def sample(
     batch_size
         Images that are generated at the same time.
     """
-    check_least(images=images, batch_size=batch_size, steps=steps)
-    check_least(0, seed=seed)
     _check_out(out, images, overwrite)
     height_width = only_size(size)
     with loading():

@@ -13,7 +13,6 @@ from isomorph.cli.options import (
     Sizes,
     WholeNumber,
     app,
-    check_least,
     check_out,
     command,
     loading,
@@ -119,8 +118,8 @@ def fuse(
     batch_size
         Images per batch.
     """
-    if recalibrate < 0 or batch_size < 2:
-        raise UserError("--recalibrate must be at least 0 and --batch-size at least 2")
+    if batch_size < 2:
+        raise UserError(f"--batch-size {batch_size} must be at least 2")
     if (data or root) and not recalibrate:
         raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
     out = out or out_next_to(model, "-fused.safetensors")
@@ -180,7 +179,6 @@ def revert(
     out
         File for the new checkpoint; by default NAME-reverted.safetensors in the same folder.
     """
-    check_least(0, atol=atol)
     out = out or out_next_to(model, "-reverted.safetensors")
     check_out(out, overwrite, model)
     with loading():
