@@ -14,7 +14,8 @@ import torch
 import isomorph as iso
 from interleave import show, spread, write
 from isomorph.evaluation.cost import count_macs, count_parameters
-from isomorph.report.figures import Line, Panel, panels_figure
+from isomorph.report.charts import Line, Panel
+from isomorph.report.figures import panels_figure
 from study import final_rows, mean_line, of_kind
 
 TITLES = {

@@ -21,7 +21,8 @@ from interleave import show, spread, write
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.recipes.convit import CPU_PERCENTS, GPU_PERCENTS
-from isomorph.report.figures import Line, Panel, panels_figure
+from isomorph.report.charts import Line, Panel
+from isomorph.report.figures import panels_figure
 
 TITLES = {"convit": "ConViT", "vit": "ViT"}
 

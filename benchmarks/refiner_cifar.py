@@ -15,7 +15,8 @@ import isomorph as iso
 from interleave import show, write
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
-from isomorph.report.figures import Panel, matrices_figure, panels_figure
+from isomorph.report.charts import Panel
+from isomorph.report.figures import matrices_figure, panels_figure
 from study import final_rows, mean_line
 
 KINDS = {

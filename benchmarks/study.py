@@ -3,7 +3,7 @@
 import statistics
 
 from interleave import spread
-from isomorph.report.figures import Line
+from isomorph.report.charts import Line
 
 
 def of_kind(runs, kind):

@@ -136,7 +136,8 @@ def _measure_along(
     Raises: UserError when nothing can be measured of any run.
     """
     from isomorph.distributed import open_runtime
-    from isomorph.report.compare_page import MEASURES, MeasureHistory
+    from isomorph.report.compare_page import MeasureHistory
+    from isomorph.report.page_models import MEASURES
     from isomorph.training.history import attention_history
 
     if not logs:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_entropy, attention_spans, gates, logit_stats, nonlocality
+from isomorph.analysis import attention_spans, gates, logit_stats
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import CKA, gram_matrices, hsic, matching_batches, pool_features
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
@@ -26,7 +26,15 @@ from isomorph.report.attention_viewer import (
 from isomorph.report.charts import Dots, Line, Matrix, Panel, Table, format_number
 from isomorph.report.html import Details, ImageCard, Section
 from isomorph.report.page_images import PageImage, normalise_images
-from isomorph.report.page_models import PageModel, class_logits, framing_text, model_history, name_classes
+from isomorph.report.page_models import (
+    MEASURES,
+    HeadMeasure,
+    PageModel,
+    class_logits,
+    framing_text,
+    model_history,
+    name_classes,
+)
 from isomorph.report.robustness_page import RobustnessData, robustness_charts, robustness_table, shared_means
 from isomorph.surgery.where import Where
 
@@ -46,26 +54,15 @@ Evolution = Mapping[str, Mapping[str, float]]
 """F_k of every layer by model, as `iso.analysis.feature_evolution` returns it for each."""
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """A chart of a number of each head: `of(model, ...)` returns {layer: (heads,)}; `limit` is the top of its axis."""
-
-    title: str
-    label: str
-    of: Callable[..., Mapping[str, Any]]
-    limit: float | None = None
-
-
 def _largest_logits(*arguments: Any) -> dict[str, Tensor]:
     return {layer: stats.max_logit for layer, stats in logit_stats(*arguments).items()}
 
 
-GATING = (_Measure("Gates", "sigma(gate)", gates, 1.0), _Measure("Spans", "1 / locality, grid steps", attention_spans))
-STATISTICS = (
-    _Measure("Nonlocality", "mean distance, grid steps", nonlocality),
-    _Measure("Attention entropy", "nats", attention_entropy),
-    _Measure("Largest attention logit", "logit", _largest_logits),
+GATING = (
+    HeadMeasure("Gates", "sigma(gate)", gates, 1.0),
+    HeadMeasure("Spans", "1 / locality, grid steps", attention_spans),
 )
+STATISTICS = (*MEASURES.values(), HeadMeasure("Largest attention logit", "logit", _largest_logits))
 
 
 @torch.no_grad()
@@ -157,7 +154,7 @@ def batch_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
 
 
 def _measure_charts(
-    measures: Sequence[_Measure], models: Sequence[PageModel], *arguments: Mapping[str, Any]
+    measures: Sequence[HeadMeasure], models: Sequence[PageModel], *arguments: Mapping[str, Any]
 ) -> list[Dots]:
     """Return a chart for each measure, of the models that have it; `arguments` are further ones by model."""
     charts = []
@@ -169,15 +166,12 @@ def _measure_charts(
                 series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
         series = {name: layers for name, layers in series.items() if layers}
         if series:
-            charts.append(Dots(measure.title, measure.label, series, measure.limit, RESOLUTION))
+            charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
     return charts
 
 
-def _gating_sections(models: Sequence[PageModel]) -> list[Section]:
-    """Return the section of gates and spans, with the number of heads that have no span; none without gated layers."""
-    charts = _measure_charts(GATING, models)
-    if not charts:
-        return []
+def _gating_section(charts: Sequence[Dots]) -> Section:
+    """Return the section of gates and spans, with the number of heads that have no span."""
     texts = []
     for chart in charts[1:]:
         for name, layers in chart.series.items():
@@ -186,7 +180,7 @@ def _gating_sections(models: Sequence[PageModel]) -> list[Section]:
                     f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
                 )
     finding = "" if charts[0].constant_text() else findings.gates_finding(charts[0])
-    return [Section("Gates and spans", " ".join(texts), charts=charts, finding=finding, guide=guides.GATES)]
+    return Section("Gates and spans", " ".join(texts), charts=charts, finding=finding, guide=guides.GATES)
 
 
 def _cost_sections(models: Sequence[PageModel], measure_speed: bool) -> list[Section]:
@@ -312,9 +306,11 @@ def _first_section(
     images: Sequence[PageImage],
     batches: Mapping[str, Tensor],
     layers: Where | None,
+    gating: Sequence[Dots],
     options: AnalyzeOptions,
 ) -> Section:
     """Return the attention or predictions of the models, with the finding of the whole page."""
+    gates_of = gating[0].series if gating else {}
     shown: list[ViewerModel] = []
     outputs: list[Tensor | None] = []
     problems: dict[str, dict[str, str]] = {}
@@ -322,10 +318,9 @@ def _first_section(
         options.report_progress(f"attention of {m.name}")
         batch = batches[m.name]
         maps, problems[m.name] = capture_layer_maps(m.model, batch, layers, keep_exact=len(models) == 2)
-        gated = {chart.title: chart.series[m.name] for chart in _measure_charts(GATING[:1], [m])}
         outputs.append(class_logits(m.model, batch))
         predictions = () if outputs[-1] is None else name_classes(m.model, outputs[-1])
-        shown.append(ViewerModel(m.name, maps, gated.get("Gates", {}), predictions))
+        shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions))
     section = _attention_section(shown, images, problems, framing_text(models[0].config), options.max_map_characters)
     return replace(section, finding=_page_finding(shown, outputs, images, section.viewer))
 
@@ -369,8 +364,9 @@ def analyze_sections(
     """
     options = options or AnalyzeOptions()
     batches = {m.name: normalise_images(images, dict(m.config)).to(next(m.model.parameters())) for m in models}
-    sections = [_first_section(models, images, batches, layers, options)]
-    sections += _gating_sections(models)
+    gating = _measure_charts(GATING, models)
+    sections = [_first_section(models, images, batches, layers, gating, options)]
+    sections += [_gating_section(gating)] if gating else []
     options.report_progress("attention statistics")
     where = dict.fromkeys(batches, "*" if layers is None else layers)
     if charts := _measure_charts(STATISTICS, models, batches, where):

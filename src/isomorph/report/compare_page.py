@@ -1,7 +1,7 @@
 """The sections of the page of `isomorph compare`: the logs and checkpoints of runs, side by side."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -10,54 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.analysis import GatingHistory, attention_entropy, nonlocality
+from isomorph.analysis import GatingHistory
 from isomorph.report import guides
 from isomorph.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
 from isomorph.report.findings import accuracy_cost_finding, gates_moved, runs_finding
 from isomorph.report.html import Details, Section
+from isomorph.report.page_models import MEASURES
 from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog, best_top1
 from isomorph.terminal_tables import METRIC_FORMATS, count_of
-
-
-def points_table(points: Sequence[AccuracyPoint]) -> Table:
-    """Return a table with a row for each model, the cheapest first."""
-    rows = [
-        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
-        for p in sorted(points, key=lambda point: point.macs)
-    ]
-    return [["", "test set", "top-1 (%)", "GMACs per image", "parameters (M)"], *rows]
-
-
-def accuracy_charts(points: Sequence[AccuracyPoint]) -> list[Chart]:
-    """Return charts of top-1 against MACs and parameters, coloured by test set; none for fewer than two models."""
-    if len(points) < 2:
-        return []
-    charts: list[Chart] = []
-    for title, label, cost, scale in (
-        ("MACs", "GMACs per image", "macs", 1e9),
-        ("parameters", "parameters (M)", "parameters", 1e6),
-    ):
-        series = {
-            data: {p.name: (getattr(p, cost) / scale, p.top1) for p in points if p.data == data}
-            for data in dict.fromkeys(p.data for p in points)
-        }
-        charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
-    return charts
-
-
-class AttentionMeasure(NamedTuple):
-    """A number for each head of each attention layer: `of(model, loader)` returns {layer: (heads,)}."""
-
-    title: str
-    unit: str
-    of: Callable[..., dict[str, Tensor]]
-
-
-MEASURES = {
-    "nonlocality": AttentionMeasure("Nonlocality", "grid steps", nonlocality),
-    "entropy": AttentionMeasure("Attention entropy", "nats", attention_entropy),
-}
-"""Values of `isomorph compare --along`."""
 
 
 class MeasureHistory(NamedTuple):
@@ -85,15 +45,6 @@ def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Ten
     """Return a chart of a number of each head along training: a line for each layer, with the range of its heads."""
     lines = {layer: head_range_line(epochs, heads) for layer, heads in layers.items()}
     return Panel(title, "epoch", unit, lines, ordered=True, resolution=1e-3)
-
-
-def history_panels(histories: MeasureHistories) -> list[Panel]:
-    """Return a chart for each measure and run: a line for each layer, the mean over its heads, with their range."""
-    return [
-        _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
-        for key, runs in histories.items()
-        for run, history in runs.items()
-    ]
 
 
 def history_tables(histories: MeasureHistories) -> list[Table]:
@@ -289,19 +240,35 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
 
 
 def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
-    """Return the section of attention measures along training; none without any."""
-    charts = history_panels(histories)
+    """Return the section of attention measures along training, a chart for each measure and run; none without any."""
+    charts = [
+        _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
+        for key, runs in histories.items()
+        for run, history in runs.items()
+    ]
     text = f"At the epochs saved by keep_every in the recipe, on {images}."
     guide = f"{guides.RANGE} {guides.MEASURES}"
     return [Section("Attention along training", text, charts=charts, guide=guide)] if charts else []
 
 
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
-    """Return the section of accuracy against cost; none for fewer than two models."""
-    charts = accuracy_charts(points)
+    """Return the section of top-1 against MACs and parameters, coloured by test set; none for fewer than two models."""
+    if len(points) < 2:
+        return []
+    costs = {"MACs": ("GMACs per image", "macs", 1e9), "parameters": ("parameters (M)", "parameters", 1e6)}
+    charts, data_sets = [], dict.fromkeys(p.data for p in points)
+    for title, (label, cost, scale) in costs.items():
+        series = {
+            data: {p.name: (getattr(p, cost) / scale, p.top1) for p in points if p.data == data} for data in data_sets
+        }
+        charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
+    rows = [
+        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
+        for p in sorted(points, key=lambda point: point.macs)
+    ]
+    table = [["", "test set", "top-1 (%)", *(label for label, _, _ in costs.values())], *rows]
     finding = accuracy_cost_finding(points)
-    section = Section("Accuracy and cost", table=points_table(points), finding=finding, guide=guides.ACCURACY_COST)
-    return [replace(section, charts=charts)] if charts else []
+    return [Section("Accuracy and cost", table=table, charts=charts, finding=finding, guide=guides.ACCURACY_COST)]
 
 
 def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:

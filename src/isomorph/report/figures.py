@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.report.attention_viewer import LayerMaps, Viewer
-from isomorph.report.charts import Chart, Line, Panel
+from isomorph.report.charts import Chart, Panel
 from isomorph.report.html import Section
 
 INK, PALETTE = "#808890", ("#2f72d8", "#d9651c", "#25694e", "#d86dbe", "#655a21", "#8f8b8b")
@@ -22,18 +22,6 @@ MAX_NUMBERED_COLUMNS = 12
 MAX_LAYERS = 12
 """Layers of a figure of attention maps; deeper models show that many, evenly spread."""
 CENTRE = (0.5, 0.5)
-__all__ = [
-    "Line",
-    "Panel",
-    "QueryMaps",
-    "draw_chart",
-    "maps_figure",
-    "matrices_figure",
-    "panels_figure",
-    "pyplot",
-    "save_figures",
-    "style",
-]
 
 
 @cache
@@ -191,14 +179,6 @@ def _write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
             axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=6.5, color=colour)
 
 
-def _remove_axes(cell: Any) -> None:
-    """Remove ticks and frame from axes that show an image."""
-    cell.set_xticks([])
-    cell.set_yticks([])
-    for spine in cell.spines.values():
-        spine.set_visible(False)
-
-
 class QueryMaps(NamedTuple):
     """The map of every head from one query, its row and column, and the grid of queries. Shape: maps (heads, h, w)"""
 
@@ -229,7 +209,8 @@ def maps_figure(image: np.ndarray, rows: Mapping[str, QueryMaps], title: str = "
         cell.set_title(f"head {number}", fontsize=7, pad=3)
     for line, (name, layer) in zip(axes, rows.items(), strict=True):
         for cell in line:
-            _remove_axes(cell)
+            cell.set(xticks=[], yticks=[])
+            cell.spines[:].set_visible(False)
         line[0].imshow(image, interpolation="nearest", extent=(0, width, height, 0))
         _frame_query(line[0], layer, height, width)
         line[0].set_ylabel(name, rotation=0, ha="right", va="center")
@@ -254,8 +235,7 @@ def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
         figure, axes = pyplot().subplots(len(rows), columns, figsize=size, squeeze=False)
         for line, (network, maps) in zip(axes, rows.items(), strict=True):
             for cell in line:
-                cell.set_xticks([])
-                cell.set_yticks([])
+                cell.set(xticks=[], yticks=[])
             line[0].set_ylabel(network)
             for cell, (block, matrix) in zip(line, maps.items(), strict=False):
                 values = matrix.float().cpu().numpy()

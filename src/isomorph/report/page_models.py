@@ -1,15 +1,16 @@
-"""The models of a page: their names, histories and predictions."""
+"""The models of a page: their names, histories and predictions, and what is measured of their attention."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis import attention_entropy, nonlocality
 from isomorph.evaluation.input_sizes import class_namer
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import edits
@@ -17,6 +18,22 @@ from isomorph.surgery.record import record
 
 PREDICTED_CLASSES = 3
 """Classes that a prediction names."""
+
+
+class HeadMeasure(NamedTuple):
+    """A number of each head: `of(model, ...)` returns {layer: (heads,)}; `limit` is the top of its axis."""
+
+    title: str
+    unit: str
+    of: Callable[..., dict[str, Tensor]]
+    limit: float | None = None
+
+
+MEASURES = {
+    "nonlocality": HeadMeasure("Nonlocality", "grid steps", nonlocality),
+    "entropy": HeadMeasure("Attention entropy", "nats", attention_entropy),
+}
+"""What is measured of any attention, by its name in `isomorph compare --along`."""
 
 
 @dataclass(frozen=True)

@@ -89,19 +89,22 @@ def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gai
     ]
 
 
+def _shared_cells(results: Mapping[str, AccuracyCells], corruptions: Sequence[str]) -> dict[str, AccuracyCells]:
+    """Return the cells of some corruptions that all models have, of each model."""
+    selected = {name: _select(cells, corruptions) for name, cells in results.items()}
+    return {
+        name: {cell: value for cell, value in cells.items() if all(cell in others for others in selected.values())}
+        for name, cells in selected.items()
+    }
+
+
 def shared_means(results: Mapping[str, AccuracyCells]) -> dict[str, dict[str, float]]:
     """Return the mean by corruption of each model, over the suite's cells that all models have.
 
     Of results with extra corruptions only, over those.
     """
     for _, _, corruptions in SUITES:
-        selected = {name: _select(cells, corruptions) for name, cells in results.items()}
-        means = {
-            name: _mean_by_corruption(
-                {cell: cells[cell] for cell in cells if all(cell in s for s in selected.values())}
-            )
-            for name, cells in selected.items()
-        }
+        means = {name: _mean_by_corruption(of) for name, of in _shared_cells(results, corruptions).items()}
         if any(means.values()):
             break
     return means
@@ -119,15 +122,14 @@ def robustness_table(results: Mapping[str, AccuracyCells], metric: str = "top-1"
         *([name, _two_decimals(cells.get((CLEAN, 0)))] for name, cells in results.items()),
     ]
     for _, prefix, corruptions in SUITES:
-        selected = [_select(cells, corruptions) for cells in results.values()]
-        if not any(selected):
+        counts = [len(_select(cells, corruptions)) for cells in results.values()]
+        if not any(counts):
             continue
-        shared = [cell for cell in selected[0] if all(cell in cells for cells in selected)]
-        means = [_mean_by_corruption({cell: cells[cell] for cell in shared}) for cells in selected]
+        shared = list(_shared_cells(results, corruptions).values())
         mean = metric if metric.startswith("mean ") else f"mean {metric}"
-        rows[0] += [f"{prefix}cells", f"{prefix}{mean} (%) over {len(shared)} shared cells"]
-        for row, cells, by_corruption in zip(rows[1:], selected, means, strict=True):
-            row += [str(len(cells)), _two_decimals(fmean(by_corruption.values()) if by_corruption else None)]
+        rows[0] += [f"{prefix}cells", f"{prefix}{mean} (%) over {len(shared[0])} shared cells"]
+        for row, count, cells in zip(rows[1:], counts, shared, strict=True):
+            row += [str(count), _two_decimals(fmean(_mean_by_corruption(cells).values()) if cells else None)]
     return rows
 
 
