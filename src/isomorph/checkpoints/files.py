@@ -146,7 +146,7 @@ class Contents(NamedTuple):
     @property
     def is_own(self) -> bool:
         """True for a file that isomorph wrote, whose header rebuilds the model; others have the format "pt"."""
-        return self.header.get("format", "").startswith("isomorph")
+        return is_own(self.header)
 
     @property
     def notes(self) -> list[str]:
@@ -158,6 +158,11 @@ class Contents(NamedTuple):
         else:
             chosen = f"last weights ({self.entry}); --ema (ema=True) takes the average, {self.passed_over}"
         return [f"{self.path.name}: {chosen}"]
+
+
+def is_own(header: Mapping[str, str]) -> bool:
+    """True for the header of a file that isomorph wrote."""
+    return header.get("format", "").startswith("isomorph")
 
 
 def read_header(path: Path) -> dict[str, str]:

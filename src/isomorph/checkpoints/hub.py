@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.files import is_own, read_header
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
@@ -36,7 +36,7 @@ def download_model(repository: str, revision: str | None) -> Path:
     """
     with impatient_hub():
         weights = _download(repository, WEIGHTS, revision)
-        if not read_header(weights).get("format", "").startswith("isomorph"):
+        if not is_own(read_header(weights)):
             with suppress(_MissingFile):
                 _download(repository, CONFIG, weights.parent.name)  # of the same commit, should the branch move
     return weights

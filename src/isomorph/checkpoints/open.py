@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.arguments import read_arguments
-from isomorph.checkpoints.files import Contents, read_contents, read_header
+from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
 from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import (
@@ -236,7 +236,7 @@ def needs_options(name: str) -> bool:
     if not is_checkpoint_or_run(name) or path.is_dir():
         return False
     header = read_header(path) if path.suffix == ".safetensors" else {}
-    return not header.get("format", "").startswith("isomorph") or "module" in header
+    return not is_own(header) or "module" in header
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:

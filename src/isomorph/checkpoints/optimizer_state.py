@@ -34,16 +34,12 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
                 tensors[f"{OPTIMIZER_PREFIX}{names[parameter]}.{key}"] = value
             else:
                 values.setdefault(names[parameter], {})[key] = value
-    groups = {group["name"]: _plain_options(group) for group in optimizer.param_groups}
-    for group in optimizer.param_groups:
+    groups: dict[str, Any] = {}
+    for group in optimizer.param_groups:  # some optimisers change numbers of their groups during training
+        groups[group["name"]] = {k: value for k, value in group.items() if isinstance(value, bool | int | float)}
         held = {key: value for key, value in group.items() if isinstance(value, Tensor)}
         tensors |= {f"{OPTIMIZER_PREFIX}{GROUP_PREFIX}{group['name']}.{key}": value for key, value in held.items()}
     return tensors, {"state": values, "groups": groups}
-
-
-def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a parameter group, which some optimisers change during training."""
-    return {key: value for key, value in group.items() if isinstance(value, bool | int | float)}
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:

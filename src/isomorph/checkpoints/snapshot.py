@@ -163,6 +163,11 @@ def write_snapshot(
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     state: dict[str, Any] = {"step": step, **values}
 
+    def make_empty() -> None:
+        if runtime.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
     def write_mine() -> None:
         if sharded or runtime.is_main:
             _write_tensors(partial, tensors, alone=not sharded)
@@ -180,7 +185,7 @@ def write_snapshot(
             _flush_folder(folder)
 
     try:
-        _run_on_all_processes(lambda: _make_empty(partial) if runtime.is_main else None, runtime)
+        _run_on_all_processes(make_empty, runtime)
         _run_on_all_processes(write_mine, runtime)
         _run_on_all_processes(note_checksums, runtime)
         state["files"] = {name: digest for files in runtime.gather(state["files"]) for name, digest in files.items()}
@@ -206,11 +211,6 @@ def _run_on_all_processes(step: Callable[[], None], runtime: Runtime) -> None:
         problem = error_reason(error)
     if message := next((text for text in runtime.gather(problem) if text), ""):
         raise OSError(message)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> None:
