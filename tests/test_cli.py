@@ -226,6 +226,7 @@ BAD = [
     ("bench vit_tiny_patch16_224 --size 5 5", "takes no images of 5 x 5"),
     ("bench {w} --seconds inf", "--seconds inf is out of range; give at most 86,400"),
     ("bench {w} --seconds -1", "--seconds -1 must be at least 0"),
+    ("sample {w} --out grid.png --steps 0", "--steps 0 must be at least 1"),
     ("evaluate {w} --data digits --batch-size 99999999999999999999", "--batch-size 1e+20 is out of"),
     ("verify {w} {w} --size 8 99999999999999999999", "--size 1e+20 is out of range"),
     ("robustness {w} --data digits --workers 9999", "--workers 9,999 is out of"),

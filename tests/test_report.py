@@ -591,7 +591,7 @@ WRONG_COMMANDS = {
     "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
     "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
     "analyze cnn.safetensors --image a.png --max-images 3": "--max-images must be at least 4",
-    "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
+    "analyze cnn.safetensors --image a.png --size 0 4": "--size 0 must be at least 1",
     "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
     "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
     "analyze grey.safetensors --image a.png --against cnn.safetensors": "the models differ in image channels (",
