@@ -221,7 +221,7 @@ BAD = [
     ("models vgg*", "no model of isomorph matches"),
     ("analyze {w} --image x.png --megabytes inf", "--megabytes inf is out of"),
     ("analyze {w} --image x.png --megabytes nan", "--megabytes nan must be a number"),
-    ("bench {w} --batch-size 0", "must be positive"),
+    ("bench {w} --batch-size 0", "--batch-size 0 must be at least 1"),
     ("bench {w} --against {w}", "twice"),
     ("bench vit_tiny_patch16_224 --size 5 5", "takes no images of 5 x 5"),
     ("bench {w} --seconds inf", "--seconds inf is out of range; give at most 86,400"),

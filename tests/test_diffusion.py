@@ -304,8 +304,6 @@ REFUSED = {
     "sampler": (sampled(sampler="euler"), "choose ancestral or ddim"),
     "odd size": (sampled(size=(9, 8)), "multiples of 2"),
     "a classifier": (lambda *_: sample(timm.create_model("cifar_resnet20"), 1), "does not predict the noise"),
-    "--images": (commanded("grid.png", images=0), "--images 0"),
-    "--steps": (commanded("grid.png", steps=0), "--steps 0"),
     "suffix": (commanded("grid.jpg"), "must end in .png"),
     "a file": (commanded("old.png"), "exists; give --overwrite"),
     "a large grid": (commanded("grid.png", images=5000), "too many for one grid"),
