@@ -329,3 +329,19 @@ def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
     assert {name: m.shape for name, m in maps.items()} == {name: m.shape for name, m in before.items()}
     plain = iso.attention_maps(swin, torch.ones(1, 3, 32, 32))["layers.0.blocks.0.attn"]
     assert not torch.allclose(iso.attention_maps(new, torch.ones(1, 3, 32, 32))["layers.0.blocks.0.attn"], plain)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_timms_attention_with_another_scale_or_dropout_keeps_its_function(fused):
+    layer = Attention(16, 4)
+    layer.fused_attn, layer.scale, layer.attn_drop = fused, 0.3, nn.AlphaDropout(0.5)
+    model, x = nn.Sequential(layer).double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    rule = iso.AttentionToGPSA(gate=-1000.0, grid_size=(3, 3), prefix_tokens=0)
+    edited = iso.recast(model, rule, where="0")
+    assert isinstance(edited[0], EditedAttention)
+    for training in (False,) if fused else (False, True):  # fused attention draws its dropout in an order of its own
+        outputs = []
+        for each in (model.train(training), edited.train(training)):
+            torch.manual_seed(0)
+            outputs.append(each(x))
+        torch.testing.assert_close(*outputs, atol=1e-12, rtol=0)

@@ -25,6 +25,7 @@ MapLayout = Literal["heads", "windows", "joint", "queries"]
 
 _SOFTMAX: set[Any] = {torch.softmax, Tensor.softmax, F.softmax}
 _BEGINS = _SOFTMAX | {F.scaled_dot_product_attention}
+_DROPOUTS: set[Any] = {F.dropout, F.alpha_dropout}
 _PRODUCT: set[Any] = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, operator.matmul}
 
 
@@ -136,7 +137,7 @@ class FollowMaps(TorchFunctionMode):
                 self.at_softmax(args[0] if args else given["input"], out)
                 self.maps.append(out)
             return out
-        if func is F.dropout and args and self.follows(args[0]):
+        if func in _DROPOUTS and args and self.follows(args[0]):
             args = (self.before_dropout(args[0]), *args[1:])
         elif func in _PRODUCT:
             factors: list[Any] = [*args, *given.values()]
