@@ -282,3 +282,9 @@ def test_configured_alike_timm_and_we_compute_the_same(dw):
     theirs, ours = theirs.double().eval(), ours.double().eval()
     torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-10)
     torch.testing.assert_close(ours.train()(x), theirs.train()(x), rtol=0, atol=1e-10)
+
+
+def test_coatnet_6_as_printed_falls_short():
+    """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
+    printed = on_meta("coatnet_6", widths=(192, 192, 384, 768, 1536, 2048))
+    assert sum(p.numel() for p in printed.parameters()) / 1e6 < 0.92 * 1470

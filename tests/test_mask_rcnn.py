@@ -188,3 +188,9 @@ def test_boxes_are_in_float32_under_autocast(plain):
     assert {tensor.dtype for each in out.values() for tensor in ([each] if torch.is_tensor(each) else each)} == {
         torch.float32
     }
+
+
+def test_weights_of_another_network(tmp_path):
+    iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")
+    with pytest.raises(iso.UserError, match="not those of a WindowedViT: no tensor"):
+        iso.load_weights(detector(), tmp_path / "cnn.safetensors", fresh_head=True)

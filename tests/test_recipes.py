@@ -17,7 +17,7 @@ import isomorph as iso
 from isomorph.models import refined_vit
 from isomorph.models.refined_vit import RefinedViT
 from isomorph.recipes import RECIPES, convit, refiner
-from isomorph.training.build import build_model, data_config
+from isomorph.training.build import build_model, data_config, open_sources
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
 from isomorph.training.recipe.recipe import identity_json, validate
@@ -482,3 +482,28 @@ def test_weights_are_asked_for_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     for name in ("tdrl_vit_ti_scratch", "digits_cnn", "refined_vit_s", "coatnet_0", "tcnn_late_400"):
         assert iso.load_recipe(name).model.start == "random"
+
+
+def test_the_page_names_recipes_that_exist():
+    text = (Path(__file__).parent.parent / "docs/recipes.md").read_text()
+    named = set(re.findall(r"`((?:tcnn|finetune|convit|vit|deit|tdrl|coatnet|refiner|refined_vit)_[a-z0-9_]+)`", text))
+    assert len(named) > 25
+    assert named <= RECIPES.keys()
+
+
+def test_longer_fine_tuning_and_other_peaks():
+    """T-CNN Table 4 and Fig. 6 differ from Table 1 in the number of epochs, and in the peak rate, alone."""
+    for name in ("tcnn_resnetrs50_10ep", "tcnn_resnetrs101_20ep", "tcnn_resnetrs50_lr_3e-5"):
+        recipe, whole = iso.load_recipe(name), iso.load_recipe("_".join(name.split("_")[:2]))
+        changed = {key for key, value in recipe.model_dump().items() if value != whole.model_dump()[key]}
+        assert changed - {"name", "source", "expected"} == ({"optim"} if "lr" in name else {"epochs"})
+    assert "81.90" in iso.load_recipe("tcnn_resnetrs101_20ep").expected
+
+
+def test_test_images_are_the_same_for_every_seed():
+    def images(seed, number):
+        test = open_sources(iso.load_recipe("digits_cnn", [f"seed={seed}", f"data.test_images={number}"]))[1]
+        return len(test), list(test.labels)
+
+    assert images(0, 45) == images(7, 45)
+    assert (images(0, 45)[0], images(0, 9999)[0]) == (45, 450)

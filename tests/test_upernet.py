@@ -163,3 +163,20 @@ def test_export_with_open_size(tmp_path):
 def test_errors(arguments, message):
     with pytest.raises(iso.UserError, match=message.replace("(", r"\(")), torch.device("meta"):
         timm.create_model("upernet", **arguments)
+
+
+def test_maps_of_a_plain_vit_have_four_resolutions(network):
+    maps = network.forward_features(torch.randn(1, 3, 64, 96))
+    assert [tuple(x.shape[2:]) for x in maps] == [(16, 24), (8, 12), (4, 6), (2, 3)]
+
+
+def test_other_classes():
+    model = build()
+    model.reset_classifier(9)
+    assert model.eval()(torch.randn(1, 3, 32, 32)).shape[1] == model.get_classifier().out_channels == 9
+
+
+def test_a_backbone_without_feature_maps_is_refused(monkeypatch):
+    monkeypatch.delattr(timm.models.resnet.ResNet, "forward_intermediates")
+    with pytest.raises(iso.UserError, match="resnet18 has no feature maps"), torch.device("meta"):
+        timm.create_model("upernet", backbone="resnet18")
