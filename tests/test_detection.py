@@ -371,7 +371,7 @@ class TestRun:
     @pytest.mark.parametrize(
         ("data", "message"),
         [
-            ("more.json", "the data has 3 classes and the model 2; give data of its classes"),
+            ("more.json", "the model has 2 classes, the data has 3"),
             ("nowhere", "nowhere is neither a folder nor an annotation file"),
             ("images", r"has none of .*val.json.*; give such a folder, or the annotation file"),
         ],

@@ -365,7 +365,7 @@ class TestLayerSimilarity:
 
 def write_cells(path, gain=0.0, corruptions=("fog", "snow", "saturate"), model="net", **sight):
     """A file as `isomorph robustness --out` writes it, by what writes it."""
-    journal = CellFile(path, {"model": model, "weights": model, **dict.fromkeys(_IDENTITY_KEYS, 0), **sight})
+    journal = CellFile(path, {"model": model, "weights": model, **dict.fromkeys(_IDENTITY_KEYS, 0), **sight}, {})
     journal.add("clean", 0, {"top1": 90.0 + gain, "images": 10})
     for name in corruptions:
         for severity in (1, 2):

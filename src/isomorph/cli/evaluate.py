@@ -99,7 +99,8 @@ def evaluate_(
         from isomorph.evaluation.suites.sweep import check_csv_path
         from isomorph.evaluation.suites.test_data import default_data
         from isomorph.training.task import EvaluationOptions, task_of
-    check_csv_path(of.per_class, overwrite)
+    if of.per_class:
+        check_csv_path(of.per_class, overwrite)
     locations = find_suites(of.suite, load.root, data) if of.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
@@ -171,18 +172,7 @@ def _measure(
     if not (of.cost and runtime.is_main):
         return rows, []
     images = sum(len(test_set.source) for test_set in test_sets)
-    return rows, (_measure_exported if exported else measure_costs)(net, sizes, images)
-
-
-def _measure_exported(net: Any, sizes: Sequence[tuple[int, int]], images: int) -> list[dict[str, Any]]:
-    """Measure images per second of an exported model, whose multiply-accumulates nothing counts, at every size."""
-    from isomorph.evaluation import evaluation_config, throughput
-
-    shapes = [(size, evaluation_config(net, size)["input_size"]) for size in sizes or (None,)]
-    return [
-        ({"size": list(size)} if size else {}) | {"images_per_second": throughput(net, shape, max(1, min(images, 32)))}
-        for size, shape in shapes
-    ]
+    return rows, measure_costs(net, sizes, images, exported)
 
 
 def _show_rows(

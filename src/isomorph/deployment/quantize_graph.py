@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from isomorph.deployment.shapes import INPUT
@@ -66,11 +66,12 @@ def quantize_activations(
     add_pre_process_metadata(source)  # torch's exporter has done this work
     attends = any(node.op_type in _ATTENTION for node in proto.graph.node)
     between = () if attends else _BETWEEN_LAYERS
+    images = iter([{INPUT: batch.numpy()} for batch in batches])
     with _temporary_file() as path, _silent():
         quantize_static(
             source,
             path,
-            _Reader(batches),
+            SimpleNamespace(get_next=lambda: next(images, None)),
             op_types_to_quantize=[*LAYER_OPERATORS, *between],
             per_channel=True,
             reduce_range=bits == 7,
@@ -82,17 +83,6 @@ def quantize_activations(
         quantized = onnx.load(path)
     onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in proto.metadata_props})
     return quantized
-
-
-class _Reader:
-    """Batches as onnxruntime reads them."""
-
-    def __init__(self, batches: Sequence[Tensor]) -> None:
-        self.batches = iter(batches)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        batch = next(self.batches, None)
-        return None if batch is None else {INPUT: batch.numpy()}
 
 
 @contextmanager
@@ -117,58 +107,34 @@ def _silent() -> Iterator[None]:
 
 
 def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int) -> "ModelProto":
-    """Return a graph with 8-bit weights, one scale for each output channel, that computes in float."""
+    """Return a graph with 8-bit weights, one scale for each output channel (column of a map), that computes in float.
+
+    Arguments as in `quantize_activations`.
+    """
     import onnx
-    from onnx import helper, numpy_helper
+    from onnxruntime.quantization import QDQQuantizer, QuantType
 
-    quantized = onnx.ModelProto()
-    quantized.CopyFrom(proto)
-    graph = quantized.graph
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    readers = [node for node in graph.node if node.op_type in LAYER_OPERATORS and node.name not in kept]
-    done: dict[str, str] = {}
-    nodes: list[NodeProto] = []
-    for node in readers:
-        name = weight_of(node, initializers)
-        if name is None or initializers[name].data_type != onnx.TensorProto.FLOAT:
-            continue
-        if name not in done:
-            axis = _output_axis(node, name, len(initializers[name].dims))
-            weight, scale = round_to_integers(numpy_helper.to_array(initializers[name]), axis, bits)
-            graph.initializer.append(numpy_helper.from_array(weight, f"{name}_quantized"))
-            graph.initializer.append(numpy_helper.from_array(scale, f"{name}_scale"))
-            done[name] = f"{name}_DequantizeLinear_Output"
-            inputs = [f"{name}_quantized", f"{name}_scale"]
-            label = f"{layer_of(node.name)}/dequantize_{len(nodes)}"
-            nodes.append(helper.make_node("DequantizeLinear", inputs, [done[name]], name=label, axis=axis))
-        node.input[list(node.input).index(name)] = done[name]
-    for node in reversed(nodes):
-        graph.node.insert(0, node)
-    _remove_unused(graph, done)
-    return quantized
+    class WeightQuantizer(QDQQuantizer):
+        """onnxruntime's quantiser, which leaves activations and biases as they are."""
 
+        def quantize_activation_tensor(self, tensor_name: str) -> None:
+            pass
 
-def _output_axis(node: "NodeProto", weight: str, ndim: int) -> int:
-    """Return the axis of a weight that counts output channels."""
-    if node.op_type == "Conv":
-        return 0
-    if node.op_type == "Gemm":
-        transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
-        return 0 if transposed else 1
-    return ndim - 1 if node.input[1] == weight else max(ndim - 2, 0)
+        def quantize_bias_tensor(self, *arguments: Any) -> None:
+            pass
 
-
-def round_to_integers(weight: np.ndarray, axis: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a weight as signed integers, and the scale of every channel along an axis."""
-    others = tuple(i for i in range(weight.ndim) if i != axis)
-    scale = (np.abs(weight).max(others, initial=0.0) / (2 ** (bits - 1) - 1)).astype(np.float32)
-    scale[scale == 0] = 1.0
-    shape = [-1 if i == axis else 1 for i in range(weight.ndim)]
-    return np.round(weight / scale.reshape(shape)).astype(np.int8), scale
-
-
-def _remove_unused(graph: Any, replaced: dict[str, str]) -> None:
-    """Remove float weights that no node reads any more."""
-    read = {name for node in graph.node for name in node.input}
-    for tensor in [tensor for tensor in graph.initializer if tensor.name in replaced and tensor.name not in read]:
-        graph.initializer.remove(tensor)
+    source = onnx.ModelProto()
+    source.CopyFrom(proto)
+    quantizer = WeightQuantizer(
+        source,
+        per_channel=True,
+        reduce_range=bits == 7,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=None,
+        nodes_to_quantize=[],
+        nodes_to_exclude=list(kept),
+        op_types_to_quantize=list(LAYER_OPERATORS),
+        extra_options={"QDQOpTypePerChannelSupportToAxis": {"MatMul": -1}},
+    )
+    return quantizer.quantize_model()

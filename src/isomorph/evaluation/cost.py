@@ -1,4 +1,4 @@
-"""Numbers of parameters and multiply-accumulates, and the costs of `isomorph evaluate`.
+"""Numbers of parameters and multiply-accumulates.
 
 Multiply-accumulates are counted by the shapes of convolutions and matrix products (1 MAC = 2 FLOPs), so they are the
 same on every device. Those that grow with the batch are counted per image; the rest, such as the products of weights of
@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.evaluation.input_sizes import inputs_like
-from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.model_inputs import run_model
@@ -112,17 +111,3 @@ def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
     """Run joint pyramids layer by layer, and linear parts as they are, and concatenate their outputs."""
     parts = (_forward_branches(part, x) if isinstance(part, Pyramid) else part(x) for part in joint.pyramids)
     return torch.cat(list(parts), -1)
-
-
-def measure_cost(model: nn.Module, input_size: tuple[int, ...], images: int = 32) -> dict[str, float]:
-    """Return parameters, macs (per image), images_per_second, and step_macs (per pass) if there are any.
-
-    Speed is measured with batches of 32, or of `images` if they are fewer: two batches of a slow model.
-    """
-    macs = count_pass(model, input_size)
-    return {
-        "parameters": count_parameters(model),
-        "macs": macs.per_image,
-        **({"step_macs": macs.per_pass} if macs.per_pass else {}),
-        "images_per_second": throughput(model, input_size, max(1, min(images, 32))),
-    }

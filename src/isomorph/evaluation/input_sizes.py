@@ -288,11 +288,19 @@ def label_names(model: nn.Module) -> list[str]:
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
-def check_own_classes(model: nn.Module, classes: Sequence[str]) -> None:
-    """Raise UserError for data with another number of classes than a trained model's."""
-    own = len(label_names(model)) or model.num_classes
+def check_own_classes(model: nn.Module, classes: Sequence[str], where: str = "", more: str = "") -> None:
+    """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
+    own = len(label_names(model)) or getattr(model, "num_classes", len(classes))
     if len(classes) != own:
-        raise UserError(f"the data has {len(classes)} classes and the model {own}; give data of its classes")
+        raise UserError(
+            f"the model has {own} classes, the data{where} has {len(classes)} ({shorten(classes)}); give data with the "
+            f"model's labels, or the classes that it was trained with (data.classes){more}"
+        )
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return names for a message, the first few of many."""
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:

@@ -9,13 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
+from isomorph.checkpoints.paths import require_writable
 from isomorph.data.corruptions.dataset import fingerprint
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts
-from isomorph.evaluation.cost import measure_cost
+from isomorph.evaluation.cost import count_parameters, count_pass
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
+from isomorph.evaluation.speed import throughput
 from isomorph.evaluation.suites.imagenet import NUM_CLASSES, open_suites
 from isomorph.evaluation.suites.robustness.cells import weights_hash
 from isomorph.evaluation.suites.test_set import (
@@ -146,33 +148,34 @@ def _class_rows(counts: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int = 32) -> list[dict[str, Any]]:
+def measure_costs(
+    model: nn.Module, sizes: Sequence[Size], images: int = 32, exported: bool = False
+) -> list[dict[str, Any]]:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
-    With fewer than 32 `images` to evaluate, speed is measured with batches of that many.
+    With fewer than 32 `images` to evaluate, speed is measured with batches of that many. Nothing counts the parameters
+    and MACs of an `exported` model.
     """
     rows = []
     for size in sizes or (None,):
         fitted = fit_to_size(model, size) if size else model
-        head = {"size": list(size)} if size else {}
-        rows.append(head | measure_cost(fitted, evaluation_config(model, size)["input_size"], images))
+        shape = evaluation_config(model, size)["input_size"]
+        row: dict[str, Any] = {"size": list(size)} if size else {}
+        if not exported:
+            macs = count_pass(fitted, shape)
+            row |= {"parameters": count_parameters(model), "macs": macs.per_image}
+            row |= {"step_macs": macs.per_pass} if macs.per_pass else {}
+        rows.append(row | {"images_per_second": throughput(fitted, shape, max(1, min(images, 32)))})
     return rows
 
 
-def check_csv_path(path: Path | None, overwrite: bool = False) -> None:
-    """Create the folder of a CSV file before the work begins.
-
-    Raises: UserError when the file exists and is not to be replaced, or cannot be written.
-    """
-    if path and path.is_file() and not overwrite:
+def check_csv_path(path: Path, overwrite: bool = False) -> None:
+    """Check that a CSV file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
+    if path.is_file() and not overwrite:
         raise UserError(f"--per-class {path} exists; give --overwrite to replace it, or another file")
-    if path and (path.suffix != ".csv" or path.is_dir()):
+    if path.suffix != ".csv":
         raise UserError(f"cannot write {path}; give a file that ends in .csv")
-    try:
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    require_writable(path)
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes, random_indices
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
-from isomorph.evaluation.input_sizes import evaluation_config, label_names
+from isomorph.evaluation.input_sizes import check_own_classes, evaluation_config, label_names, shorten
 from isomorph.surgery.record import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")
@@ -146,10 +146,10 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
         return relabelled
     if isinstance(getattr(source.images, "images", source.images), ImageFiles):
         known = len(unknown) < len(source.classes)
-        todo = f"rename the folders that differ ({_list(unknown)})" if known else "give images of the model's classes"
+        todo = f"rename the folders that differ ({shorten(unknown)})" if known else "give images of the model's classes"
         raise UserError(
-            f"the model has {len(own)} classes ({_list(own)}), the data has {len(source.classes)} "
-            f"({_list(source.classes)}); {todo}"
+            f"the model has {len(own)} classes ({shorten(own)}), the data has {len(source.classes)} "
+            f"({shorten(source.classes)}); {todo}"
         )
     return source
 
@@ -163,11 +163,6 @@ def _check_unambiguous(whose: str, names: Sequence[str], used: Sequence[str]) ->
                 f"{whose} has {len(numbers)} classes named {name!r} (numbers {', '.join(numbers)}), so that images of "
                 f"{name!r} have no one label; give each class a name of its own"
             )
-
-
-def _list(names: Sequence[str]) -> str:
-    """Return names for a message, the first few of many."""
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def sample_images(source: Source, samples: int) -> Source:
@@ -196,19 +191,8 @@ def evaluation_data(
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
     where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))}"
-    _check_class_count(source, model, where)
+    check_own_classes(model, source.classes, where)
     return source, config
-
-
-def _check_class_count(source: Source, model: nn.Module, where: str = "") -> None:
-    """Raise UserError for data with another number of classes than the model."""
-    count = len(source.classes)
-    num_classes = getattr(model, "num_classes", count)
-    if num_classes != count:
-        raise UserError(
-            f"the model has {num_classes} classes, the data{where} has {count} ({_list(source.classes)}); give data "
-            "with the model's labels, or the classes that it was trained with (data.classes)"
-        )
 
 
 def evaluate_classifier(
@@ -229,6 +213,6 @@ def evaluate_classifier(
         raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
     if isinstance(data, Source):
         data = with_model_labels(data, model)
-        _check_class_count(data, model)
+        check_own_classes(model, data.classes)
         data = eval_loader(data, evaluation_config(model), batch_size, workers)
     return evaluate_loader(model, data)

@@ -42,6 +42,8 @@ _PARSE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OverflowError,
 """Errors raised while parsing a file that is not a result file."""
 Result = tuple[dict[str, Any], Cells]
 """The identity of an evaluation, and its finished cells."""
+ProgressCallback = Callable[[float, int, str], None]
+"""Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -55,33 +57,34 @@ def weights_hash(model: nn.Module) -> str:
 
 
 class CellFile:
-    """The finished cells of one evaluation, appended to a file one by one; in memory only if `path` is None.
+    """The cells of one evaluation: wanted, finished, and missing; appended to a file one by one as they are finished.
 
     Every line is on disk before the next cell begins; an incomplete last line, which a killed process leaves, is cut
-    off.
+    off. `base` are the results to compare with; without a `path` the cells are in memory only.
 
     Raises: UserError when the file holds cells of another model or other images, is not a result file, or cannot be
         written.
     """
 
-    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
-        self.path, self.identity = path, dict(identity)
+    def __init__(
+        self,
+        path: Path | None,
+        identity: Mapping[str, Any],
+        wanted: Mapping[str, tuple[int, ...]],
+        progress: ProgressCallback | None = None,
+        base: Result | None = None,
+    ) -> None:
+        self.path, self.identity, self.wanted, self.base = path, dict(identity), wanted, base
         self.cells: dict[tuple[str, int], Cell] = {}
-        if path is None:
-            return
-        if path.exists() and path.stat().st_size:
+        self.progress = progress or (lambda done, total, step: None)
+        if path and path.exists() and path.stat().st_size:
             (saved, cells), complete = _read_lines(path)
             _check_same_model(path, saved, self.identity)
             self.cells.update(cells)
             os.truncate(path, complete)
-            return
-        self._append({"kind": _KIND, **self.identity})
-
-    def add(self, corruption: str, severity: int, metrics: Mapping[str, Any]) -> None:
-        """Add a finished cell and flush it to disk."""
-        cell = {"corruption": corruption, "severity": severity, **metrics}
-        self.cells[corruption, severity] = cell
-        self._append(cell)
+        else:
+            self._append({"kind": _KIND, **self.identity})
+        self.resumed = len(self._finished())
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is None:
@@ -94,6 +97,39 @@ class CellFile:
                 os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; give another file") from None
+
+    def _finished(self) -> dict[tuple[str, int], Cell]:
+        """Return the finished cells among the wanted ones, in order."""
+        wanted = [(name, severity) for name, severities in self.wanted.items() for severity in severities]
+        return {key: self.cells[key] for key in wanted if key in self.cells}
+
+    @property
+    def missing(self) -> dict[str, tuple[int, ...]]:
+        """Severities to be measured, by corruption; the clean images come first."""
+        wanted = {CLEAN: (0,), **self.wanted}
+        left = {name: tuple(s for s in each if (name, s) not in self.cells) for name, each in wanted.items()}
+        return {name: severities for name, severities in left.items() if severities}
+
+    def update(self, name: str, severities: Sequence[int], fraction: float = 0) -> None:
+        """Report that a fraction of the severities of a corruption is done."""
+        done = len(self._finished()) + fraction * len(severities) * (name != CLEAN)
+        self.progress(done, sum(map(len, self.wanted.values())), name)
+
+    def add(self, corruption: str, severity: int, metrics: Mapping[str, Any]) -> None:
+        """Add a finished cell and flush it to disk."""
+        cell = {"corruption": corruption, "severity": severity, **metrics}
+        self.cells[corruption, severity] = cell
+        self._append(cell)
+
+    def result(self, imagenet: bool = False) -> dict[str, Any]:
+        """Return the identity of the evaluation, every cell, and the means over cells; `imagenet` as in the summary."""
+        cells, clean, metric = self._finished(), self.cells.get((CLEAN, 0)), metric_of(self.identity)
+        images = min(int(cell.get("images", 0)) for cell in cells.values())
+        result = {**self.identity, "images": images, "clean": clean, "cells": list(cells.values())}
+        result |= robustness_summary(cells, clean, imagenet, metric) | {"resumed": self.resumed}
+        if self.base:
+            result["against"] = compare_to_baseline(cells, self.base[1], self.base[0]["model"], metric)
+        return result
 
 
 def _read_lines(path: Path) -> tuple[Result, int]:
@@ -228,10 +264,6 @@ def _value_text(key: str, identity: Mapping[str, Any]) -> str:
     return str(value)
 
 
-ProgressCallback = Callable[[float, int, str], None]
-"""Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
-
-
 class CellOptions(NamedTuple):
     """Which cells to measure, and the files of results: that of this evaluation, and that of a model to compare with.
 
@@ -258,59 +290,9 @@ class CellOptions(NamedTuple):
         return dict.fromkeys(names, tuple(sorted(set(self.severities))))
 
 
-class CellProgress:
-    """The finished and missing cells of an evaluation; reports progress."""
-
-    def __init__(
-        self,
-        cell_file: CellFile,
-        wanted: Mapping[str, tuple[int, ...]],
-        progress: ProgressCallback | None = None,
-        base: tuple[dict[str, Any], Cells] | None = None,
-    ) -> None:
-        self.cell_file, self.wanted, self.base = cell_file, wanted, base
-        self.progress = progress or (lambda done, total, step: None)
-        self.total = sum(map(len, wanted.values()))
-        self.resumed = len(self.cells)
-
-    @property
-    def cells(self) -> dict[tuple[str, int], Cell]:
-        """Finished cells among the wanted ones."""
-        return {key: cell for key, cell in self.cell_file.cells.items() if key[1] in self.wanted.get(key[0], ())}
-
-    @property
-    def missing(self) -> dict[str, tuple[int, ...]]:
-        """Severities to be measured, by corruption; the clean images come first."""
-        done = self.cell_file.cells
-        cells = {CLEAN: (0,), **self.wanted}
-        return {name: left for name, all_ in cells.items() if (left := tuple(s for s in all_ if (name, s) not in done))}
-
-    def update(self, name: str, severities: Sequence[int], fraction: float = 0) -> None:
-        """Report that a fraction of the severities of a corruption is done."""
-        self.progress(len(self.cells) + fraction * len(severities) * (name != CLEAN), self.total, name)
-
-    def add(self, name: str, severity: int, metrics: Mapping[str, Any]) -> None:
-        """Save the metrics of a finished cell."""
-        self.cell_file.add(name, severity, metrics)
-
-    def result(self, imagenet: bool = False) -> dict[str, Any]:
-        """Return the identity of the evaluation, every cell, and the means over cells; `imagenet` as in the summary."""
-        cells = {
-            (name, s): self.cell_file.cells[name, s] for name, severities in self.wanted.items() for s in severities
-        }
-        clean = self.cell_file.cells.get((CLEAN, 0))
-        images = min(int(cell.get("images", 0)) for cell in cells.values())
-        result = {**self.cell_file.identity, "images": images, "clean": clean, "cells": list(cells.values())}
-        metric = metric_of(self.cell_file.identity)
-        result |= robustness_summary(cells, clean, imagenet, metric) | {"resumed": self.resumed}
-        if self.base:
-            result["against"] = compare_to_baseline(self.cells, self.base[1], self.base[0]["model"], metric)
-        return result
-
-
 def open_cells(
     identity: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], options: CellOptions, runtime: Runtime
-) -> CellProgress:
+) -> CellFile:
     """Open the results of an evaluation and of the model to compare with, for all processes.
 
     Raises: UserError when a file cannot be read, is of another model or other images, or has no cell to compare, or the
@@ -322,6 +304,6 @@ def open_cells(
         common_cells([(name, severity) for name in wanted for severity in wanted[name]], base[1], base[0]["model"])
     runtime.require_equal(dict(identity), "weights or images")
     out = Path(options.out).expanduser() if options.out and runtime.is_main else None
-    cell_file = CellFile(out, identity)
-    cell_file.cells = runtime.gather(cell_file.cells)[0]  # the other processes write to no file
-    return CellProgress(cell_file, wanted, options.progress, base)
+    opened = CellFile(out, identity, wanted, options.progress, base)
+    opened.cells, opened.resumed = runtime.gather((opened.cells, opened.resumed))[0]  # of the one with the file
+    return opened

@@ -26,7 +26,7 @@ from isomorph.data.corruptions.dataset import (
 from isomorph.data.formats.imagefolder import imagefolder
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, first_line
-from isomorph.evaluation.input_sizes import built_size, evaluation_config, input_channels
+from isomorph.evaluation.input_sizes import built_size, check_own_classes, evaluation_config, input_channels
 from isomorph.evaluation.suites.imagenet import with_imagenet_labels
 
 PUBLISHED_SIZE = (224, 224)
@@ -38,6 +38,7 @@ class ImageNetC:
     suite: ClassVar[str] = "imagenet-c"
     description: ClassVar[str] = "published pictures, as they are"
     """Part of the identity of saved results: it must not change."""
+    constants: ClassVar[str] = SEVERITY_SCALE
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -69,6 +70,7 @@ class CifarC:
     suite: ClassVar[str] = "cifar-c"
     description: ClassVar[str] = "published pictures in the model's own test crop"
     """Part of the identity of saved results: it must not change."""
+    constants: ClassVar[str] = "CIFAR-C's constants"
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -194,72 +196,48 @@ class RobustnessInputs:
         height, width = self.config["input_size"][-2:]
         return height, width
 
+    @property
+    def clean(self) -> Source:
+        """The clean images, which are there without a published data set."""
+        assert self.source is not None
+        return self.source
+
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal for two results to be comparable."""
+        """Return the values that must be equal for two results to be comparable, and data and constants in words.
+
+        Results are compared by the text of `pictures`, so it must not change.
+        """
+        if self.published:
+            source, data = f"published {self.published.root.resolve()}", ""
+            pictures, constants = self.published.description, self.published.constants
+        else:
+            source = fingerprint(self.clean)
+            data = f"{len(self.clean):,} images of {len(self.clean.classes):,} classes"
+            middle = "shorter side to 256/224 of the size, middle cut out"
+            crop = middle if self.imagenet else "the model's own test crop"
+            pictures = f"{crop}, {self.size[1]} x {self.size[0]} px, then corrupted"
+            milder = "" if self.size == PUBLISHED_SIZE else " at every size, not CIFAR-10-C's milder ones"
+            constants = SEVERITY_SCALE + milder
         return {
             "suite": (self.published or ImageNetC).suite,
             "version": CORRUPTION_VERSION,
-            "source": self._describe_source(),
+            "source": source,
             "limit": self.limit,
             "size": list(self.size),
             "seed": self.seed,
-            "pictures": self.describe_images(),
+            "pictures": pictures,
+            "data": data,
+            "constants": constants,
         }
-
-    def _describe_source(self) -> str:
-        """Return a hash of the clean images, or the folder of published ones and how they are chosen."""
-        if not self.published:
-            return fingerprint(self.clean_source())
-        return f"published {self.published.root.resolve()}"
-
-    def describe_data(self) -> str:
-        """Return the number of images and classes in words; "" for a published data set."""
-        if self.published:
-            return ""
-        source = self.clean_source()
-        return f"{len(source):,} images of {len(source.classes):,} classes"
-
-    def describe_constants(self) -> str:
-        """Return in words which constants define the severities: CIFAR-10-C has others than ImageNet-C."""
-        if isinstance(self.published, CifarC):
-            return "CIFAR-C's constants"
-        if self.published or self.size == PUBLISHED_SIZE:
-            return SEVERITY_SCALE
-        return f"{SEVERITY_SCALE} at every size, not CIFAR-10-C's milder ones"
-
-    def describe_images(self) -> str:
-        """Return in words how the images are made. Results are compared by this text, so it must not change."""
-        if self.published:
-            return self.published.description
-        first = "shorter side to 256/224 of the size, middle cut out" if self.imagenet else "the model's own test crop"
-        return f"{first}, {self.size[1]} x {self.size[0]} px, then corrupted"
-
-    def clean_source(self) -> Source:
-        """Return `limit` clean images at most, evenly spaced over the classes. Raises: UserError without a source."""
-        if self.source is None:
-            raise UserError("there are no clean images; give a source")
-        return spaced_images(self.source, self.limit)
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], CorruptedImages]]:
         """Iterate over the data sets of a corruption: one with all severities, or one for each published folder."""
         if self.published is None:
-            source = self.clean_source()
-            yield tuple(severities), CorruptedImages(source, self.crop, corruption, severities, self.seed)
+            yield tuple(severities), CorruptedImages(self.clean, self.crop, corruption, severities, self.seed)
             return
         for severity in severities:
             cell = spaced_images(self.published.cell(corruption, severity, self.num_classes), self.limit)
             yield (severity,), CorruptedImages(cell, self.crop)
-
-
-def _match_labels(source: Source, num_classes: int, imagenet: bool, partial: bool) -> Source:
-    """Return the source with the model's labels. Raises: UserError when its classes are not the model's."""
-    if len(source.classes) != num_classes and not (imagenet and partial):
-        hint = ", or --partial (partial=True) to use a part of ImageNet's classes" if imagenet else ""
-        raise UserError(
-            f"the model has {num_classes} classes, the data has {len(source.classes)}; give data with the model's "
-            f"labels, or the classes that it was trained with (data.classes){hint}"
-        )
-    return with_imagenet_labels(source, "the data") if imagenet else source
 
 
 def prepare_inputs(
@@ -280,7 +258,10 @@ def prepare_inputs(
     num_classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
     imagenet = num_classes == 1000
     if source is not None:
-        source = _match_labels(source, num_classes, imagenet, partial)
+        if not (imagenet and partial):
+            hint = ", or --partial (partial=True) to use a part of ImageNet's classes" if imagenet else ""
+            check_own_classes(model, source.classes, more=hint)
+        source = spaced_images(with_imagenet_labels(source, "the data") if imagenet else source, limit)
     if (channels := input_channels(model)) != 3:
         raise UserError(f"the corruptions need images of 3 channels, the model takes {channels}")
     if size is None:

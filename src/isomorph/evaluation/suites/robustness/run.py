@@ -16,7 +16,7 @@ from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts, sum_counts
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.suites.robustness.cells import CellOptions, CellProgress, open_cells, weights_hash
+from isomorph.evaluation.suites.robustness.cells import CellFile, CellOptions, open_cells, weights_hash
 from isomorph.evaluation.suites.robustness.images import (
     PUBLISHED_SIZE,
     RobustnessInputs,
@@ -58,7 +58,6 @@ def measure_classifier(
         corruption_functions()  # raises now, not after hours, if their package is missing
     fitted = fit_to_size(model, inputs.size)
     identity = {"model": name, "weights": weights_hash(model), **inputs.identity()}
-    identity |= {"data": inputs.describe_data(), "constants": inputs.describe_constants()}
     state = open_cells(identity, wanted, cells, runtime)
     opened_cache = _open_cache(Path(cache), inputs, runtime) if cache else None
     for job in _jobs(inputs, state.missing, opened_cache):
@@ -71,7 +70,7 @@ def _open_cache(top: Path, inputs: RobustnessInputs, runtime: Runtime) -> Corrup
     if inputs.published:
         raise UserError("--cache stores images that isomorph corrupts; those of --folder are on disk already")
     crop = {key: inputs.config.get(key) for key in ("crop_pct", "crop_mode", "interpolation")}
-    return CorruptionCache(top, inputs.identity() | crop, len(inputs.clean_source()), inputs.size, runtime)
+    return CorruptionCache(top, inputs.identity() | crop, len(inputs.clean), inputs.size, runtime)
 
 
 def _jobs(
@@ -81,11 +80,11 @@ def _jobs(
     for name, severities in missing.items():
         if name == CLEAN:
             if inputs.source is not None:
-                yield CLEAN, (0,), CorruptedImages(inputs.clean_source(), inputs.crop), None
+                yield CLEAN, (0,), CorruptedImages(inputs.source, inputs.crop), None
             continue
         cached = cache.load_complete(name, severities) if cache else {}
         if cached:
-            yield name, tuple(cached), CachedImages(list(cached.values()), inputs.clean_source().labels), None
+            yield name, tuple(cached), CachedImages(list(cached.values()), inputs.clean.labels), None
         left = tuple(s for s in severities if s not in cached)
         for group, images in inputs.groups(name, left) if left else ():
             if cache:
@@ -97,7 +96,7 @@ def _measure_cells(
     model: nn.Module,
     inputs: RobustnessInputs,
     job: _Job,
-    state: CellProgress,
+    state: CellFile,
     batch_size: int,
     workers: int,
     runtime: Runtime,
