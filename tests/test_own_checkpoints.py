@@ -19,7 +19,7 @@ from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.foreign import ModelOptions, guess_architecture
 from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
-from isomorph.evaluation.input_sizes import evaluation_config, random_images
+from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.surgery import notes
 from refusals import refused
 
@@ -334,7 +334,7 @@ def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(
     path = tmp_path / "m.safetensors"
     for name, more in (("vit_tiny_patch16_224", dict(depth=1)), ("convit_ti", dict(depth=2, local_up_to_layer=1))):
         model = timm.create_model(name, img_size=96, num_classes=3, **more).eval()
-        assert iso.verify(model, model, random_images(1, model)).passed
+        assert iso.verify(model, model, random_inputs(1, model)).passed
         iso.save(model, path)
         for one in (model, iso.load(path)):
             assert evaluation_config(one)["input_size"] == (3, 96, 96)

@@ -15,7 +15,7 @@ from isomorph.data.sources import image_name
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.suites.robustness.images import prepare_inputs
-from isomorph.evaluation.suites.test_data import evaluation_data, open_test_images, open_training_images, sample_images
+from isomorph.evaluation.suites.test_data import evaluation_data, open_split, open_test_images, sample_images
 from isomorph.recipes import parse_overrides
 from isomorph.training.build import open_sources
 from isomorph.training.recipe.fields import DataPart
@@ -164,9 +164,9 @@ def test_the_images_that_training_saw_are_not_tested_on_by_accident(tmp_path):
         test = iso.data.open_source(photos, "test", test_fraction=fraction)
         assert iso.evaluate(model, photos, test_fraction=fraction)["images"] == len(test)
     assert iso.evaluate(model, photos, test_fraction=1)["images"] == 15
-    assert len(open_training_images(model, str(photos), None)) == 15 - len(test)
+    assert len(open_split(model, "train", str(photos), None)) == 15 - len(test)
     images(tmp_path / "alone" / "train")
-    assert len(open_training_images(model, str(tmp_path / "alone"), None)) == 15 - len(test)
+    assert len(open_split(model, "train", str(tmp_path / "alone"), None)) == 15 - len(test)
     (photos / "plum" / "0.png").unlink()
     assert iso.evaluate(model, photos)["images"] == 14
 
@@ -233,7 +233,7 @@ def test_the_folder_of_a_run_is_its_data(tmp_path, monkeypatch):
     for name in (tmp_path / "run", tmp_path / "run/model.safetensors"):
         model = open_given(str(name), CheckpointOptions())
         assert len(open_test_images(model, None, None)) == 15
-        assert len(open_training_images(model, None, None)) == 15
+        assert len(open_split(model, "train", None, None)) == 15
     shutil.rmtree(tmp_path / "photos")
     for recipe in ((tmp_path / "run/recipe.json").read_text(), '{"data": "cifar10"}', '{"data": {"root": 3}}'):
         (tmp_path / "run/recipe.json").write_text(recipe)

@@ -123,8 +123,8 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
     exported_already(monkeypatch, graphs)
     options = dict(float_layers=["blocks.*.mlp.*"], weight_bits=8)
     report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx", **options)
-    kept = {layer.name for layer in report.layers if layer.reason == "chosen by float_layers"}
-    assert kept == {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
+    kept = {(layer.name, layer.precision) for layer in report.layers if layer.reason == "chosen by float_layers"}
+    assert kept == {("blocks.0.mlp.fc1", "float"), ("blocks.0.mlp.fc2", "float")}
     assert report.weight_bits == 8
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
 

@@ -16,7 +16,7 @@ from hub_server import READER, TOKEN, Hub
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.deployment.model_card import results_section
-from isomorph.evaluation.input_sizes import evaluation_config, random_images
+from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.models import download
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
@@ -80,7 +80,7 @@ def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
     model, in_timm = models[name]
     model = model.eval()
     iso.save_for_hub(model, tmp_path / "shared", f"me/{name}")
-    images = random_images(2, model).to(next(model.parameters()).dtype)
+    images = random_inputs(2, model).to(next(model.parameters()).dtype)
     loaded = iso.load(tmp_path / "shared" / "model.safetensors")
     with torch.no_grad():
         expected = model(images)
@@ -133,7 +133,7 @@ class TestPush:
         config = json.loads(commit["files"]["config.json"])
         assert config["isomorph"]["base"]["name"] == "cifar_resnet20"
         assert [edit["rule"] for edit in config["isomorph"]["edits"]] == ["ConvToGPSA"]
-        images = random_images(1, model)
+        images = random_inputs(1, model)
         assert torch.equal(iso.load("hf-hub:me/cnn")(images), model(images))
 
     def test_branches_and_edited_cards(self, hub, models):
@@ -184,7 +184,7 @@ class TestLoad:
         files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
         hub.add("they/vit", **files)
         loaded = iso.load("hf-hub:they/vit")
-        images = random_images(1, model)
+        images = random_inputs(1, model)
         assert torch.equal(loaded(images), model.eval()(images))
         hub.add("they/pickle", **{"pytorch_model.bin": b"code", "config.json": files["config.json"]})
         with pytest.raises(iso.UserError, match=r"they/pickle has no model\.safetensors; isomorph reads no other"):

@@ -440,6 +440,6 @@ class TestCommand:
     def test_cost_at_every_size(self, monkeypatch):
         from isomorph.evaluation.suites.sweep import measure_costs
 
-        monkeypatch.setattr("isomorph.evaluation.cost.throughput", lambda *_: 1.0)
+        monkeypatch.setattr("isomorph.evaluation.suites.sweep.throughput", lambda *_: 1.0)
         small, large = measure_costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])
         assert large["macs"] > 3.9 * small["macs"]

@@ -180,9 +180,9 @@ def _open_images(
     """
     from isomorph.data.loaders import eval_loader
     from isomorph.data.sources import spaced_images
-    from isomorph.evaluation.suites.test_data import evaluation_data, open_training_images, sample_images
+    from isomorph.evaluation.suites.test_data import evaluation_data, open_split, sample_images
 
     test, config = evaluation_data(net, data, root)
-    train = sample_images(open_training_images(net, data, root), images)
+    train = sample_images(open_split(net, "train", data, root), images)
     test = test if max_images is None else spaced_images(test, max_images)
     return eval_loader(train, config, batch_size), eval_loader(test, config, batch_size)

@@ -106,7 +106,12 @@ def export(
         (1, True)
     """
     path, dynamic = Path(path), parse_dynamic(dynamic)
-    kind = check_format(path, opset)
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
+    if kind == "pt2" and opset is not None:
+        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
+    written = check_opset(opset)
     check_destination(path, overwrite)
     check_model(model)
     model = unwrap_compiled(model)
@@ -119,16 +124,22 @@ def export(
     shapes = plan_shapes(model, dynamic, size)
     progress("fusing")
     prepared = prepare(model)
-    shapes, contents, deviation = encode(prepared, model, kind, shapes, opset, atol, progress)
+    shapes, contents, deviation = encode(prepared, model, kind, shapes, written, atol, progress)
     if not deviation.passed:
         raise NotEqual(deviation)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents))
-    opset = check_opset(opset) if kind == "onnx" else None
-    fused = len(fused_modules(model))
-    axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
-    about = (str(path), kind, opset, dynamic, shapes.size_multiple, len(contents) / 1e6, fused, deviation, axes)
-    return ExportReport(*about)
+    return ExportReport(
+        path=str(path),
+        format=kind,
+        opset=written if kind == "onnx" else None,
+        dynamic=dynamic,
+        size_multiple=shapes.size_multiple,
+        megabytes=len(contents) / 1e6,
+        fused=len(fused_modules(model)),
+        deviation=deviation,
+        axes=tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values())),
+    )
 
 
 def encode(
@@ -136,7 +147,7 @@ def encode(
     model: nn.Module,
     kind: str,
     shapes: ExportShapes,
-    opset: int | None = None,
+    opset: int,
     atol: float = ATOL,
     progress: Progress = lambda step: None,
 ) -> tuple[ExportShapes, bytes, VerifyReport]:
@@ -148,7 +159,19 @@ def encode(
     Raises: UserError when the model cannot be exported, or the graph is wrong for all other sizes.
     """
     while True:
-        contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
+        progress("tracing")
+        program, metadata = trace(prepared, shapes), describe(model, shapes)
+        progress(f"converting to {kind}")
+        if kind == "onnx":
+            proto = convert(program, shapes, opset)
+            add_metadata(proto, metadata)
+            contents = proto.SerializeToString()
+        else:
+            program.example_inputs = None
+            buffer = io.BytesIO()
+            with quiet(), explain_failure("torch.export cannot save the model", shapes):
+                torch.export.save(program, buffer, extra_files={METADATA_FILE: json.dumps(metadata)})
+            contents = buffer.getvalue()
         progress("comparing")
         deviation = _compare(model, contents, kind, shapes, atol)
         far = replace(deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near])
@@ -184,37 +207,8 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
     return VerifyReport(atol, tuple(rows), ())
 
 
-def check_format(path: Path, opset: int | None = None) -> str:
-    """Return the format that a path asks for. Raises: UserError for another ending, or an opset for a .pt2 file."""
-    kind = path.suffix.removeprefix(".")
-    if kind not in FORMATS:
-        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
-    if kind == "pt2" and opset is not None:
-        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
-    check_opset(opset)
-    return kind
-
-
 def check_destination(path: Path, overwrite: bool) -> None:
     """Check that a file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
     if path.is_file() and not overwrite:
         raise UserError(f"{path} exists; give overwrite to replace it, or another file")
     require_writable(path)
-
-
-def _encode(
-    prepared: nn.Module, model: nn.Module, kind: str, shapes: ExportShapes, opset: int, progress: Progress
-) -> bytes:
-    """Return the bytes of the file of a prepared model, with the metadata of the model that it was made from."""
-    progress("tracing")
-    program, metadata = trace(prepared, shapes), describe(model, shapes)
-    progress(f"converting to {kind}")
-    if kind == "onnx":
-        proto = convert(program, shapes, opset)
-        add_metadata(proto, metadata)
-        return proto.SerializeToString()
-    program.example_inputs = None
-    buffer = io.BytesIO()
-    with quiet(), explain_failure("torch.export cannot save the model", shapes):
-        torch.export.save(program, buffer, extra_files={METADATA_FILE: json.dumps(metadata)})
-    return buffer.getvalue()

@@ -173,27 +173,31 @@ def quantize(
         torch.Size([4, 1000])
     """
     path = Path(path)
-    bits = _check_options(path, weights_only, weight_bits)
+    if path.suffix != ".onnx":
+        raise UserError(f"{path} must end in .onnx, the format of quantised models")
+    if weight_bits not in (None, 7, 8):
+        raise UserError(f"weight_bits={weight_bits} is not possible; give 7 or 8")
+    bits, opset = weight_bits or (8 if weights_only else 7), check_opset(opset)
     check_destination(path, overwrite)
     require_packages()
     check_model(model)
     check_onnx_size(model := unwrap_compiled(model))
     progress("fusing")
-    prepared, shapes = _prepare(model, dynamic, opset)
+    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
+    if shapes.named:
+        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
+    if shapes.near:
+        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
-    float_layers = [float_layers] if isinstance(float_layers, str) else float_layers
-    _check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
     progress("converting to onnx")
-    before = convert(trace(prepared, shapes), shapes, check_opset(opset))
+    before = convert(trace(prepared, shapes), shapes, opset)
     add_metadata(before, describe(model, shapes))
-    kept = _kept_nodes(before, float_layers)
+    kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
-    if weights_only:
-        after = quantize_weights(before, list(kept), bits)
-    else:
-        after = quantize_activations(before, batches, list(kept), bits)
+    rounded = (before, list(kept), bits)
+    after = quantize_weights(*rounded) if weights_only else quantize_activations(*rounded, batches)
     mode = "weights" if weights_only else "static"
     add_metadata(after, {"quantization": f"int8 {mode}"})
     progress("comparing")
@@ -231,25 +235,6 @@ def _measure(
         "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
         "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
     }
-
-
-def _prepare(model: nn.Module, dynamic: str | Iterable[str], opset: int | None) -> tuple[nn.Module, ExportShapes]:
-    """Return the fused model, and the shapes that its graph is right for. Raises: UserError as `encode`."""
-    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
-    if shapes.named:
-        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
-    if shapes.near:
-        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
-    return prepared, shapes
-
-
-def _check_options(path: Path, weights_only: bool, bits: int | None) -> int:
-    """Return the bits of a weight. Raises: UserError for another ending than .onnx, or another number of bits."""
-    if path.suffix != ".onnx":
-        raise UserError(f"{path} must end in .onnx, the format of quantised models")
-    if bits not in (None, 7, 8):
-        raise UserError(f"weight_bits={bits} is not possible; give 7 or 8")
-    return bits or (8 if weights_only else 7)
 
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
@@ -294,18 +279,14 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
         raise UserError("calibration images have values that are not finite")
 
 
-def _check_globs(float_layers: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UserError for a glob in `float_layers` that matches none of the names."""
-    for glob in float_layers:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, names)}")
-
-
 def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:
     """Return the nodes that stay in float, with the reason. Raises: UserError for a glob that matches no layer."""
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     nodes = layer_nodes(proto)
-    _check_globs(float_layers, list(dict.fromkeys(layer_of(name) for name in nodes)))
+    layers = list(dict.fromkeys(map(layer_of, nodes)))
+    for glob in float_layers:
+        if not any(fnmatchcase(layer, glob) for layer in layers):
+            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}")
     kept = {}
     for name, node in nodes.items():
         if any(fnmatchcase(layer_of(name), glob) for glob in float_layers):
@@ -317,13 +298,12 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
 
 def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
     """Return every layer of the float graph, with its precision in the quantised one. `kept`: reasons by node."""
-    weights = {tensor.name: tensor for tensor in before.graph.initializer}
     made_by = {name: node for node in after.graph.node for name in node.output}
     now = layer_nodes(after)
     rows = []
     for name, node in layer_nodes(before).items():
         reads = [_dequantize(made_by.get(source)) for source in now[name].input[:2]] if name in now else []
-        in_float = weight_of(node, weights) is None or not any(reads)
+        in_float = name in kept or not any(reads)
         precision = "float" if in_float else "int8" if all(reads) else "int8 w"
         reason = kept.get(name, "not supported") if in_float else ""
         rows.append(QuantizedLayer(layer_of(name), node.op_type, precision, reason))

@@ -44,7 +44,7 @@ def layer_of(node_name: str) -> str:
 
 
 def quantize_activations(
-    proto: "ModelProto", batches: Sequence[Tensor], kept: Sequence[str], bits: int
+    proto: "ModelProto", kept: Sequence[str], bits: int, batches: Sequence[Tensor]
 ) -> "ModelProto":
     """Return a graph with 8-bit weights and activations, in ONNX's QDQ form.
 

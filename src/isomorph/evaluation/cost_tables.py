@@ -9,7 +9,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_branches, count_parameters, count_pass, has_pyramids
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels
 from isomorph.evaluation.memory import peak_bytes, saved_bytes
-from isomorph.evaluation.speed import Speed, measure_speeds
+from isomorph.evaluation.speed import measure_speeds
 
 TableRow = dict[str, Any]
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
@@ -70,7 +70,9 @@ def cost_table(
             first = next(iter(speeds.values())).median
             for name, model in resized.items():
                 row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
-                row |= _speed_cells(speeds[name], first) | dict.fromkeys(_PEAK_COLUMNS)
+                median, low, high, runs = speeds[name]
+                row |= {"images_per_second": median, "low": low, "high": high, "runs": runs, "ratio": median / first}
+                row |= dict.fromkeys(_PEAK_COLUMNS)
                 for column, training in _PEAK_COLUMNS.items() if peak else ():
                     description = f"{name} {at}: {'training ' * training}memory"
                     row |= steps.run(description, _peak_cell, column, model, inputs[name], batch, training)
@@ -98,12 +100,6 @@ def _peak_cell(key: str, model: nn.Module, input_size: tuple[int, ...], batch: i
         return {key: peak_bytes(model, input_size, batch, training)}
     except UserError as error:
         return {key: None, "problem": str(error)}
-
-
-def _speed_cells(speed: Speed, first: float) -> TableRow:
-    """Return the cells of a model's speed; `first` is the median speed of the first model."""
-    cells = speed._asdict()
-    return {"images_per_second": cells.pop("median"), **cells, "ratio": speed.median / first}
 
 
 def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:

@@ -34,8 +34,7 @@ def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[s
     >>> evaluation_config(timm.create_model("cifar_resnet20"))["input_size"]
     (3, 32, 32)
     """
-    given = _size_arguments(model, size)
-    return _adapt_channels(resolve_data_config(given, model=model, use_test_size=True), input_channels(model))
+    return _data_config(model, size, {}, use_test_size=True)
 
 
 def training_config(
@@ -52,17 +51,27 @@ def training_config(
     >>> training_config(timm.create_model("cifar_resnet20"), size=(48, 48))["input_size"]
     (3, 48, 48)
     """
-    given = {**(crop or {}), **_size_arguments(model, size)}
-    return _adapt_channels(resolve_data_config(given, model=model, use_test_size=False), input_channels(model))
+    return _data_config(model, size, crop or {}, use_test_size=False)
 
 
-def _size_arguments(model: nn.Module, size: Sequence[int] | None) -> dict[str, Any]:
-    """Return the input size for timm's resolve_data_config: the given one, or the one that the model was built for.
+def _data_config(
+    model: nn.Module, size: Sequence[int] | None, crop: Mapping[str, Any], use_test_size: bool
+) -> dict[str, Any]:
+    """Return timm's data config for the channels of a model: every one has the average mean and std if they differ.
 
-    Without arguments, timm takes the size of the pretrained_cfg, which is the architecture's.
+    Without a size, timm takes that of the pretrained_cfg, which is the architecture's.
+
+    Raises: UserError for a size below 1.
     """
-    size = size or built_size(model)
-    return {"input_size": (input_channels(model), *size)} if size else {}
+    size, number = size or built_size(model), input_channels(model)
+    given = {**crop, **({"input_size": (number, *size)} if size else {})}
+    config = resolve_data_config(given, model=model, use_test_size=use_test_size)
+    height, width = config["input_size"][-2:]
+    _check_size((height, width))
+    normalisation = {
+        k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
+    }
+    return {**config, **normalisation, "input_size": (number, height, width)}
 
 
 def built_size(model: nn.Module) -> ImageSize | None:
@@ -77,19 +86,6 @@ def built_size(model: nn.Module) -> ImageSize | None:
     if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
         return None
     return size[0], size[1]
-
-
-def _adapt_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the data config for this number of channels; if it differs, every channel gets the average mean and std.
-
-    Raises: UserError for a size below 1.
-    """
-    height, width = config["input_size"][-2:]
-    _check_size((height, width))
-    normalisation = {
-        k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
-    }
-    return {**config, **normalisation, "input_size": (number, height, width)}
 
 
 def _check_size(size: ImageSize) -> None:
@@ -247,22 +243,17 @@ def _recording_hook(
     return record
 
 
-def random_images(batch: int, model: nn.Module, size: ImageSize | None = None) -> Tensor:
-    """Return standard normal noise at the given height and width or the model's own. Shape: -> (B, C, H, W)"""
-    shape = training_config(model, size)["input_size"]
-    if batch < 1:
-        raise UserError(f"a batch of {batch} has no images; give at least 1")
-    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))
-
-
 def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -> Inputs:
-    """Return inputs that the model takes: its own `example_inputs(batch, size)` if it has them, else random images."""
-    own = getattr(model, "example_inputs", None)
-    if own is None:
-        return random_images(batch, model, size)
+    """Return inputs that the model takes: its own `example_inputs(batch, size)` if it has them, else random images.
+
+    The images are standard normal noise at the given height and width or the model's own, the same at every call.
+    """
     if batch < 1:
         raise UserError(f"a batch of {batch} has no inputs; give at least 1")
-    return own(batch, size)
+    if own := getattr(model, "example_inputs", None):
+        return own(batch, size)
+    shape = training_config(model, size)["input_size"]
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))
 
 
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:

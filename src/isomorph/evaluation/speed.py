@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import inputs_like
@@ -80,26 +80,21 @@ def measure_speeds(
         for name, model in models.items():
             stack.enter_context(eval_mode(model))
             batches[name] = inputs_like(model, batch_size, sizes[name], next(model.parameters()).device)
-            _warm_up(model, batches[name], seconds)
+            if _time_pass(model, batches[name]) <= seconds:  # a warm-up: one pass of a slow model
+                _time_pass(model, batches[name])
         rounds = 0
         end = time.perf_counter() + seconds * len(models)
         while rounds < least or time.perf_counter() < end:
             for name, model in models.items():
                 times[name].append(_time_pass(model, batches[name]))
             rounds += 1
-    return {name: _median_and_quartiles(batch_size / torch.tensor(t, dtype=torch.float64)) for name, t in times.items()}
-
-
-def _warm_up(model: nn.Module, batch: Inputs, seconds: float) -> None:
-    """Run passes that are not timed; only one if it takes longer than `seconds`."""
-    if _time_pass(model, batch) <= seconds:
-        _time_pass(model, batch)
-
-
-def _median_and_quartiles(rates: Tensor) -> Speed:
-    """Return median and quartiles. Shape: (runs,)"""
-    low, median, high = torch.quantile(rates, torch.tensor([0.25, 0.5, 0.75], dtype=rates.dtype)).tolist()
-    return Speed(median, low, high, len(rates))
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    speeds = {}
+    for name, own in times.items():
+        rates = batch_size / torch.tensor(own, dtype=torch.float64)
+        low, median, high = torch.quantile(rates, quartiles).tolist()
+        speeds[name] = Speed(median, low, high, rounds)
+    return speeds
 
 
 def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 32, seconds: float = 2.0) -> float:

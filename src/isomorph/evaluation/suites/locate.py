@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,14 +96,10 @@ def detect_form(path: Path) -> str:
         return "tar"
     if tars or any(path.glob("*/*.tar")):
         return "webdataset"
-    if _any_match(path, ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")):
+    of_hub = ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")
+    if any(next(path.glob(glob), None) for glob in of_hub):
         return "huggingface"
     return FLAT if any(map(_image_names, folders)) else "imagefolder"
-
-
-def _any_match(path: Path, globs: Iterable[str]) -> bool:
-    """True if a file below the path matches one of the globs."""
-    return any(next(path.glob(glob), None) for glob in globs)
 
 
 def _has_class_folders(folder: Path) -> bool:

@@ -70,16 +70,6 @@ def open_test_images(
     return with_model_labels(source, model)
 
 
-def open_training_images(model: nn.Module, data: str | None, root: Path | None) -> Source:
-    """Open the training images of a data source or folder, by default of the model's own.
-
-    Of a folder that the model's training split, they are those that it did not leave out.
-
-    Raises: UserError when the data is missing.
-    """
-    return open_split(model, "train", data, root)
-
-
 def open_split(model: nn.Module, split: str, data: str | None, root: Path | None) -> Source:
     """Open the `train` or `test` images of a data source or folder, by default of the model's own.
 
