@@ -26,8 +26,6 @@ _OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::
 """An operator of torch in a message."""
 _CALL = re.compile(r"\btorch(?:\.\w+)+")
 """A function of torch in a message."""
-_LOUD = ("torch.onnx", "torch.export", "torch.fx", "torch._export", "torch._dynamo", "onnxscript", "onnx_ir")
-"""Loggers of the exporters, which report what they try."""
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -60,18 +58,15 @@ def fused_modules(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the warnings and log lines of the exporters within the block; errors still raise."""
-    loggers = [logging.getLogger(name) for name in _LOUD]
-    levels = [logger.level for logger in loggers]
+    """Suppress the warnings and log lines of exporters and quantiser within the block; errors still raise."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> int | torch.SymInt:

@@ -1,6 +1,5 @@
 """An ONNX graph with 8-bit weights, or 8-bit weights and activations, by onnxruntime's quantiser."""
 
-import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from isomorph.deployment.program import quiet
 from isomorph.deployment.shapes import INPUT
 from isomorph.errors import UserError
 
@@ -67,7 +67,7 @@ def quantize_activations(
     attends = any(node.op_type in _ATTENTION for node in proto.graph.node)
     between = () if attends else _BETWEEN_LAYERS
     images = iter([{INPUT: batch.numpy()} for batch in batches])
-    with _temporary_file() as path, _silent():
+    with _temporary_file() as path, quiet():
         quantize_static(
             source,
             path,
@@ -93,17 +93,6 @@ def _temporary_file() -> Iterator[Path]:
             yield Path(folder) / "model.onnx"
     except OSError as error:
         raise UserError(f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror or error}") from None
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress log lines below errors within the block; the quantiser writes its advice to the root logger."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int) -> "ModelProto":
@@ -137,4 +126,5 @@ def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int) -> "Mo
         op_types_to_quantize=list(LAYER_OPERATORS),
         extra_options={"QDQOpTypePerChannelSupportToAxis": {"MatMul": -1}},
     )
-    return quantizer.quantize_model()
+    with quiet():
+        return quantizer.quantize_model()

@@ -208,7 +208,14 @@ def _record_uncovered(model: nn.Module, size: Sequence[int]) -> Iterator[list[tu
     with a `patch_size` (on the feature map of a backbone). Forward hooks see their inputs.
     """
     found: list[tuple[int, int]] = []
-    handles = [conv.register_forward_pre_hook(_recording_hook(found, size)) for conv in _patch_convolutions(model)]
+
+    def record(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sides, steps = inputs[0].shape[-2:], conv.kernel_size
+        if any(side % int(step) for side, step in zip(sides, steps, strict=True)):  # type: ignore[arg-type]
+            height, width = (int(k) * round(a / max(b, 1)) for k, a, b in zip(steps, size[-2:], sides, strict=True))  # type: ignore[arg-type]
+            found.append((height, width))
+
+    handles = [conv.register_forward_pre_hook(record) for conv in _patch_convolutions(model)]
     try:
         yield found
     finally:
@@ -227,20 +234,6 @@ def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
         and module.padding in ((0, 0), "valid")
         and (module in inside or module.in_channels == input_channels(model))
     ]
-
-
-def _recording_hook(
-    found: list[tuple[int, int]], size: Sequence[int]
-) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a hook that records the patch size of a convolution, in pixels, where patches do not fill its input."""
-
-    def record(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        sides, steps = inputs[0].shape[-2:], conv.kernel_size
-        if any(side % int(step) for side, step in zip(sides, steps, strict=True)):  # type: ignore[arg-type]
-            height, width = (int(k) * round(a / max(b, 1)) for k, a, b in zip(steps, size[-2:], sides, strict=True))  # type: ignore[arg-type]
-            found.append((height, width))
-
-    return record
 
 
 def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -> Inputs:
@@ -296,20 +289,11 @@ def shorten(names: Sequence[str]) -> str:
 
 def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
     """Return the names of the model's classes: of its weights (wnids in English), ImageNet's for 1000, or numbers."""
-    known = label_names(model)
-    imagenet = ImageNetInfo()
-    if len(known) == classes:
-        wnids = set(imagenet.label_names())
-        return lambda label: (
-            _first_name(imagenet.label_name_to_description(known[label]))
-            if known[label] in wnids
-            else str(known[label])
-        )
-    if classes == 1000:
-        return lambda label: _first_name(imagenet.index_to_description(label))
-    return "class {}".format
-
-
-def _first_name(description: str) -> str:
-    """Return the first of the names of a class of ImageNet."""
-    return description.split(",")[0]
+    imagenet, names = ImageNetInfo(), label_names(model)
+    wnids = imagenet.label_names()
+    if len(names) != classes:
+        if classes != len(wnids):
+            return "class {}".format
+        names = wnids
+    english = {wnid: imagenet.label_name_to_description(wnid).split(",")[0] for wnid in {*names} & {*wnids}}
+    return lambda label: english.get(names[label], str(names[label]))
