@@ -96,11 +96,10 @@ def evaluate_(
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.suites.imagenet import find_suites
-        from isomorph.evaluation.suites.sweep import check_csv_path
         from isomorph.evaluation.suites.test_data import default_data
         from isomorph.training.task import EvaluationOptions, task_of
     if of.per_class:
-        check_csv_path(of.per_class, overwrite)
+        _check_csv(of.per_class, overwrite)
     locations = find_suites(of.suite, load.root, data) if of.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
@@ -115,6 +114,17 @@ def evaluate_(
             head = {"model": model} | ({} if locations else {"data": data or default_data(net)})
             head |= {} if opening.pretrained else {"weights": "random"}
             _show_rows(head, rows, costs, bool(locations) or len(size or ()) > 1, json_)
+
+
+def _check_csv(path: Path, overwrite: bool) -> None:
+    """Check that a CSV file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
+    from isomorph.checkpoints.paths import require_writable
+
+    if path.is_file() and not overwrite:
+        raise UserError(f"--per-class {path} exists; give --overwrite to replace it, or another file")
+    if path.suffix != ".csv":
+        raise UserError(f"cannot write {path}; give a file that ends in .csv")
+    require_writable(path)
 
 
 def evaluate_task(

@@ -5,13 +5,13 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from isomorph import __version__
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.program import quiet
@@ -68,7 +68,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     elif "size" not in shapes.dynamic:
         data["length"] = first[0]
     values = {
-        FORMAT_KEY: __version__,
+        FORMAT_KEY: own_version(),
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "class_names": data.pop("label_names", None),
@@ -82,6 +82,14 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
         for key in METADATA_KEYS
         if values.get(key) is not None
     }
+
+
+def own_version() -> str:
+    """Return isomorph's version, "unknown" where it runs without being installed."""
+    try:
+        return version("isomorph")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _parse_metadata(texts: Mapping[str, str], path: object) -> dict[str, Any]:

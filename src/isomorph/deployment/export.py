@@ -106,12 +106,7 @@ def export(
         (1, True)
     """
     path, dynamic = Path(path), parse_dynamic(dynamic)
-    kind = path.suffix.removeprefix(".")
-    if kind not in FORMATS:
-        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
-    if kind == "pt2" and opset is not None:
-        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
-    written = check_opset(opset)
+    kind, written = _check_format(path, opset)
     check_destination(path, overwrite)
     check_model(model)
     model = unwrap_compiled(model)
@@ -205,6 +200,16 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
             apart = (math.inf, math.inf)
         rows.append(InputDeviation(shape, *apart, double.abs().max().item()))
     return VerifyReport(atol, tuple(rows), ())
+
+
+def _check_format(path: Path, opset: int | None) -> tuple[str, int]:
+    """Return format and opset of a file. Raises: UserError for another ending, or an opset for a .pt2 file."""
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
+    if kind == "pt2" and opset is not None:
+        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
+    return kind, check_opset(opset)
 
 
 def check_destination(path: Path, overwrite: bool) -> None:

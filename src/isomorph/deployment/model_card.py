@@ -14,8 +14,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 import isomorph.models as own_models
-from isomorph import __version__
 from isomorph.checkpoints.model import describe_data, describe_edits
+from isomorph.deployment.artefact import own_version
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -162,7 +162,7 @@ def _summary(model: nn.Module) -> str:
         f"A `{kind}` with {count_parameters(model):,} parameters"
         + (f" and {classes:,} classes" if classes else "")
         + f", for images of {height} x {width} with {channels} channels (mean {mean}, standard deviation {deviation}, "
-        f"{images['interpolation']}, crop {images['crop_pct']:g}). Written by isomorph {__version__}."
+        f"{images['interpolation']}, crop {images['crop_pct']:g}). Written by isomorph {own_version()}."
     )
 
 

@@ -71,7 +71,7 @@ class QuantizeReport:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
         >>> report = iso.quantize(vit, [torch.randn(4, 3, 32, 32)], "int8.onnx", weights_only=True)
         >>> report.mode, round(report.float_megabytes / report.megabytes, 1)
-        ('weights', 3.9)
+        ('weights', 3.8)
     """
 
     path: str
@@ -173,21 +173,13 @@ def quantize(
         torch.Size([4, 1000])
     """
     path = Path(path)
-    if path.suffix != ".onnx":
-        raise UserError(f"{path} must end in .onnx, the format of quantised models")
-    if weight_bits not in (None, 7, 8):
-        raise UserError(f"weight_bits={weight_bits} is not possible; give 7 or 8")
-    bits, opset = weight_bits or (8 if weights_only else 7), check_opset(opset)
+    bits, opset = _check_bits(path, weights_only, weight_bits), check_opset(opset)
     check_destination(path, overwrite)
     require_packages()
     check_model(model)
     check_onnx_size(model := unwrap_compiled(model))
     progress("fusing")
-    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
-    if shapes.named:
-        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
-    if shapes.near:
-        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
+    prepared, shapes = _prepare(model, dynamic, opset)
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
@@ -235,6 +227,25 @@ def _measure(
         "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
         "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
     }
+
+
+def _prepare(model: nn.Module, dynamic: str | Iterable[str], opset: int) -> tuple[nn.Module, ExportShapes]:
+    """Return the fused model, and the shapes that its graph is right for. Raises: UserError as `encode`."""
+    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
+    if shapes.named:
+        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
+    if shapes.near:
+        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
+    return prepared, shapes
+
+
+def _check_bits(path: Path, weights_only: bool, bits: int | None) -> int:
+    """Return the bits of a weight. Raises: UserError for another ending than .onnx, or another number of bits."""
+    if path.suffix != ".onnx":
+        raise UserError(f"{path} must end in .onnx, the format of quantised models")
+    if bits not in (None, 7, 8):
+        raise UserError(f"weight_bits={bits} is not possible; give 7 or 8")
+    return bits or (8 if weights_only else 7)
 
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:

@@ -9,11 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from isomorph.checkpoints.paths import require_writable
 from isomorph.data.corruptions.dataset import fingerprint
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE, Runtime
-from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts
 from isomorph.evaluation.cost import count_parameters, count_pass
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
@@ -167,15 +165,6 @@ def measure_costs(
             row |= {"step_macs": macs.per_pass} if macs.per_pass else {}
         rows.append(row | {"images_per_second": throughput(fitted, shape, max(1, min(images, 32)))})
     return rows
-
-
-def check_csv_path(path: Path, overwrite: bool = False) -> None:
-    """Check that a CSV file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
-    if path.is_file() and not overwrite:
-        raise UserError(f"--per-class {path} exists; give --overwrite to replace it, or another file")
-    if path.suffix != ".csv":
-        raise UserError(f"cannot write {path}; give a file that ends in .csv")
-    require_writable(path)
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
