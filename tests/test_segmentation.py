@@ -306,7 +306,7 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     parts = losses["task_loss"] + 0.4 * losses["auxiliary_loss"] + 10 * losses["kd_loss"]
     torch.testing.assert_close(losses["loss"], parts)
     assert not opened.task.train().teacher.training
-    teacher, seen = opened.task.teacher, []
+    teacher, seen = opened.task.teacher.model, []
     assert all(p.grad is None for p in teacher.parameters())
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     student = opened.task.trainable_module
