@@ -3,6 +3,14 @@
 import torch
 from torch import Tensor
 
+CPU_DEVICE = "cpu"
+"""Type of the device for which layers take the form of a CPU; a test of the other form names another."""
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """True if a layer takes the form that is fast on a CPU for this tensor."""
+    return tensor.device.type == CPU_DEVICE
+
 
 def is_eager() -> bool:
     """True if torch runs eagerly: nothing is compiling, exporting or tracing this call."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.eager import is_eager, is_functorch_tensor
+from isomorph.layers.eager import is_eager, is_functorch_tensor, on_cpu
 from isomorph.layers.gated.soft_taps import Range, TapAxis, soft_taps
 
 BY_HEAD_COST = 1.5
@@ -40,7 +40,7 @@ def folded_reach(x: Tensor, rows: TapAxis, columns: TapAxis, filters: Tensor) ->
 
     Shape: x (B, C, H, W), filters (C_out, C / groups, nh)
     """
-    if x.device.type != "cpu" or not is_eager() or is_functorch_tensor(x) or is_functorch_tensor(filters):
+    if not on_cpu(x) or not is_eager() or is_functorch_tensor(x) or is_functorch_tensor(filters):
         return None
     found = []
     for axis in (rows, columns):

@@ -19,6 +19,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from isomorph.layers.eager import on_cpu
 from isomorph.layers.gated.positions import attend_shared_values, compute_dtype, gated_mix, geometry_dtype, kronecker
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 
@@ -178,7 +179,7 @@ class GPSA2d(TapHeads):
         q, k = self.queries_keys(x)
         B, nh, Nq, hd = q.shape
         shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
-        if x.device.type == "cpu" and hd < self.in_channels:  # its fused kernel needs q, k and v of one width
+        if on_cpu(x) and hd < self.in_channels:  # its fused kernel needs q, k and v of one width
             q, k = (F.pad(t, (0, self.in_channels - hd)) for t in (q, k))
         bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
         content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)  # (B, nh, Nq, C)

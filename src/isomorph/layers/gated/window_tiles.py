@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.layers.eager import is_eager, is_functorch_tensor
+from isomorph.layers.eager import is_eager, is_functorch_tensor, on_cpu
 
 TILE = 4
 """Most queries of a tile along an axis (measured by benchmarks/gpsa_stages.py)."""
@@ -90,7 +90,7 @@ def _chunks(q: Tensor, m: int) -> Iterator[slice]:
     if not is_eager() or is_functorch_tensor(q):
         yield slice(None)
         return
-    most = MAX_ENTRIES if q.device.type == "cpu" else MAX_ENTRIES_ELSEWHERE
+    most = MAX_ENTRIES if on_cpu(q) else MAX_ENTRIES_ELSEWHERE
     step = max(1, most // max(nh * n * m, 1))
     yield from (slice(first, first + step) for first in range(0, max(tiles, 1), step))
 

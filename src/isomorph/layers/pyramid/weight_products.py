@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isomorph.layers.eager import on_cpu
+
 NARROWEST_BLOCK = 96
 """Smallest width of the blocks of a symmetric product."""
 
@@ -32,7 +34,7 @@ def _stacks(like: Tensor) -> bool:
 
 def saves_work(like: Tensor) -> bool:
     """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
-    return like.device.type in ("cpu", "meta")
+    return on_cpu(like) or like.is_meta
 
 
 def symmetric_product(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:

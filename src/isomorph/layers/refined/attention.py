@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs
-from isomorph.layers.eager import is_functorch_tensor
+from isomorph.layers.eager import is_functorch_tensor, on_cpu
 from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
@@ -388,7 +388,7 @@ def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | Non
     Shape: q, k (B, H, N, hd), values (B, H, N, D) -> (B, H, N, D)
     """
     width = values.shape[-1]
-    if q.device.type == "cpu":
+    if on_cpu(q):
         q, k = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k))
     elif q.shape[-1] % 8 or width % 8:
         q, k, values = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, values))

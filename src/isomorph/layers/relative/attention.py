@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs
-from isomorph.layers.eager import is_eager, is_functorch_tensor
+from isomorph.layers.eager import is_eager, is_functorch_tensor, on_cpu
 from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.refined.attention import attention_kwargs, copy_parts
@@ -59,7 +59,7 @@ def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor)
 
     Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
     """
-    forms_maps = is_eager() and q.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
+    forms_maps = is_eager() and on_cpu(q) and torch.is_grad_enabled() and bias.requires_grad
     if not forms_maps and not is_functorch_tensor(bias):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
         # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
@@ -102,7 +102,7 @@ class _CachedBias(NamedTuple):
         """True if the bias is still valid. Comparing the whole table on a CPU costs next to nothing."""
         if self.key != key:
             return False
-        return torch.equal(self.table, table) if table.device.type == "cpu" else self.table is table
+        return torch.equal(self.table, table) if on_cpu(table) else self.table is table
 
 
 def storage_version(table: Tensor) -> tuple[int, int]:
@@ -187,14 +187,14 @@ class RelativeAttention(AttentionBase):
         table = self.relative_bias
         if self.training or not _can_cache(table):
             return expand_table(self.resized_table(grid_size), grid_size).to(dtype)
-        on_cpu = table.device.type == "cpu"
-        version = None if on_cpu else storage_version(table)
+        cpu = on_cpu(table)
+        version = None if cpu else storage_version(table)
         table_state = (table.dtype, table.device, version, _cuda_stream(table))
         key = (grid_size, dtype, torch.is_inference_mode_enabled(), *table_state)
         cached = self.cached_bias  # read once: another thread may replace it at any time
         if cached is None or not cached.matches(key, table):
             bias = expand_table(self.resized_table(grid_size), grid_size).to(dtype).detach()
-            cached = _CachedBias(key, table.detach().clone() if on_cpu else table, bias)
+            cached = _CachedBias(key, table.detach().clone() if cpu else table, bias)
             self.cached_bias = cached
         return cached.bias
 
