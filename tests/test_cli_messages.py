@@ -1,6 +1,7 @@
 """What the command line understands and says: sizes, names of options, files that exist, machines without a network."""
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from PIL import Image
 from safetensors.torch import save_file
 
 import isomorph as iso
+from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import explain_shape_error, name_options
 from isomorph.cli.open_models import library_options
@@ -22,6 +25,7 @@ from isomorph.cli.train import check_fields
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
 from isomorph.training.recipe.read import apply_overrides
+from isomorph.training.recipe.recipe import validate
 from refusals import refused
 
 NOWHERE = "http://127.0.0.1:9"
@@ -305,3 +309,35 @@ class TestProgressWithoutATerminal:
             clock[0] += 600
             update(1, 2, "cell")
         assert not capsys.readouterr().err
+
+
+HOSTILE = "cat\x1b[2J\x9b1A\u202e\udcff\r"
+
+
+def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys):
+    """Names of classes, of files and of models, in tables, messages, notes and progress."""
+    model = timm.create_model("cifar_resnet20", num_classes=2)
+    record_data(model, {"label_names": [HOSTILE[:-2], "dog\n"]})
+    iso.save(model, tmp_path / "m.safetensors")
+    Image.new("RGB", (32, 32)).save(tmp_path / "x.png")
+    said = []
+    for arguments in (
+        ["predict", str(tmp_path / "m.safetensors"), "--image", str(tmp_path / "x.png")],
+        ["evaluate", f"{HOSTILE}.safetensors"],
+        ["evaluate", str(tmp_path / "m.safetensors"), "--data", f"{tmp_path}/{HOSTILE}"],
+        ["train", "digits_cnn", f"--{HOSTILE}", "1"],
+        [HOSTILE],
+    ):
+        with suppress(SystemExit):
+            main(arguments)
+        said.append("".join(capsys.readouterr()))
+    assert all("cat\\x1b[2J" in text for text in said), said
+    assert not {c for text in said for c in text if not (c.isprintable() or c == "\n")}
+    assert len(said[0].splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/../../x", "..", "", "a//b", r"..\x", "C:x", "x\0y", "x\ny"])
+def test_the_name_of_a_recipe_stays_below_runs(name):
+    values = {"model": {"name": "cifar_resnet20"}, "data": {"source": "digits"}, "name": name}
+    refused("name: must be a plain name: its folder is runs/NAME; give another folder as out", validate, values)
+    assert validate({**values, "name": "sweep/a b-1.5"}).folder == Path("runs/sweep/a b-1.5")

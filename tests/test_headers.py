@@ -32,6 +32,10 @@ def base(**more):
     return {"base": {**BASE, **more}}
 
 
+def upernet(**more):
+    return base(name="upernet", backbone="resnet18", backbone_kwargs=more)
+
+
 def data(**more):
     return {"data": {**DATA, **more}}
 
@@ -58,6 +62,17 @@ FORGERIES = {
     "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and should not be above 1,000"),
     "not a number": ({"base": '{"name": "cifar_resnet20", "x": NaN}'}, "base.x holds inf"),
     "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),
+    "another file within": (upernet(checkpoint_path="/etc/passwd"), "base.backbone_kwargs.checkpoint_path is not allo"),
+    "a download within": (upernet(pretrained=True), "base.backbone_kwargs.pretrained is not allowed"),
+    "a file of weights within": (upernet(pretrained_cfg={"file": "x"}), "base.backbone_kwargs.pretrained_cfg is not"),
+    "a path as an option": (upernet(act_layer="../x"), r"base.backbone_kwargs.act_layer is '../x': a file may name no"),
+    "a path in a list": (upernet(a=[["/etc/passwd"]]), "base.backbone_kwargs.a.0.0 is '/etc/passwd'"),
+    "a network on the hub": (base(name="text_transformer", config="me/evil"), "base.config is not allowed"),
+    "code of the hub": (base(name="bert_small", attn_implementation="me/kernels"), "base.attn_implementation is not"),
+    "weights of a backbone": (
+        base(name="upernet", backbone_pretrained=True),
+        "base.backbone_pretrained is not allowed",
+    ),
     "edits": ({"edits": 5}, "edits is 5 and should be a valid array"),
     "edit": ({"edits": [5]}, "edits.0 is 5 and should be an object"),
     "unknown rule": (rule("ConvToMagic"), "edits.0.rule is 'ConvToMagic' and should be one of .*ConvToGPSA, "),
@@ -161,3 +176,47 @@ def test_a_pytorch_file_of_numbered_tensors_is_said(tmp_path):
     torch.save({0: torch.zeros(2)}, tmp_path / "model.pt")
     with pytest.raises(iso.UserError, match=r"model\.pt holds tensors without names"):
         iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "model.pt")
+
+
+TASKS = {
+    "no such field": ({"name": "segmentation", "foo": 1}, "foo is not a field"),
+    "no such task": ({"name": "magic"}, "'magic' is not a task"),
+    "no name": ({"crop": 3}, "None is not the name of a task"),
+    "a list for a name": ({"name": [1]}, r"\[1\] is not the name of a task"),
+    "type of a field": ({"name": "text_classification", "length": "long"}, "length: input should be a valid integer"),
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_forged_task_is_one_line(kind, tmp_path):
+    options, said = TASKS[kind]
+    model = timm.create_model("cifar_resnet20")
+    record_data(model, {"task": options})
+    iso.save(model, tmp_path / "model.safetensors")
+    line = refused(
+        "names a task that isomorph cannot open.*" + said, iso.evaluate, iso.load(tmp_path / "model.safetensors")
+    )
+    assert "pydantic" not in line
+
+
+def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path):
+    pytest.importorskip("transformers")
+    model = timm.create_model("bert_small", num_hidden_layers=1, num_classes=2)
+    for name, files, said in (
+        ("me/evil", {}, "not on this machine; if you trust it, run `hf download me/evil`"),
+        *LURES,
+    ):
+        source = name or str(tmp_path / "lure")
+        for file, text in files.items():
+            (tmp_path / "lure").mkdir(exist_ok=True)
+            (tmp_path / "lure" / file).write_text(text.replace("RAN", str(tmp_path / "ran")))
+        record_data(model, {"task": {"name": "text_classification", "tokenizer": source, "dataset": "cola"}})
+        refused(said, iso.evaluate, model)
+    config = {"config": str(tmp_path / "lure")}
+    refused("is not a folder with a config.json", lambda: iso.models.create("text_transformer", **config))
+    assert not (tmp_path / "ran").exists()
+
+
+OWN_CODE = json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}, "model_type": "evil"})
+EVIL = {"config.json": OWN_CODE, "tokenizer_config.json": OWN_CODE, "evil.py": "open('RAN', 'w')"}
+LURES = [(None, EVIL, "is not a vocabulary file, a folder or a name on the hub")]

@@ -1,5 +1,6 @@
-"""Tables of metrics, and printing of tables in a terminal."""
+"""Tables of metrics, and printing in a terminal: control characters in names from files are escaped here."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,24 @@ PIPE_WIDTH = 200
 """Columns of a table that is not printed in a terminal."""
 
 
+_UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that move a terminal's cursor, change the direction of the text, or cannot be encoded."""
+
+
+def printable(text: object) -> str:
+    """Return a text for a terminal with its control characters escaped; line breaks and tabs stay."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def say(text: object, file: Any = None) -> None:
+    """Print a text with its control characters escaped."""
+    print(printable(text), file=file, flush=file is not None)
+
+
+def _cells(row: Sequence[str]) -> list[str]:
+    return [printable(cell).replace("\n", r"\n") for cell in row]
+
+
 def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     """Return a table with a row for each metric that has a format."""
     rows = [
@@ -120,7 +139,7 @@ def print_text_table(rows: Sequence[Sequence[str]]) -> None:
 
     In a terminal too narrow for all columns, those after the first are joined into one that wraps.
     """
-    console = _Output()
+    console, rows = _Output(), list(map(_cells, rows))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if not console.is_terminal or sum(widths) + 2 * len(widths) - 2 <= console.width:
         for row in rows:
@@ -138,9 +157,9 @@ def print_text_table(rows: Sequence[Sequence[str]]) -> None:
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a table of numbers, aligned to the right; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, head in enumerate(rows[0]):
+    for i, head in enumerate(map(escape, _cells(rows[0]))):
         table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
-    for row in rows[1:]:
+    for row in map(_cells, rows[1:]):
         table.add_row(*map(escape, row))
     console = _Output()
     if not console.is_terminal:

@@ -16,7 +16,7 @@ from isomorph.checkpoints.model import build_checked, load_state, record_base, r
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered
-from isomorph.models.model_kwargs import check_model_kwargs
+from isomorph.models.model_kwargs import check_foreign_kwargs, check_model_kwargs
 from isomorph.surgery.record import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -95,6 +95,7 @@ def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
         arguments["global_pool"] = settings["gp"]
     try:
         check_model_kwargs(arguments)
+        check_foreign_kwargs(arguments)
     except ValueError as error:
         raise UserError(f"{path}: its args.model_kwargs cannot be used: {error}") from None
     return arguments

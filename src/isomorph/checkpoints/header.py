@@ -12,14 +12,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from isomorph.errors import UserError
-from isomorph.models.model_kwargs import largest_allowed
+from isomorph.models.model_kwargs import check_foreign_kwargs, largest_allowed
 from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
 _MAX_PART_LENGTH = 2**24
 """Maximum number of characters in one part of a header."""
-_WEIGHTS_ARGUMENT = "checkpoint_path"
-"""Argument of timm.create_model that reads another file."""
 _MESSAGE_WIDTH = 60
 """Maximum number of characters of a value in a message."""
 
@@ -44,9 +42,8 @@ class _BaseSchema(_StrictModel):
 
     @model_validator(mode="after")
     def check_arguments(self) -> "_BaseSchema":
+        check_foreign_kwargs({key: x for key, x in self.__pydantic_extra__.items() if key != "pretrained"})
         for name, value in self.__pydantic_extra__.items():
-            if name == _WEIGHTS_ARGUMENT:
-                raise ValueError(f"{name} is not allowed: the weights are in the checkpoint itself")
             limit = largest_allowed(name)
             if not (number := _max_magnitude(value)) <= limit:
                 raise ValueError(f"{name} holds {number:.6g} and should not be above {limit:,}")

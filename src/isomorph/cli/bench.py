@@ -6,6 +6,7 @@ from typing import Annotated
 from isomorph.cli.options import Device, Json, Several, Sizes, WeightsOptions, WholeNumber, command, loading
 from isomorph.cli.output import progress_bar, show
 from isomorph.errors import UserError
+from isomorph.terminal_tables import say
 
 
 @command
@@ -60,4 +61,4 @@ def bench(
     tables = filter(None, (fixed_cost_table(rows), pass_cost_table(rows)))
     show(json_, rows, *(part for table in tables for part in (table, "")), batch_cost_table(rows))
     for problem in cost_problems(rows):
-        print(f"isomorph: {problem}", file=sys.stderr)
+        say(f"isomorph: {problem}", sys.stderr)

@@ -6,7 +6,7 @@ from isomorph.cli.options import Json, Several, command, loading
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.terminal_tables import print_text_table
+from isomorph.terminal_tables import print_text_table, say
 
 
 @command
@@ -47,7 +47,7 @@ def coverage(
     _print_rows(rows) if models else _print_families(summarise_coverage(rows))
     for row in rows:
         if "error" in row:
-            print(f"{row['model']} cannot be created: {row['error']}")
+            say(f"{row['model']} cannot be created: {row['error']}")
 
 
 def _describe_reasons(reasons: dict[str, int], limit: int = 2) -> str:

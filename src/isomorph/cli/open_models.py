@@ -22,6 +22,7 @@ from isomorph.evaluation.input_sizes import random_inputs, training_config
 from isomorph.evaluation.suites.test_data import record_root
 from isomorph.surgery import notes
 from isomorph.surgery.model_inputs import Inputs
+from isomorph.terminal_tables import say
 from isomorph.training.recipe.read import parse_value
 
 
@@ -105,7 +106,7 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 
 def _print_notes(model: nn.Module) -> nn.Module:
     for note in notes(model):
-        print(f"isomorph: {note}", file=sys.stderr)
+        say(f"isomorph: {note}", sys.stderr)
     return model
 
 

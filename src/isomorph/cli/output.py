@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from rich import progress as rich_progress
 from rich.console import Console
+from rich.markup import escape
 
 import isomorph as iso
-from isomorph.terminal_tables import print_table
+from isomorph.terminal_tables import print_table, printable, say
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 60.0
@@ -27,7 +28,7 @@ def show(json_: bool, value: Any, *texts: str | list[list[str]]) -> None:
         print(json.dumps(_without_nan(value), default=str))
         return
     for text in texts:
-        print(text) if isinstance(text, str) else print_table(text)
+        say(text) if isinstance(text, str) else print_table(text)
 
 
 def _without_nan(value: Any) -> Any:
@@ -90,7 +91,7 @@ class ProgressLines:
         if now - self.printed >= SECONDS_BETWEEN_LINES:
             self.printed = now
             with suppress(OSError):
-                print(text, file=sys.stderr, flush=True)
+                say(text, sys.stderr)
 
 
 def _bar(*columns: Any) -> Any:
@@ -120,7 +121,7 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
         return
     with _bar(rich_progress.SpinnerColumn(), DESCRIPTION, rich_progress.TimeElapsedColumn()) as bar:
         task = bar.add_task(title)
-        yield lambda step: bar.update(task, description=f"{title}: {step}")
+        yield lambda step: bar.update(task, description=escape(printable(f"{title}: {step}")))
 
 
 @contextmanager
@@ -140,6 +141,6 @@ def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int
         task = bar.add_task(title)
 
         def update(done: float, total: int, step: str) -> None:
-            bar.update(task, completed=round(done, 1), total=total, description=step)
+            bar.update(task, completed=round(done, 1), total=total, description=escape(printable(step)))
 
         yield update

@@ -32,6 +32,7 @@ from isomorph.cli.messages import explain_parse_error, explain_shape_error, name
 from isomorph.cli.options import app, join_sizes
 from isomorph.errors import DoesNotRun, Stopped, UserError, is_out_of_memory
 from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, was_interrupted
+from isomorph.terminal_tables import say
 
 
 def _strip_traceback(error: Exception) -> str:
@@ -69,7 +70,7 @@ def _error_message(error: Exception) -> str:
 def _print_error(text: str) -> None:
     """Print an error to stderr. If stderr is closed, the exit code alone reports it."""
     with suppress(OSError):
-        print(f"isomorph: {text}", file=sys.stderr)
+        say(f"isomorph: {' '.join(text.split())}", sys.stderr)
 
 
 def _is_main_process() -> bool:

@@ -11,7 +11,7 @@ from isomorph.cli.options import SIZE_FIELDS, Overwrite, app, choose_page, comma
 from isomorph.cli.tables import recipe_fields, tables
 from isomorph.errors import UserError
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
-from isomorph.terminal_tables import count_of, metric_table, print_table
+from isomorph.terminal_tables import count_of, metric_table, print_table, say
 
 _OWN_CHECKS = ("model.recast.", "task.")
 """Groups whose fields may come from other packages: those of rules and of tasks."""
@@ -68,7 +68,7 @@ def train(
     result = train_recipe(load_recipe(recipe, overrides))
     if result.is_main:
         print_table(metric_table("final", result.metrics))
-        print(f"wrote {result.folder / 'model.safetensors'}")
+        say(f"wrote {result.folder / 'model.safetensors'}")
 
 
 def _rewrite_size(assignment: str) -> str:

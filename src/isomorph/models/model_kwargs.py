@@ -1,5 +1,6 @@
 """Arguments of timm.create_model that a recipe gives as model.kwargs, or a command as --model-kwargs."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,18 @@ RESERVED_ARGUMENTS = {
 }
 """Arguments that model.kwargs may not have, and what to do instead."""
 
+_OPENS_FILES = frozenset(
+    {
+        *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
+        *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
+        *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
+        *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
+    }
+)
+"""Arguments by which timm, torchvision, transformers and isomorph's networks open a file, fetch one, or run its code. A
+user may give some of them; a file may not."""
+_LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
+"""What a path, an address or a name on the hub has, and no option of a network."""
 MAX_NUMBER = 2**24
 """Largest number that an argument may have: no size or width of a network is above it."""
 MAX_BLOCKS = 1000
@@ -41,6 +54,23 @@ def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
         _check_value(name, value)
 
 
+def check_foreign_kwargs(value: Any, where: str = "") -> None:
+    """Check arguments that a file names: none of them, at any level, may open another file, fetch one or run code.
+
+    Raises: ValueError that names the argument.
+    """
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            place = f"{where}.{name}".lstrip(".")
+            if name in _OPENS_FILES and each:
+                raise ValueError(f"{place} is not allowed: a file may name no other file, repository or code")
+            check_foreign_kwargs(each, place)
+    elif isinstance(value, str) and _LOCATION.search(value):
+        raise ValueError(f"{where} is {value[:60]!r}: a file may name no other file, repository or code")
+
+
 def largest_allowed(name: str) -> int:
     """Return the largest number, and length of a list, that an argument may have."""
     return MAX_BLOCKS if any(word in name for word in _BLOCK_COUNT_WORDS) else MAX_NUMBER
@@ -57,7 +87,9 @@ def _check_value(name: str, value: Any, depth: int = 1) -> None:
     if isinstance(value, list | tuple | dict):
         if len(value) > limit:
             raise ValueError(f"{name} has {len(value):,} values and may have {limit:,}")
-        for each in value.values() if isinstance(value, dict) else value:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            if key in RESERVED_ARGUMENTS and key not in ("pretrained", "features_only", "out_indices"):
+                raise ValueError(f"{name}.{key} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[key]}")
             _check_value(name, each, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")

@@ -24,8 +24,8 @@ from isomorph.evaluation.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
 from isomorph.training.recipe.fields import Part
-from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.recipe.tasks import open_task
+from isomorph.training.recipe.recipe import Recipe, check_part
+from isomorph.training.recipe.tasks import find_task
 
 
 class EvaluationOptions(NamedTuple):
@@ -133,6 +133,9 @@ class Task:
     corruption_metric: ClassVar[str] = ""
     """Metric of `evaluate_images`, in percent, for `isomorph robustness`; empty if the task has no such images."""
 
+    recorded: bool = False
+    """True for the task that a checkpoint names, whose options may come from anyone: it fetches nothing by them."""
+
     def __init__(self, options: Part) -> None:
         self.options: Any = options
 
@@ -222,6 +225,9 @@ def recorded_task(model: nn.Module) -> Task | None:
         return None
     options = {name: value for name, value in recorded.items() if name != "name"}
     try:
-        return cast(Task, open_task(recorded["name"], options))
-    except ValueError as error:
-        raise UserError(f"the model's checkpoint names a task with options that it does not have: {error}") from None
+        kind = find_task(recorded.get("name"))
+        task = cast(Task, kind(check_part(cast(type[Part], kind.fields), "its task", options)))
+    except UserError as error:
+        raise UserError(f"the checkpoint names a task that isomorph cannot open: {error}") from None
+    task.recorded = True
+    return task

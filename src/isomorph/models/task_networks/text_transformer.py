@@ -84,7 +84,7 @@ class TextTransformer(nn.Module):
         needs = "text transformers need the package transformers"
         transformers = optional_module("transformers", needs, "nlp")
         settings = _read_config(config) if config else build_config(family or "bert", fields)
-        self.body = transformers.AutoModel.from_config(settings)
+        self.body = transformers.AutoModel.from_config(settings, trust_remote_code=False)
         if hasattr(self.body, "pooler"):
             self.body.pooler = None  # the head reads the first token itself
         self.family, self.num_classes = settings.model_type, num_classes
@@ -215,7 +215,7 @@ def _read_config(source: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(source)
+        found = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # those of the hub, of json, and of transformers
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"config {source!r} is not a folder with a config.json, nor on the hub: {reason}") from None

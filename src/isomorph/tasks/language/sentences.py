@@ -21,10 +21,11 @@ _NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @cache
-def open_tokenizer(source: str, lower_case: bool = True) -> Any:
+def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> Any:
     """Return a tokeniser of transformers: a vocabulary of BERT (vocab.txt), a folder, or a name on the hub.
 
-    `lower_case` is for vocabulary files alone: a folder says itself what its tokeniser does.
+    `lower_case` is for vocabulary files alone: a folder says itself what its tokeniser does. Without `fetch`, for names
+    that a checkpoint gives, one on the hub must have been downloaded before. No code of a tokeniser is run.
 
     Raises: UserError if it cannot be opened, or lacks a special token that masked words need.
     """
@@ -39,8 +40,15 @@ def open_tokenizer(source: str, lower_case: bool = True) -> Any:
             raise UserError(f"task.tokenizer {path} {what}")
         return transformers.BertTokenizerFast(vocab=source, do_lower_case=lower_case)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, local_files_only=not fetch
+        )
     except Exception as error:  # those of the hub, of json, and of transformers
+        if not (fetch or Path(source).exists()):
+            raise UserError(
+                f"the checkpoint names the tokenizer {source!r}, which is not on this machine; if you trust it, run "
+                f"`hf download {source}` first"
+            ) from None
         reason = "" if source.startswith((".", "/", "~")) else f" that answers: {' '.join(str(error).split())[:160]}"
         raise UserError(
             f"task.tokenizer {source!r} is not a vocabulary file, a folder or a name on the hub{reason}"

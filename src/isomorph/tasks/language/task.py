@@ -67,7 +67,7 @@ class LanguageTask(Task):
     @property
     def tokenizer(self) -> Any:
         """The tokeniser of the options. Raises: UserError if it cannot be opened."""
-        return open_tokenizer(self.options.tokenizer, self.options.lower_case)
+        return open_tokenizer(self.options.tokenizer, self.options.lower_case, fetch=not self.recorded)
 
     def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
         """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.

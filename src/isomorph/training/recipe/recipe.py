@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams.stream import STREAMS
@@ -100,6 +100,14 @@ class Recipe(Part):
     expected: str = ""
     """Published result; for information only."""
     _shortened: str = PrivateAttr("")
+
+    @field_validator("name")
+    @classmethod
+    def check_name(cls, name: str) -> str:
+        parts = name.replace("\\", "/").split("/")
+        if {"", ".", ".."} & set(parts) or ":" in name or not name.isprintable():
+            raise ValueError("must be a plain name: its folder is runs/NAME; give another folder as out")
+        return name
 
     @model_validator(mode="after")
     def check_fields(self) -> "Recipe":
@@ -244,7 +252,7 @@ def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
     try:
         return part.model_validate(values)
     except ValidationError as error:
-        problems = [_describe_problem(problem, values) for problem in error.errors()]
+        problems = [_describe_problem(problem, values, part) for problem in error.errors()]
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
 
@@ -253,12 +261,12 @@ LIST_PROBLEMS = {"list_type": "must be a list", "tuple_type": "must be a list", 
 """Messages for problems with lists, by pydantic's name of the problem."""
 
 
-def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
+def _describe_problem(problem: Any, values: dict[str, Any], part: type[Part]) -> str:
     """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = list(fields_of(groups, values))
+        names = list(fields_of(groups, values, part))
         close = difflib.get_close_matches(last, names, n=1)
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
@@ -266,7 +274,7 @@ def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{field} is missing"
     if problem["type"] == "model_type":
-        names = list(fields_of([*groups, last], values))
+        names = list(fields_of([*groups, last], values, part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
     message = LIST_PROBLEMS.get(problem["type"], problem["msg"])
     own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
@@ -279,9 +287,8 @@ def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
     return f"{field}: {message} (given {given})"
 
 
-def fields_of(groups: list[str], values: Any) -> dict[str, Any]:
-    """Return the fields of a nested group, given the names that lead to it, and the values of the recipe."""
-    part: Any = Recipe
+def fields_of(groups: list[str], values: Any, part: Any = Recipe) -> dict[str, Any]:
+    """Return the fields of a nested group, given the names that lead to it, and the values of the recipe or part."""
     for group in groups:
         values = values.get(group) if isinstance(values, dict) else None
         part = part_of(part.model_fields[group].annotation) or Part

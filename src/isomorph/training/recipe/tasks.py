@@ -39,8 +39,10 @@ TASKS: dict[str, str | type[RecipeTask]] = {
 """Tasks by their names in recipes and checkpoints: a class, or `module:class` to import; `register_task` adds one."""
 
 
-def find_task(name: str) -> type[RecipeTask]:
-    """Return the class of a task by its name. Raises: UserError for an unknown task."""
+def find_task(name: Any) -> type[RecipeTask]:
+    """Return the class of a task by its name. Raises: UserError for an unknown task, or what is not a name."""
+    if not isinstance(name, str):
+        raise UserError(f"{str(name)[:60]} is not the name of a task")
     if name not in TASKS:
         _register_installed_tasks()
     if name not in TASKS:

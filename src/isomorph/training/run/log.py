@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.terminal_tables import count_of
+from isomorph.terminal_tables import count_of, printable
 from isomorph.training.recipe.recipe import Recipe
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
@@ -183,7 +183,7 @@ class Journal:
     def show(self, *lines: str) -> None:
         """Print lines on the terminal."""
         for line in lines:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def progress(self, title: str, done: int, total: int) -> Iterator[Any]:
