@@ -62,55 +62,13 @@ _HOMES = {
     "training": "Recipe train",
 }
 """Public names by the module that defines them, which is imported when the first of them is used (PEP 562)."""
-_SUBPACKAGES = "analysis checkpoints data deployment evaluation layers models recipes report surgery training"
-
-__all__ = [
-    "Anneal",
-    "AttentionToGPSA",
-    "AttentionToRefined",
-    "AttentionToRelative",
-    "BranchesToConv",
-    "ConvToGPSA",
-    "LinearToPyramid",
-    "Recipe",
-    "Rule",
-    "UserError",
-    "analysis",
-    "attention_maps",
-    "cka",
-    "cost_table",
-    "data",
-    "deployment",
-    "edits",
-    "evaluate",
-    "evaluation",
-    "export",
-    "fuse",
-    "gates",
-    "keep_freed_memory",
-    "layers",
-    "load",
-    "load_recipe",
-    "load_weights",
-    "models",
-    "nonlocality",
-    "prune",
-    "push",
-    "quantize",
-    "recalibrate",
-    "recast",
-    "report",
-    "revert",
-    "robustness",
-    "save",
-    "save_for_hub",
-    "surgery",
-    "targets",
-    "train",
-    "training",
-    "unstride",
-    "verify",
-]
+__all__ = ["analysis", "data", "deployment", "evaluation", "layers", "models", "report", "surgery", "training"]
+_SUBPACKAGES = (*__all__, "checkpoints", "recipes")
+__all__ += ["Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "BranchesToConv", "ConvToGPSA"]
+__all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
+__all__ += ["evaluate", "export", "fuse", "gates", "keep_freed_memory", "load", "load_recipe", "load_weights"]
+__all__ += ["nonlocality", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness", "save"]
+__all__ += ["save_for_hub", "targets", "train", "unstride", "verify"]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
@@ -120,7 +78,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for a public one
         home = next((module for module, names in _HOMES.items() if name in names.split()), None)
         if home:
             value = getattr(import_module(f"isomorph.{home}"), name)
-        elif name in _SUBPACKAGES.split():
+        elif name in _SUBPACKAGES:
             value = import_module(f"isomorph.{name}")
         else:
             raise AttributeError(f"module 'isomorph' has no attribute {name!r}")

@@ -3,6 +3,8 @@
 import atexit
 import os
 import random
+import sys
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, first_line
+from isomorph.process import torchrun_place
+from isomorph.terminal_tables import say
 
 REPEATED = -1
 """Label of an example that a process repeats so that all processes have the same number of batches."""
 
-TORCHRUN_DEFAULTS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-"""Environment variables that torchrun sets, and their values for a single process."""
+_PATIENCE = 5.0
+"""Seconds after which a process says for which others it waits."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
 
     Raises: UserError if the device is unknown or not available.
     """
-    rank, world, local = (int(os.environ.get(name, alone)) for name, alone in TORCHRUN_DEFAULTS.items())
+    rank, world, local = torchrun_place()
     try:
         target = resolve_device(device, local)
         torch.empty(1, device=target)
@@ -140,9 +144,26 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
-        atexit.register(_destroy_process_group)
+        _join_processes("nccl" if target.type == "cuda" else "gloo", rank, world)
     return Runtime(target, amp, rank, world)
+
+
+def _join_processes(backend: str, rank: int, world: int) -> None:
+    """Wait until all processes are there, and say after some seconds which ones are awaited."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    others = [str(other) for other in range(world) if other != rank]
+    awaited = f"process{'es' * (world > 2)} {', '.join(others[:8])}{', ...' * (world > 9)}"
+    text = f"isomorph: process {rank} of {world} waits at {address} for {awaited}; is each started, with torchrun?"
+    reminder = threading.Timer(_PATIENCE, say, (text, sys.stderr))
+    reminder.daemon = True
+    reminder.start()
+    try:
+        dist.init_process_group(backend)
+    except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
+        raise UserError(f"process {rank} of {world} found no others at {address}: {first_line(error)}") from None
+    finally:
+        reminder.cancel()
+    atexit.register(_destroy_process_group)
 
 
 def _destroy_process_group() -> None:

@@ -75,7 +75,8 @@ def _print_error(text: str) -> None:
 
 def _is_main_process() -> bool:
     """True for the first of the processes that torchrun started, and for a process by itself."""
-    return not int(os.environ.get("RANK", "0") or 0)
+    rank = os.environ.get("RANK", "")
+    return not (rank.isdecimal() and int(rank))
 
 
 def _nobody_reads() -> bool:
