@@ -14,6 +14,15 @@ class UserError(ValueError):
     there is no recipe 'digits_cn'; did you mean digits_cnn?
     """
 
+    exit_status = 2
+    """The status with which the command line exits."""
+
+
+class NotFinite(UserError):
+    """Weights or outputs are NaN or infinite, so that no number follows from them; the command line exits with 1."""
+
+    exit_status = 1
+
 
 class Stopped(UserError):
     """A signal (Ctrl-C, SIGTERM or SIGHUP) stopped the run; if it is started again, it resumes from its snapshot.

@@ -22,9 +22,10 @@ from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, parse_header
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import built_size, label_names
 from isomorph.models import create
+from isomorph.operations import unwrap
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import add_notes, record, unwrap_compiled, update_record
+from isomorph.surgery.record import add_notes, record, update_record
 from isomorph.surgery.where import joint_candidates
 
 _ALWAYS_ALLOWED_NUMEL = 2**20
@@ -319,8 +320,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
     >>> iso.load("tcnn.safetensors").layer3[0].conv1.__class__.__name__
     'GPSA2d'
     """
-    check_model(model)
-    model = unwrap_compiled(model)
+    model = check_model(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
     if not (base is None or isinstance(base, nn.Module) or (isinstance(base, dict) and "name" in base)):
@@ -355,7 +355,7 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
     >>> iso.load_weights(model, "ten.safetensors", fresh_head=True)
     ['linear.weight', 'linear.bias']
     """
-    contents = read_contents(Path(path), ema)
+    model, contents = unwrap(model, to_copy=False), read_contents(Path(path), ema)
     new = load_state(model, contents.tensors, path, fresh_head)
     add_notes(model, *contents.notes)
     return new

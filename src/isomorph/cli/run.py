@@ -90,8 +90,8 @@ def _nobody_reads() -> bool:
     return False
 
 
-def _end_with_error(text: str) -> NoReturn:
-    """Print an error and exit with 2.
+def _end_with_error(text: str, status: int) -> NoReturn:
+    """Print an error and exit with a status.
 
     Of several processes, the one that found the error prints it and exits at once, so that torchrun ends the others:
     they wait for that before they print anything.
@@ -100,7 +100,7 @@ def _end_with_error(text: str) -> NoReturn:
         time.sleep(_PATIENCE)
     _print_error(text)
     _nobody_reads()
-    _end(2)
+    _end(status)
 
 
 def _end(status: int) -> NoReturn:
@@ -176,4 +176,4 @@ def run(arguments: Sequence[str] | None = None) -> None:
             _end(SIGPIPE_STATUS)
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        _end_with_error(name_options(_error_message(error), tokens[0]))
+        _end_with_error(name_options(_error_message(error), tokens[0]), getattr(error, "exit_status", 2))

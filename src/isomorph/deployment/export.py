@@ -23,7 +23,6 @@ from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.model_inputs import run_model
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import unwrap_compiled
 from isomorph.surgery.verify import InputDeviation, cast_floats
 from isomorph.terminal_tables import count_of
 
@@ -108,8 +107,7 @@ def export(
     path, dynamic = Path(path), parse_dynamic(dynamic)
     kind, written = _check_format(path, opset)
     check_destination(path, overwrite)
-    check_model(model)
-    model = unwrap_compiled(model)
+    model = check_model(model)
     if kind == "onnx":
         require_packages()
         check_onnx_size(model)

@@ -29,8 +29,8 @@ from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
+from isomorph.operations import unwrap
 from isomorph.surgery.model_inputs import run_model
-from isomorph.surgery.record import unwrap_compiled
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
@@ -171,7 +171,7 @@ def save_for_hub(
     training = cards.read_training(Path(run)) if run else None
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
-        net = unwrap_compiled(model)
+        net = unwrap(model)
         save(net, written / WEIGHTS, base)
         in_timm = _write_config(net, written, name)
         card = cards.model_card(net, name, training, results or {}, in_timm)

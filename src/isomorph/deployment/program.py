@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
+from isomorph.operations import unwrap
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.surgery.fuse import recast_layers
 from isomorph.surgery.linear_chains import absorb_conv_biases
-from isomorph.surgery.record import unwrap_compiled
 
 _OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
 """An operator of torch in a message."""
@@ -33,7 +33,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
     Branches of timm's own blocks (MobileOne, RepVGG) are merged too, except where a branch became attention.
     """
-    plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
+    plain = copy.deepcopy(unwrap(model)).cpu().float().eval().requires_grad_(False)
     fused = fuse(plain)
     absorb_conv_biases(fused)
     blocks = {name: fused.get_submodule(name) for name in _mergeable(fused)}

@@ -28,7 +28,6 @@ from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import unwrap_compiled
 from isomorph.surgery.verify import verify
 from isomorph.surgery.where import nearest_names
 
@@ -176,8 +175,7 @@ def quantize(
     bits, opset = _check_bits(path, weights_only, weight_bits), check_opset(opset)
     check_destination(path, overwrite)
     require_packages()
-    check_model(model)
-    check_onnx_size(model := unwrap_compiled(model))
+    check_onnx_size(model := check_model(model))
     progress("fusing")
     prepared, shapes = _prepare(model, dynamic, opset)
     progress("reading calibration images")

@@ -1,8 +1,9 @@
-"""What a model computes, whatever its classes: attention maps to change or to read, found by operation."""
+"""What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
 from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
 from isomorph.operations.flow import Flow, Operation, see
 from isomorph.operations.maps import EditMaps, FusedCall, MapLayout, from_standard_map, to_standard_map, usual_layout
+from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, unwrap, wrappers_of
 
 __all__ = [
     "AppliedAttention",
@@ -14,9 +15,14 @@ __all__ = [
     "Operation",
     "ReadMaps",
     "Scores",
+    "copy_module",
     "from_standard_map",
+    "hooks_on",
     "images_per_chunk",
+    "is_compiled",
     "see",
     "to_standard_map",
+    "unwrap",
     "usual_layout",
+    "wrappers_of",
 ]

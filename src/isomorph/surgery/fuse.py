@@ -10,10 +10,11 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
+from isomorph.operations import unwrap
 from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import match_original, replay
-from isomorph.surgery.record import Edit, copy_model, unwrap_compiled
+from isomorph.surgery.recast import check_model, match_original, replay
+from isomorph.surgery.record import Edit, copy_model
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import outermost_modules
 
@@ -117,9 +118,7 @@ def fuse(model: nn.Module) -> nn.Module:
         >>> type(wide.linear).__name__, type(iso.fuse(wide).linear).__name__
         ('PyramidLinear', 'Linear')
     """
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{model!r} is not a model; load it first, with iso.load")
-    training = next((name for name, module in model.named_modules() if module.training), None)
+    training = next((name for name, module in check_model(model).named_modules() if module.training), None)
     if training is not None:
         raise UserError(
             f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval() first"
@@ -136,7 +135,7 @@ def fusible_modules(model: nn.Module) -> tuple[str, ...]:
         >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
         ('linear',)
     """
-    model, rule = unwrap_compiled(model), Fuse()
+    model, rule = unwrap(model), Fuse()
     names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     blocked = (module for module in model.modules() if callable(getattr(module, "fuse", None)) and _is_blocked(module))
     # a blocked module's fuse() may call that of its children, which stay as they are until it is free

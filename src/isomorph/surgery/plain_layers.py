@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 from isomorph.layers.same_padding import SamePadding
+from isomorph.operations import hooks_on
 
 OVERRIDABLE_METHODS = (
     "forward",
@@ -30,29 +31,6 @@ OVERRIDABLE_METHODS = (
     "_load_from_state_dict",
 )
 """Methods that decide what a module computes, saves and loads, and that a user may have patched on the instance."""
-
-
-def hooks_on(module: nn.Module) -> list[str]:
-    """Return the names of the hooks on one module, of all of torch's kinds.
-
-    Hooks that a rule's `attach` registers again (`reattached`) are left out.
-    """
-    # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
-    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
-    hooks_of_all_kinds = [hook for hooks in kinds for hook in hooks.values()]
-    return [_hook_name(hook) for hook in hooks_of_all_kinds if not _is_reattached(hook)]
-
-
-def _is_reattached(hook: Any) -> bool:
-    """True if surgery registered the hook itself and registers it again where it is needed."""
-    function = getattr(hook, "hook", None) or hook
-    return getattr(getattr(function, "__self__", function), "reattached", False)
-
-
-def _hook_name(hook: Any) -> str:
-    """Return the name of a hook's function, or the class of a hook object, without torch's wrapper."""
-    function = getattr(hook, "hook", None) or hook
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _own_methods(module: nn.Module) -> list[str]:

@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.recast import check_model, replay
-from isomorph.surgery.record import Edit, copy_model, unwrap_compiled
+from isomorph.surgery.record import Edit, copy_model
 from isomorph.surgery.rule import Rule, check_choice, check_number
 from isomorph.surgery.where import Where, describe_where, matches_where, outermost_modules
 
@@ -68,8 +68,7 @@ class Prune(Rule):
 
 def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
     """Return the layers that can be pruned, by name. Raises: UserError if `where` selects none."""
-    check_model(model)
-    found = outermost_modules(unwrap_compiled(model), lambda module: isinstance(module, TapHeads | GPSA))
+    found = outermost_modules(check_model(model), lambda module: isinstance(module, TapHeads | GPSA))
     layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not found:
         raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.plain_layers import check_attached
-from isomorph.surgery.record import Edit, add_notes, copy_model, edits, record, unwrap_compiled, update_record
+from isomorph.surgery.record import Edit, add_notes, copy_model, edits, record, update_record
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import (
     JointPart,
@@ -60,8 +61,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         ['layer3.0.conv1', 'layer3.0.conv2']
     """
     _check_arguments(rule, where)
-    check_model(model)
-    model = unwrap_compiled(model)
+    model = check_model(model)
     rule = rule.within(model)
     kind = rule.kind
     named: list[tuple[str, Any]] = selectable_modules(model)
@@ -94,17 +94,16 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     return [name for name, _ in candidates]
 
 
-def check_model(model: object) -> None:
-    """Check that the argument is a model.
-
-    Raises: UserError otherwise.
-    """
+def check_model(model: Any) -> nn.Module:
+    """Return the model inside wrappers, after a check that it is one. Raises: UserError if not, and as `unwrap`."""
+    model = unwrap(model)
     if not isinstance(model, nn.Module):
         shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
         raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
+    return model
 
 
 def _check_not_nested(names: Sequence[str]) -> None:
@@ -138,8 +137,7 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     >>> found.rejected["stem.0"]
     'the 4x4 kernel has even sides, so no tap lies in its middle'
     """
-    check_model(model)
-    model = unwrap_compiled(model)
+    model = check_model(model)
     rule = rule.within(model)
     accepted: list[str] = []
     rejected: dict[str, str] = {}

@@ -12,9 +12,10 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.operations import unwrap
 from isomorph.surgery.model_inputs import Inputs, check_inputs, check_not_empty, describe_shape, run_model
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import edits_since, notes, unwrap_compiled
+from isomorph.surgery.record import edits_since, notes
 from isomorph.surgery.where import joint_parts
 
 
@@ -185,7 +186,7 @@ def compare_outputs(
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     new_notes = notes(recast)[len(notes(original)) :]
-    original, recast = unwrap_compiled(original), unwrap_compiled(recast)
+    original, recast = unwrap(original), unwrap(recast)
     models = {
         dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
     }

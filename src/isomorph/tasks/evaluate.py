@@ -10,6 +10,7 @@ from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.suites.test_data import evaluate_classifier
+from isomorph.operations import unwrap
 from isomorph.training.task import EvaluationOptions, task_of
 
 
@@ -42,6 +43,7 @@ def evaluate(
     >>> iso.evaluate(model, loader)["images"]
     20
     """
+    model = unwrap(model, to_copy=False)
     task = task_of(model)
     if task is None:
         return evaluate_classifier(model, data, test_fraction=test_fraction, batch_size=batch_size, workers=workers)

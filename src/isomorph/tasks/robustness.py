@@ -22,6 +22,7 @@ from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.suites.robustness import measure_classifier
 from isomorph.evaluation.suites.robustness.cells import CellOptions, ProgressCallback, open_cells, weights_hash
+from isomorph.operations import unwrap
 from isomorph.training.task import EvaluationOptions, ImagesWithTruth, Task, task_of, task_record
 
 _PICTURES = "files at their own size, corrupted, then as in testing"
@@ -90,6 +91,7 @@ def robustness(
     (10, ['snow', 'fog'])
     """
     cells = CellOptions(corruptions, severities, extra, out, baseline, progress)
+    model = unwrap(model, to_copy=False)
     name = name or type(model).__name__
     options: dict[str, Any] = dict(folder=folder, size=size, partial=partial, cache=cache)
     if (task := task_of(model)) is None:

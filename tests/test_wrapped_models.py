@@ -1,0 +1,172 @@
+"""Models that are compiled, distributed or averaged: surgery, files and measurements take the model inside."""
+
+import pytest
+import timm
+import torch
+import torch.nn.utils.prune
+from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import isomorph as iso
+from isomorph.surgery import fusible_modules
+from refusals import refused
+
+VIT = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+NOTE = "the model was compiled and its copy is not: compile the copy"
+RULES = {
+    "AttentionToGPSA": (iso.AttentionToGPSA(), "blocks.*.attn"),
+    "AttentionToRefined": (iso.AttentionToRefined(span="spatial"), "blocks.*.attn"),
+    "LinearToPyramid": (iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"]),
+    "ConvToGPSA": (iso.ConvToGPSA(), "layer3.*.conv2"),
+}
+
+
+def plain(name):
+    model = "cifar_resnet20" if name == "ConvToGPSA" else "vit_tiny_patch16_224"
+    return timm.create_model(model, **({} if name == "ConvToGPSA" else VIT)).eval()
+
+
+def parts_of(model):
+    return model.blocks if hasattr(model, "blocks") else model.layer3
+
+
+def in_place(model):
+    model.compile()
+    return model
+
+
+def in_parts(wrap):
+    def wrapped(model):
+        parts = parts_of(model)
+        for i, part in enumerate(parts):
+            parts[i] = wrap(part)
+        return model
+
+    return wrapped
+
+
+COMPILED = {  # nothing is compiled before it is called
+    "whole": torch.compile,
+    "in place": in_place,
+    "parts": in_parts(torch.compile),
+    "both": lambda model: torch.compile(in_parts(torch.compile)(model)),
+}
+WRAPPED = COMPILED | {
+    "DataParallel": nn.DataParallel,
+    "DataParallel, parts": in_parts(nn.DataParallel),
+    "DistributedDataParallel": DistributedDataParallel,
+    "DistributedDataParallel, compiled": lambda model: DistributedDataParallel(torch.compile(model)),
+    "AveragedModel": lambda model: AveragedModel(nn.DataParallel(model)),
+    "ModelEma": ModelEma,
+    "ModelEmaV2": ModelEmaV2,
+    "ModelEmaV3": ModelEmaV3,
+}
+
+
+SOURCE = iso.data.open_source("digits", "test").subset(range(8))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    store = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_surgery_takes_the_model_inside(how):
+    for name in RULES if how in COMPILED else ["AttentionToRefined"]:
+        (rule, where), model, x = RULES[name], plain(name), torch.randn(1, 3, 32, 32)
+        wanted = iso.recast(model, rule, where)
+        given, noted = WRAPPED[how](model), (NOTE,) * ("ompiled" in how or how in COMPILED)
+        assert iso.targets(given, rule, where) == list(iso.edits(wanted)[0].names)
+        new = iso.recast(given, rule, where)
+        assert [n for n, _ in new.named_modules()] == [n for n, _ in wanted.named_modules()]
+        assert iso.edits(new) == iso.edits(wanted)
+        assert iso.surgery.notes(new) == noted
+        report = iso.verify(given, new, x)
+        assert report.notes[: len(noted)] == noted
+        assert len(report.targets) == len(iso.edits(new)[0].names)
+        if name == "LinearToPyramid":
+            assert fusible_modules(WRAPPED[how](new))
+            back = iso.fuse(torch.compile(new))
+            assert iso.surgery.notes(back) == (NOTE,)
+        else:
+            back = iso.revert(torch.compile(new))
+            assert iso.edits(back) == ()
+        iso.verify(given, back, x)
+
+
+@pytest.mark.parametrize("how", [how for how in WRAPPED if how not in ("parts", "both")])
+def test_files_and_measurements_are_those_of_the_model_inside(how, tmp_path):
+    model, x = plain("ConvToGPSA"), torch.randn(2, 3, 32, 32)
+    tcnn = iso.recast(model, iso.ConvToGPSA(), "layer3.2.conv2")
+    y, metrics = tcnn.eval()(x), iso.evaluate(tcnn, SOURCE)
+    wrapped = WRAPPED[how](tcnn)
+    iso.save(wrapped, tmp_path / "m.safetensors")
+    loaded = iso.load(tmp_path / "m.safetensors")
+    assert iso.edits(loaded) == iso.edits(tcnn)
+    assert torch.equal(loaded(x), y)
+    if "parts" not in how:
+        other = WRAPPED[how](plain("ConvToGPSA"))
+        iso.save(model, tmp_path / "n.safetensors")
+        iso.load_weights(other, tmp_path / "n.safetensors")
+        assert iso.verify(other, model, x).fp32 == 0
+    if how in ("whole", "AveragedModel"):
+        assert iso.export(wrapped, tmp_path / "m.pt2", size=(32, 32)).deviation.passed
+    if how != "in place":  # it is compiled when it runs
+        assert iso.evaluate(wrapped, SOURCE) == metrics
+        assert iso.robustness(wrapped, SOURCE, corruptions=["fog"], severities=[1])["images"] == 8
+
+
+def test_divided_weights_have_to_be_gathered(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = nn.Sequential(nn.Linear(4, 4))
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fsdp.fully_shard(model, mesh=mesh)
+    for call in (iso.recast, iso.LinearToPyramid(), "0"), (iso.save, tmp_path / "m.safetensors"):
+        refused("divided among processes .*gather them with get_model_state_dict", call[0], model, *call[1:])
+
+
+def test_unstride_and_recalibrate_take_the_model_inside():
+    cnn = plain("ConvToGPSA")
+    flat = iso.unstride(torch.compile(cnn), "layer3")
+    assert iso.edits(flat)[0].names == ("layer3",)
+    assert not hasattr(iso.recalibrate(torch.compile(flat), [torch.randn(2, 3, 16, 16)]), "_orig_mod")
+
+
+def test_hooks_on_the_wrapper_are_an_error():
+    for wrap, name in (torch.compile, "compiled model"), (nn.DataParallel, "DataParallel"):
+        wrapped = wrap(nn.Linear(4, 4))
+        wrapped.register_forward_hook(lambda *args: None)
+        refused(rf"the {name} has hooks \(<lambda>\)", iso.recast, wrapped, iso.LinearToPyramid(), "")
+
+
+def test_modules_without_a_truth_value_are_left_alone():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), torch.compile(nn.Linear(4, 4)), nn.ModuleDict({}))
+    with pytest.raises(TypeError):
+        bool(net[1])
+    assert isinstance(iso.recast(net, iso.LinearToPyramid(), "0")[0], iso.layers.PyramidConv2d)
+
+
+def test_a_result_that_a_layer_keeps_is_named():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.cache = nn.Conv2d(4, 4, 3, padding=1, bias=False), {}
+
+        def forward(self, x):
+            self.cache["bias"] = self.conv.weight.sum()
+            return self.conv(x) + self.cache["bias"]
+
+    model = nn.Sequential(Keeps())
+    model(torch.randn(1, 4, 8, 8))
+    with pytest.raises(iso.UserError, match=r"cannot be copied .*; 0 keeps a result of its last call: call model"):
+        iso.recast(model, iso.ConvToGPSA(), "0.conv")
+    pruned = torch.nn.utils.prune.identity(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False))[0], "weight")
+    pruned(torch.randn(1, 4, 8, 8))
+    with pytest.raises(iso.UserError, match=r"cannot be copied .*; make pruning and weight norms permanent first"):
+        iso.recast(nn.Sequential(pruned, nn.Conv2d(4, 4, 3, padding=1)), iso.ConvToGPSA(), "1")
