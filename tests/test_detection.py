@@ -19,13 +19,20 @@ from torchvision.transforms.v2.functional import normalize
 import isomorph as iso
 from command_line import isomorph
 from isomorph.checkpoints.open import open_model
-from isomorph.tasks.detection.dataset import draw_masks, open_split, read_annotations
-from isomorph.tasks.detection.metrics import Results, as_results, metric_rows
-from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_losses
-from isomorph.tasks.detection.page import group_results, score_image
-from isomorph.tasks.detection.transforms import FitTransform, TrainTransform
+from isomorph.errors import NotFinite
+from isomorph.tasks.detection.data import (
+    FitTransform,
+    TrainTransform,
+    draw_masks,
+    open_split,
+    read_annotations,
+    run_lengths,
+)
+from isomorph.tasks.detection.results import Results, as_results, ground_truth, group_results, metric_rows, score_image
+from isomorph.tasks.detection.task import GuidedDetectionLoss, guided_losses
 from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
+from refusals import refused
 from tiny_runs import same_snapshots, stopped_run
 
 CONFIG = dict(input_size=(3, 48, 64), mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -90,6 +97,34 @@ class TestData:
             assert torch.equal(draw_masks([outline], 48, 64)[0], torch.from_numpy(mask))
         assert draw_masks([], 4, 5).shape == (0, 4, 5)
 
+    def test_rle_text_is_read_as_pycocotools_writes_it(self):
+        rng = np.random.default_rng(0)
+        for height, width in ((1, 1), (7, 5), (48, 64), (600, 500)):
+            for share in (0.0, 0.01, 0.5, 1.0):
+                mask = (rng.random((height, width)) < share).astype(np.uint8)
+                runs = run_lengths(codec.encode(np.asfortranarray(mask))["counts"].decode())
+                drawn = (np.arange(len(runs)) % 2).repeat(runs).reshape(width, height).T
+                np.testing.assert_array_equal(drawn, mask)
+
+    def test_missing_fields_are_those_of_coco(self, tmp_path):
+        """iscrowd 0, the box around the outline, and the area of the outline, which is not its box's."""
+        triangle = [10, 10, 30, 10, 10, 30]
+        source = open_split(write(tmp_path, changed(segmentation=[triangle], bbox=None)), "train", masks=True)
+        (first, crowd) = ground_truth(source).dataset["annotations"]
+        assert (first["iscrowd"], crowd["iscrowd"]) == (0, 1)
+        assert first["bbox"] == codec.toBbox(codec.frPyObjects([triangle], 48, 64)[0]).tolist()
+        assert first["area"] == float(codec.area(codec.frPyObjects([triangle], 48, 64)[0])) < 250 < 20 * 20
+        given = open_split(write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True)
+        assert ground_truth(given).dataset["annotations"][0]["area"] == 7.5
+        no_outline = open_split(write(tmp_path, changed(segmentation=None)), "train", masks=False)
+        assert ground_truth(no_outline).dataset["annotations"][0]["area"] == 400
+
+    def test_polygons_are_cut_at_the_border(self, tmp_path):
+        outline = [[-30, 10, 30, 10, 30, 30, -30, 30]]
+        masks = open_split(write(tmp_path, changed(segmentation=outline)), "train", masks=True).objects(0)["masks"]
+        assert masks[0, 10:30, :30].all()
+        assert masks.sum() == 20 * 30
+
     @pytest.mark.parametrize(
         ("content", "message"),
         [
@@ -97,57 +132,79 @@ class TestData:
             ({**coco(), "annotations": None}, r"train.json has no list 'annotations'"),
             (changed(bbox=[10, 10, 0, 20]), "annotation 0 .* no area"),
             (changed(bbox=[50, 10, 20, 20]), "annotation 0 .* outside 0.png"),
+            *((changed(bbox=[10, 10, n, 20]), "annotation 0 has bbox") for n in (10**400, 1e400, "1", True, None)),
             (changed(bbox=[1, 2]), "annotation 0 has bbox"),
             (changed(category_id=90), "annotation 0 .* category_id 90; .* 3, 7"),
+            (changed(category_id=10**400), "annotation 0 .* unknown category_id 1000"),
             (changed(image_id=4), "annotation 0 is of image 4"),
+            (changed(image_id=False), "annotation 0 is of image False"),
+            *((changed(iscrowd=crowd), "annotation 0 has iscrowd") for crowd in ("no", "1", 2, [0])),
+            *((changed(area=area), "annotation 0 has area") for area in ("9", -1, math.nan, 10**400, [1])),
             (changed(segmentation=[[1, 2, 3, 4]]), r"annotation 0 has a polygon with fewer than three points"),
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
-            (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
+            (changed(segmentation="outline"), r"annotation 0 has a segmentation that is neither polygons nor RLE"),
+            *(
+                (changed(segmentation=[[10, 10, far, 10, 30, 30]]), "annotation 0 has a polygon far outside 0.png")
+                for far in (-65, 129, 10**8, -(10**11))
+            ),
+            (changed(segmentation=[[10, 10, 10**400, 10, 30, 30]]), r"annotation 0 has a polygon .* not pairs of numb"),
             (changed(segmentation=[[math.nan] * 6]), r"annotation 0 has a polygon .* not pairs of numbers"),
-            (changed(segmentation={"size": [48, 64], "counts": [16]}), r"counts do not add up to its pixels"),
+            (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
+            *(
+                (changed(segmentation={"size": [48, 64], "counts": counts}), "annotation 0 has an RLE mask whose cou")
+                for counts in ([16], [-1, 3073], [10**400], [True], 7, "", "@@@@zzz", "0", "\xff", "o" * 9, "1~")
+            ),
             ({**coco(), "images": [{"id": 0}]}, r"image 0 needs an id, a file_name"),
+            ({**coco(), "images": [{**coco()["images"][0], "height": 10**400}]}, r"image 0 needs an id, a file_name"),
             ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
             ({**coco(), "categories": [{"id": 3}, {"id": 3}]}, r"categories must have an id each"),
+            ({**coco(), "categories": [{"id": 10**400}]}, r"categories must have an id each"),
         ],
     )
     def test_what_is_wrong_is_said(self, tmp_path, content, message):
         (tmp_path / "train.json").write_text(content if isinstance(content, str) else json.dumps(content))
-        with pytest.raises(iso.UserError, match=message) as error:
-            read_annotations(tmp_path / "train.json", masks=True)
-        assert "\n" not in str(error.value)
+        refused(message, read_annotations, tmp_path / "train.json", masks=True)
+        if isinstance(content, dict) and "segmentation" in (content["annotations"] or [{}])[0]:
+            crowd = {**content["annotations"][0], "iscrowd": 1}  # crowds are compared with masks, too
+            if crowd["segmentation"] not in ([SQUARE], [[SQUARE]]):
+                (tmp_path / "train.json").write_text(json.dumps({**content, "annotations": [crowd]}))
+                refused(message, read_annotations, tmp_path / "train.json", masks=True)
 
     @pytest.mark.parametrize(
-        ("changes", "use", "message"),
+        ("file", "message"),
         [
-            ({}, lambda root: open_split(root / "none", "train", masks=False), "there is no folder"),
-            ({}, lambda root: open_split(root, "test", masks=False), r"has none of .*val.json.*give task.test a file"),
-            ({}, lambda root: read(root)[1], r"cannot read .*1.png"),
-            ({}, lambda root: read(root)[2], r"2.png has 8 x 8 pixels, and its annotations .* say 64 x 48"),
-            (
-                {"segmentation": {"size": [48, 64], "counts": "@@@@zzz"}},
-                lambda root: open_split(root, "train", masks=True)[0],
-                r"train.json: an outline in 0.png cannot be drawn",
-            ),
-            ({"file": "3.png"}, lambda root: read(root), r"has no file 3.png, of the images in .*train.json"),
+            ("3.png", r"has no file 3.png, of the images in .*train.json"),
+            ("../0.png", r"train.json names the file '../0.png', outside .*images"),
+            ("a/../../0.png", "outside .*images; give paths below that folder"),
+            ("..\\0.png", "outside .*images; give paths below that folder"),
+            ("/etc/passwd", "outside .*images; give paths below that folder"),
+            ("C:\\0.png", "outside .*images; give paths below that folder"),
+            ("x" * 5000, "which no folder can have"),
+            ("0\0.png", "which no folder can have"),
         ],
     )
-    def test_missing_and_damaged_files(self, changes, use, message, tmp_path):
-        content = coco(3)
-        content["annotations"][0].update(changes)
+    def test_paths_stay_inside_their_folder(self, tmp_path, file, message):
+        content = coco()
         write(tmp_path, content)
-        if "file" in changes:
-            content["images"][1]["file_name"] = "3.png"
-            (tmp_path / "train.json").write_text(json.dumps(content))
+        content["images"][0]["file_name"] = file
+        (tmp_path / "train.json").write_text(json.dumps(content))
+        Image.new("RGB", (64, 48)).save(tmp_path / "0.png")
+        refused(message, read, tmp_path)
+
+    def test_missing_and_damaged_files(self, tmp_path):
+        write(tmp_path, images=3)
         (tmp_path / "images/1.png").write_bytes(b"")
         Image.new("RGB", (8, 8)).save(tmp_path / "images/2.png")
-        with pytest.raises(iso.UserError, match=message):
-            use(tmp_path)
+        refused("there is no folder", open_split, tmp_path / "none", "train", masks=False)
+        refused("has none of .*val.json.*give task.test a file", open_split, tmp_path, "test", masks=False)
+        refused("cannot read .*1.png", lambda: read(tmp_path)[1])
+        refused("2.png has 8 x 8 pixels, and its annotations .* say 64 x 48", lambda: read(tmp_path)[2])
 
     def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
         content["annotations"][0]["bbox"] = [10, 10, 0, 20]
         (tmp_path / "a.json").write_text(json.dumps(content))
-        found = read_annotations(tmp_path / "a.json", masks=False, skip=1)
+        found = read_annotations(tmp_path / "a.json", masks=True, skip=1)
         assert [len(image.objects) for image in found.images] == [1, 2]
         with pytest.raises(iso.UserError, match=r"train.json has crowds only"):
             read(write(tmp_path, changed(iscrowd=1))).with_objects()
@@ -393,7 +450,7 @@ class TestDistillation:
     def test_the_teacher_gets_images_in_its_own_normalisation(self):
         student, teacher = detectors(16, 16)
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
-        task, pixels = ProposalDistillationTask(student, teacher, torch.device("cpu")), torch.rand(2, 3, 64, 64)
+        task, pixels = GuidedDetectionLoss(student, teacher, torch.device("cpu")), torch.rand(2, 3, 64, 64)
         images, theirs = (
             normalize(pixels, list(net.pretrained_cfg["mean"]), list(net.pretrained_cfg["std"]))
             for net in (student, teacher)
@@ -420,7 +477,7 @@ class TestDistillation:
 
     def test_a_frozen_teacher_guides_after_its_ramp(self):
         student, teacher = detectors(16, 24)
-        task = ProposalDistillationTask(student, teacher, torch.device("cpu"), ramp=2).train()
+        task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), ramp=2).train()
         assert not teacher.training
         x, targets = (
             torch.randn(1, 3, 64, 64),
@@ -436,7 +493,17 @@ class TestDistillation:
         assert scales["adapt.0.weight"] == 1
         assert scales["student.backbone.patch_embed.proj.weight"] == 0.25
         with pytest.raises(iso.UserError, match="give a Mask R-CNN"):
-            ProposalDistillationTask(student, timm.create_model("cifar_resnet20"), torch.device("cpu"))
+            GuidedDetectionLoss(student, timm.create_model("cifar_resnet20"), torch.device("cpu"))
+
+
+def test_outputs_that_are_not_finite_have_no_metric(squares):
+    root, result = squares
+    for part in ("pyramid.levels.0.0.0.weight", "rpn.head.cls_logits.bias", "roi_heads.box_predictor.cls_score.bias"):
+        model = iso.load(result.folder / "model.safetensors")
+        with torch.no_grad():
+            model.get_parameter(part).flatten()[0] = math.nan
+        with pytest.raises(NotFinite, match=r"outputs are not finite \(NaN or infinite\); check its weights"):
+            iso.evaluate(model, root)
 
 
 class TestAnchors:

@@ -11,9 +11,11 @@ from PIL import Image
 from torch import nn
 
 import isomorph as iso
+from command_line import isomorph
 from isomorph.cli.fid import fid
 from isomorph.cli.sample import sample as sample_command
 from isomorph.distributed import ALONE, derive_seed
+from isomorph.errors import NotFinite
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS
 from isomorph.recipes.diffusion import PYRAMIDS
 from isomorph.tasks.diffusion import NoiseSchedule, image_distance, sample
@@ -173,6 +175,28 @@ class TestRun:
         again = iso.train(recipe, show=False)
         assert again.metrics == run.metrics
         same_snapshots(tmp_path, run.folder)
+
+
+def test_outputs_that_are_not_finite_have_neither_images_nor_metrics(run, tmp_path):
+    model = iso.load(run.folder / "model.safetensors")
+    with torch.no_grad():
+        model.unet.conv_out.bias[0] = float("nan")
+    iso.save(model, tmp_path / "nan.safetensors")
+    done = isomorph("sample", tmp_path / "nan.safetensors", "--images", 1, "--out", tmp_path / "x.png", "--size", "8,8")
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "the network's outputs are not finite (NaN or infinite); check its weights and the inputs\n"
+    )
+    assert not (tmp_path / "x.png").exists()
+    features = Extractor("other", nn.Conv2d(3, 1, 1), "")
+    features.network.bias.data[:] = float("inf")
+    for call in (
+        lambda: sample(model, 1, "ddim", 2, size=(8, 8)),
+        lambda: iso.evaluate(model, "digits"),
+        lambda: features.extract([torch.zeros(1, 3, 4, 4)]),
+    ):
+        with pytest.raises(NotFinite, match="outputs are not finite"):
+            call()
 
 
 def write_images(folder, count, seed, size=(8, 8)):

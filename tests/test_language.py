@@ -1,6 +1,7 @@
 """Language: networks, packed and masked texts, pre-training and fine-tuning, and the files of GLUE."""
 
 import copy
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ import isomorph as iso
 from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
+from isomorph.errors import NotFinite
 from isomorph.recipes import RECIPES
 from isomorph.recipes.language import TABLE_6
 from isomorph.tasks.language import glue
@@ -272,6 +274,27 @@ class TestRuns:
         assert metrics["examples"] == 6
         assert -100 <= metrics["spearman"] <= 100
 
+    @pytest.mark.parametrize("dataset", ["rte", "stsb", "masked words"])
+    def test_outputs_that_are_not_finite_have_no_metric(self, dataset, root, tmp_path, tokenizer, pretrained):
+        pre = dataset == "masked words"
+        task = (
+            task_of(iso.load(pretrained / "model.safetensors"))
+            if pre
+            else find_task("text_classification")(
+                TextClassificationPart(dataset=dataset, tokenizer=str(root / "vocab.txt"), length=16)
+            )
+        )
+        classes = 0 if pre else len(task.glue.classes)
+        model = timm.create_model("text_transformer", **NETWORK, num_classes=classes)
+        model.table.data[6] = math.nan  # a letter of half of the texts
+        data = "text" if pre else "glue"
+        options = EvaluationOptions(data, root / "text.txt" if pre else root)
+        with pytest.raises(NotFinite, match="outputs are not finite"):
+            task.evaluate(model, options, ALONE)
+        (tmp_path / "texts.txt").write_text("a b [MASK]" if pre else "a b\tb c")
+        with pytest.raises(NotFinite, match="outputs are not finite"):
+            task.predict(model, tmp_path / "texts.txt")
+
     def test_words_are_predicted(self, tmp_path, pretrained):
         model = iso.load(pretrained / "model.safetensors")
         (tmp_path / "masked.txt").write_text("a [MASK] c [MASK]")
@@ -401,7 +424,10 @@ def test_columns_by_name_and_number(root):
         ("rte", f"{RTE}0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
         ("rte", f"{RTE}0\ta\tb\tmaybe\n", "line 2: label 'maybe' is unknown; use ent"),
         ("cola", "x\t2\t\ta\n", "line 1: label '2' is unknown; use 0, 1"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: label 'high' is not a score; give a number"),
+        *(
+            ("stsb", f"sentence1\tsentence2\tscore\na\tb\t{n}\n", f"line 2: label '{n}' is not a score; .* 0 to 5")
+            for n in ("high", "nan", "inf", "-1", "5.1", "1" + "0" * 400)
+        ),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, name, content, message):
@@ -433,6 +459,10 @@ def test_files_as_on_the_hub(hub, name):
         ("sst2", -1, {}, "label -1 is unknown.*the hub's test files have no labels"),
         ("sst2", 1, dict(label=["good", "bad"]), "label 'good' is not a number"),
         ("sst2", 1, dict(sentence=["a", None]), "has empty cells"),
+        *(
+            ("stsb", n, dict(label=[n, 1.0]), "is not a score; give a number from 0 to 5")
+            for n in (math.nan, -0.5, 1e9)
+        ),
         ("sst2", 1, EMPTY, "is empty: it has no examples of SST-2"),
     ],
 )

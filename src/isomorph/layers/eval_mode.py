@@ -1,10 +1,14 @@
-"""Put a model into eval mode temporarily, and compare the outputs of two layers in eval mode."""
+"""Put a model into eval mode temporarily, check its outputs, and compare those of two layers in eval mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from isomorph.errors import NotFinite
 
 
 @contextmanager
@@ -17,6 +21,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def require_finite(outputs: Any) -> None:
+    """Raise NotFinite if a tensor in a network's outputs has NaN or infinite values."""
+    if not all(bool(each.isfinite().all()) for each in tree_leaves(outputs) if isinstance(each, Tensor)):
+        raise NotFinite("the network's outputs are not finite (NaN or infinite); check its weights and the inputs")
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Images with a truth of their own, such as masks or boxes: what all tasks on images need of a data set."""
+"""Images with a truth of their own, such as masks or boxes: data sets of them, and the page of a test."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,8 +11,23 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from isomorph.data.sources import read_image
+from isomorph.errors import UserError
+from isomorph.report.html import ImageCard, Section, write_page
+from isomorph.terminal_tables import row_table
 
 S = TypeVar("S")
+_LONGEST_NAME = 255
+"""Bytes that file systems take for the name of a file."""
+
+
+def file_inside(folder: Path, name: str, where: str) -> Path:
+    """Return the file of this name in a folder. Raises: UserError, which says where the name is, if it leads out."""
+    parts = re.split(r"[\\/]", name)
+    if ".." in parts or Path(name).is_absolute() or re.match(r"[A-Za-z]:[\\/]", name):
+        raise UserError(f"{where} names the file {name[:100]!r}, outside {folder}; give paths below that folder")
+    if "\0" in name or max(len(part.encode("utf-8", "replace")) for part in parts) > _LONGEST_NAME:
+        raise UserError(f"{where} names the file {name[:40]!r}..., which no folder can have; correct it")
+    return folder / name
 
 
 class ImageSet(Dataset[Any], Generic[S]):
@@ -59,3 +75,29 @@ class ImageSet(Dataset[Any], Generic[S]):
     def truth(self, index: int) -> list[np.ndarray]:
         """Return the truth of an image as arrays."""
         raise NotImplementedError
+
+
+def write_test_page(
+    path: Path,
+    title: str,
+    lead: str,
+    rows: Sequence[Mapping[str, Any]],
+    by_class: str,
+    images: Sequence[ImageCard],
+    how_to_read: str,
+    *between: Section,
+) -> None:
+    """Write the page of a test: metrics, those of every class, sections `between`, and the images, the worst first.
+
+    `rows` are the metrics of all images, and then of every class; `by_class` and `how_to_read` explain them.
+
+    Raises: UserError when it cannot be written.
+    """
+    overall, *classes = rows
+    sections = [
+        Section("Metrics", "Over all images together.", table=row_table([overall])),
+        Section("By class", by_class, table=row_table(classes)),
+        *between,
+        Section("Images, the worst first", how_to_read, images=images),
+    ]
+    write_page(path, title, lead, sections)

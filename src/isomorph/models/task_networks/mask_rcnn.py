@@ -7,6 +7,7 @@ Proposals, matching, losses and the selection of detections are torchvision's.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from isomorph.errors import UserError
+from isomorph.layers.eval_mode import require_finite
 from isomorph.models.task_networks.backbone import (
     BackboneNetwork,
     backbone_state,
@@ -173,15 +175,18 @@ class MaskRCNN(BackboneNetwork):
         `sizes` are height and width of each image inside x, without its padding. Masks are probabilities on a grid of
         28 x 28 inside each box.
 
-        Raises: UserError in train mode.
+        Raises: UserError in train mode, NotFinite for scores, boxes or masks that are NaN or infinite.
         """
         if self.training:
             raise UserError("detect needs eval mode; call model.eval()")
         whole = (x.shape[2], x.shape[3])
         inside = [whole] * len(x) if sizes is None else [(height, width) for height, width in sizes]
-        maps = self.pyramid_maps(x)
-        proposals, _ = self.rpn(ImageList(x, inside), maps)
-        found, _ = self.roi_heads(maps, proposals, inside)
+        maps, heads = self.pyramid_maps(x), (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor)
+        with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
+            for head in filter(None, heads):
+                hooks.callback(head.register_forward_hook(lambda *call: require_finite(call[2])).remove)
+            proposals, _ = self.rpn(ImageList(x, inside), maps)
+            found, _ = self.roi_heads(maps, proposals, inside)
         return [{**each, "labels": each["labels"] - 1} for each in found]
 
 

@@ -1,13 +1,15 @@
-"""Detection and instance segmentation as a task of the training loop."""
+"""Detection and instance segmentation as a task of the training loop: Mask R-CNN's losses, and a teacher's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
-from torch import nn
+from timm.utils import unwrap_model
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.open import open_model
@@ -18,12 +20,24 @@ from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import check_own_classes, evaluation_config, input_size_problem
-from isomorph.tasks.detection.dataset import DetectionSource, check_same_categories, find_annotations, open_split
-from isomorph.tasks.detection.metrics import FittedImages, collect_detections, metric_rows
-from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask
-from isomorph.tasks.detection.page import predict_file, write_detections
-from isomorph.tasks.detection.transforms import TrainTransform
+from isomorph.models.task_networks.detection_heads import Target
+from isomorph.tasks.detection.data import (
+    DetectionSource,
+    TrainTransform,
+    check_same_categories,
+    find_annotations,
+    open_split,
+)
+from isomorph.tasks.detection.results import (
+    FittedImages,
+    collect_detections,
+    metric_rows,
+    predict_file,
+    write_detections,
+)
 from isomorph.training.build import build_model
+from isomorph.training.objectives.distillation import FrozenTeacher
+from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
@@ -46,7 +60,7 @@ class DetectionPart(Part):
     test_images: str | None = None
     """Folder of the test images; by default val2017, images/val, val or images."""
     skip_annotations: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Annotations with a box of no area, or outside its image, to leave out before the run stops."""
+    """Annotations with a wrong box, outline or field to leave out before the run stops."""
     keep_empty: bool = False
     """Train on images without objects too."""
     scales: tuple[Positive, Positive] = (0.1, 2.0)
@@ -61,6 +75,113 @@ class DetectionPart(Part):
     """Weight of the difference between the objectness and the teacher's."""
     ramp: Count = 500
     """Training passes over which both weights grow from 0."""
+
+
+class DetectionLoss(PretrainingTask):
+    """The sum of the losses of Mask R-CNN: objectness and boxes of proposals; classes, boxes and masks of regions."""
+
+    def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
+        losses = self.trainable_module(input, target)
+        return {"loss": sum(losses.values()), **losses}
+
+
+class GuidedDetector(nn.Module):
+    """A detector, and a 3 x 3 convolution for every map of its pyramid, whose result is compared with a teacher's map.
+
+    Shape: x (B, C, H, W), targets -> losses of the detector, with its adapted maps and objectness
+    """
+
+    passes: Tensor
+
+    def __init__(self, student: nn.Module, channels: int, teacher_channels: int, levels: int) -> None:
+        super().__init__()
+        self.student = student
+        self.adapt = nn.ModuleList(nn.Conv2d(channels, teacher_channels, 3, padding=1) for _ in range(levels))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))  # resumes with the run
+
+    def forward(self, x: Tensor, targets: Sequence[Target] | None = None) -> dict[str, Any]:
+        if targets is None:
+            return self.student(x)
+        losses = self.student(x, targets, keep_maps=True)
+        self.passes += 1
+        losses["maps"] = [adapt(each) for adapt, each in zip(self.adapt, losses["maps"], strict=True)]
+        return losses
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Return the layers of the student; the convolutions belong to its last."""
+        layer_of = self.student.group_matcher(coarse)  # type: ignore[operator]
+        return lambda name: layer_of(name.removeprefix("student."))
+
+
+class GuidedDetectionLoss(DetectionLoss):
+    """Losses of Mask R-CNN, and those of matching the maps and the objectness of a frozen teacher.
+
+    With m the teacher's largest probability of an object at a position, over its anchors, on each map of the pyramid:
+
+        features: sum m (T - adapt(S))^2 / sum m,    objectness: sum m BCE(sigmoid(S), sigmoid(T)) / sum m
+
+    Both are summed over maps and weighted; the weights grow from 0 over the first `ramp` passes. The teacher is in eval
+    mode, gets images in its own normalisation, and computes its proposals' head only.
+
+    Source: G2SD (Huang et al., 2023), specific distillation for detection, as TDRL uses it; differs: the teacher's
+    drop path is off
+    Raises: UserError if the teacher has another number of maps or anchors.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        device: torch.device,
+        weights: tuple[float, float] = (0.001, 0.1),
+        ramp: int = 500,
+    ) -> None:
+        check_teacher(student, teacher)
+        widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]  # type: ignore[union-attr]
+        super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)  # type: ignore[arg-type]
+        own, theirs = student.pretrained_cfg, teacher.pretrained_cfg
+        self.teacher = FrozenTeacher(teacher, own, theirs, device)  # type: ignore[arg-type]
+        self.weights, self.ramp = weights, ramp
+
+    def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
+        losses = self.trainable_module(input, target)
+        maps, objectness = losses.pop("maps"), losses.pop("objectness")
+        with torch.no_grad():
+            teacher = self.teacher.model
+            theirs = list(teacher.pyramid_maps(self.teacher.images(input)).values())
+            their_objectness = teacher.rpn.head(theirs)[0]
+        pairs = [guided_losses(*each) for each in zip(maps, objectness, theirs, their_objectness, strict=True)]
+        features, scores = zip(*pairs, strict=True)
+        passed = unwrap_model(self.trainable_module).passes - 1
+        share = (passed / max(self.ramp, 1)).clamp(max=1.0) if self.ramp else 1.0
+        losses["loss_features"] = share * self.weights[0] * torch.stack(features).sum()
+        losses["loss_teacher_objectness"] = share * self.weights[1] * torch.stack(scores).sum()
+        return {"loss": sum(losses.values()), **losses}
+
+
+def guided_losses(
+    adapted: Tensor, objectness: Tensor, theirs: Tensor, their_objectness: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of one map, weighted by where the teacher sees objects.
+
+    Shape: maps (B, C, H, W), objectness (B, anchors, H, W) -> two numbers
+    """
+    wanted = their_objectness.float().sigmoid()
+    m = wanted.amax(1, keepdim=True)  # (B, 1, H, W)
+    features = (m * (theirs.float() - adapted.float()).square()).sum() / m.sum()
+    scores = (m * F.binary_cross_entropy_with_logits(objectness.float(), wanted, reduction="none")).sum() / m.sum()
+    return features, scores
+
+
+def check_teacher(student: Any, teacher: Any) -> None:
+    """Raise UserError if a teacher is not a detector, or has other maps or anchors than the student."""
+    if not hasattr(teacher, "rpn") or not hasattr(teacher, "pyramid_maps"):
+        raise UserError(f"task.teacher is a {type(teacher).__name__}; give a Mask R-CNN that was trained on the data")
+    if tuple(student.strides) != tuple(teacher.strides):
+        raise UserError(
+            f"task.teacher has maps with strides {teacher.strides}, the model {student.strides}; give a teacher with "
+            "the same patch size"
+        )
 
 
 class Detection(Task):
@@ -122,18 +243,17 @@ class Detection(Task):
         return loader_of_share(FittedImages(test, config), batch, recipe.data.workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        def student(module: nn.Module) -> nn.Module:
+            return getattr(module, "student", module)
+
         def measure(module: nn.Module, loader: Any, runtime: Runtime) -> dict[str, float]:
-            return metric_rows(loader.dataset.source, collect_detections(module, loader, runtime))[0]
+            return metric_rows(loader.dataset.source, collect_detections(student(module), loader, runtime))[0]
 
-        def score(metrics: dict[str, float]) -> float:
-            return metrics["box_ap"]
-
-        options = self.options
-        if options.teacher is None:
-            return Objective(DetectionTask(model, device), measure, score)
-        weights = (options.feature_weight, options.objectness_weight)
-        task = ProposalDistillationTask(model, open_model(options.teacher), device, weights, options.ramp)
-        return Objective(task, measure, score, lambda module: module.student)  # type: ignore[return-value, arg-type]
+        options, loss = self.options, DetectionLoss(model, device)
+        if options.teacher is not None:
+            weights = (options.feature_weight, options.objectness_weight)
+            loss = GuidedDetectionLoss(model, open_model(options.teacher), device, weights, options.ramp)
+        return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 
     def open_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
         """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's.

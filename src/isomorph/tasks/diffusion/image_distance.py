@@ -27,6 +27,7 @@ from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.suites.robustness.cells import weights_hash
+from isomorph.layers.eval_mode import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 
 INCEPTION = "inception"
@@ -111,9 +112,14 @@ class Extractor(NamedTuple):
 
     @torch.no_grad()
     def extract(self, batches: Iterable[Tensor]) -> Tensor:
-        """Return the features of batches of images. Shape: (B, 3, H, W) uint8 each -> (N, features), float32"""
+        """Return the features of batches of images. Raises: NotFinite for features that are NaN or infinite.
+
+        Shape: (B, 3, H, W) uint8 each -> (N, features), float32
+        """
         device = next(self.network.parameters()).device
-        return torch.cat([self.network(batch.to(device)).float().cpu() for batch in batches])
+        features = torch.cat([self.network(batch.to(device)).float().cpu() for batch in batches])
+        require_finite(features)
+        return features
 
 
 def open_extractor(features: str, weights: Path | None, device: torch.device) -> Extractor:

@@ -17,7 +17,7 @@ from torchvision.utils import make_grid
 from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import derive_seed
 from isomorph.errors import UserError, optional_module
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule, noise_schedule, require_denoiser
 
@@ -50,7 +50,8 @@ def sample(
     Shape: -> (images, C, H, W), uint8
     Source: Ho et al. (2020), algorithm 2, without clipping before the end; Song et al. (2021), eq. 12 with sigma = 0
     Raises: UserError for a model that does not predict noise, without diffusers, for a number of images or steps that
-        is too small or too large, an unknown sampler, or a size that the model does not take.
+        is too small or too large, an unknown sampler, or a size that the model does not take; NotFinite for images with
+        NaN or infinite values.
 
     >>> from isomorph.tasks.diffusion import sample
     >>> net = timm.create_model("ddpm_unet", channels=(8, 8), blocks=1, groups=4, attention=(), time_steps=4)
@@ -138,7 +139,10 @@ def denoise(
     seed: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return the images of these numbers, with values from about -1 to 1. Shape: (C, H, W) -> (B, C, H, W)"""
+    """Return the images of these numbers, with values from about -1 to 1. Raises: NotFinite for NaN or infinite ones.
+
+    Shape: (C, H, W) -> (B, C, H, W)
+    """
     parameter, times = next(net.parameters()), spaced_times(schedule.time_steps, steps)
     generators = [torch.Generator().manual_seed(derive_seed("sample", seed, number)) for number in numbers]
     x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(parameter)
@@ -146,6 +150,7 @@ def denoise(
     for number, t in enumerate(times):
         x = step(net(x, torch.full((len(x),), t, device=x.device)), number, x)
         after_step()
+    require_finite(x)
     return x
 
 

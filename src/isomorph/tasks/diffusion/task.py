@@ -20,7 +20,7 @@ from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
 from isomorph.evaluation.suites.test_data import open_split
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.diffusion.noise_schedule import (
     NoiseSchedule,
     check_denoiser_size,
@@ -98,6 +98,7 @@ def denoising_errors(
             t, noise = t.to(images.device), noise.to(images)
             with runtime.autocast():
                 predicted = model(schedule.add_noise(images, noise, t), t)
+            require_finite(predicted)
             errors = squared_errors(predicted, noise) / images[0].numel()
             counted = labels >= 0
             interval = (t.cpu() * INTERVALS // schedule.time_steps)[counted]

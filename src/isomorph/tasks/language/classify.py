@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from isomorph.data.formats.registry import data_root
 from isomorph.distributed import ALONE, REPEATED, Runtime, to_device
 from isomorph.errors import UserError
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.language.glue import GLUE, GlueTask, Split, open_root, read_examples
 from isomorph.tasks.language.sentences import Sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask, read_lines
@@ -131,12 +131,16 @@ class TextClassification(LanguageTask):
 
 @torch.no_grad()
 def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple[np.ndarray, np.ndarray]:
-    """Return outputs and labels of a process's share of the examples. Shape: -> (examples, num_classes), (examples,)"""
+    """Return outputs and labels of a process's share of the examples. Raises: NotFinite for outputs that are not.
+
+    Shape: -> (examples, num_classes), (examples,)
+    """
     device, outputs, labels = next(model.parameters()).device, [], []
     with eval_mode(model):
         for inputs, targets, *_ in runtime.pad_batches(loader):
             with runtime.autocast():
                 output = model(**to_device(inputs, device))
+            require_finite(output)
             own = targets != REPEATED
             outputs.append(output.float().cpu()[own].numpy())
             labels.append(targets[own].numpy())

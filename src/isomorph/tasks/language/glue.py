@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,10 @@ Split = Literal["train", "test"]
 """Examples to train on, or the development set."""
 HUB_NAME = "nyu-mll/glue"
 """GLUE on the hub; its tasks are folders, with files such as rte/train-00000-of-00001.parquet."""
+
+
+MAX_SCORE = 5
+"""Largest score of STS-B."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,13 @@ def read_tsv(path: Path, task: GlueTask) -> list[Row]:
 
 def _parse_label(label: str, task: GlueTask, where: str) -> float:
     """Return the number of a class, or a score. Raises: UserError for another label."""
-    try:
-        return task.labels.index(label) if task.labels else float(label)
-    except ValueError:
-        what = f"is unknown; use {', '.join(task.labels)}" if task.labels else "is not a score; give a number"
-        raise UserError(f"{where}: label {label!r} {what}") from None
+    if task.labels and label not in task.labels:
+        raise UserError(f"{where}: label {label!r} is unknown; use {', '.join(task.labels)}")
+    with suppress(ValueError):
+        score = task.labels.index(label) if task.labels else float(label)
+        if task.labels or 0 <= score <= MAX_SCORE:
+            return score
+    raise UserError(f"{where}: label {label!r} is not a score; give a number from 0 to {MAX_SCORE}")
 
 
 def _filled(rows: list[Row], path: Path, task: GlueTask) -> list[Row]:
@@ -142,6 +149,9 @@ def _read_table(path: Path, task: GlueTask) -> list[Row]:
         which = ", ".join(f"{number} ({name})" for number, name in enumerate(task.classes))
         hidden = "; the hub's test files have no labels" if unknown[0] == -1 else ""
         raise UserError(f"{path}: label {unknown[0]} is unknown; use {which}{hidden}")
+    if not task.labels and not ((known >= 0) & (known <= MAX_SCORE)).all():
+        wrong = known[~((known >= 0) & (known <= MAX_SCORE))][0]
+        raise UserError(f"{path}: label {wrong} is not a score; give a number from 0 to {MAX_SCORE}")
     return [(tuple(map(str, row)), float(label)) for row, label in zip(zip(*texts, strict=True), labels, strict=True)]
 
 

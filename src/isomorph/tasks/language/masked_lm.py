@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from isomorph.data.formats.registry import data_root
 from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.language.glue import open_root, training_sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.training.objectives.masked import PretrainingTask
@@ -176,6 +176,7 @@ class MaskedLM(LanguageTask):
             for inputs, targets, *_ in runtime.pad_batches(loader):
                 with runtime.autocast():
                     logits = model(**to_device(inputs, device)).float()  # (B, K, V)
+                require_finite(logits)
                 sums += _masked_sums(logits, targets.to(device)).cpu()
         loss, right, words, sequences = torch.stack(runtime.gather(sums)).sum(0).tolist()
         mean = loss / max(words, 1)
@@ -208,6 +209,7 @@ class MaskedLM(LanguageTask):
                 raise UserError(f"{path}: a line has no {tokenizer.mask_token} for a word to predict: {text[:60]}")
             with eval_mode(model):
                 share = model(ids.to(device), positions=positions.to(device))[0].float().softmax(-1)  # (K, V)
+            require_finite(share)
             for number, each in enumerate(share, start=1):
                 best = each.topk(min(5, len(each)))
                 words = " ".join(tokenizer.convert_ids_to_tokens(best.indices.tolist()))

@@ -1,0 +1,298 @@
+"""What a trained network predicts for the pixels of whole images: windows, metrics, pictures and the page of a test.
+
+Logits come from windows of the size that the network was trained on, averaged where they overlap.
+"""
+
+import colorsys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+
+from isomorph.distributed import Runtime
+from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.models.task_networks.upernet import resize_map
+from isomorph.report.charts import Matrix
+from isomorph.report.html import ImageCard, Section
+from isomorph.report.page_images import image_uri, stack_images
+from isomorph.tasks.image_sets import write_test_page
+from isomorph.tasks.segmentation.augment import SegmentationPart
+from isomorph.tasks.segmentation.data import IGNORE, MaskedImages
+
+WINDOWS = 8
+"""Windows that are computed at once."""
+
+
+def window_starts(side: int, window: int, stride: int) -> list[int]:
+    """Return where windows start along a side that they cover; the last one ends at its end.
+
+    >>> from isomorph.tasks.segmentation.predict import window_starts
+    >>> window_starts(683, window=512, stride=341)
+    [0, 171]
+    """
+    count = -(-max(side - window, 0) // stride) + 1
+    return [max(0, min(number * stride, side - window)) for number in range(count)]
+
+
+def slide(
+    model: nn.Module, images: Tensor, window: Sequence[int], stride: Sequence[int], batch_size: int = WINDOWS
+) -> Tensor:
+    """Return the logits of every pixel, the mean over all windows that contain it.
+
+    A side below the window's is taken whole. At most `batch_size` windows are computed at once.
+
+    Shape: images (B, C, H, W) -> (B, K, H, W)
+    Source: sliding-window testing as in G2SD's code (mmsegmentation's)
+    """
+    B, _, H, W = images.shape
+    height, width = min(window[0], H), min(window[1], W)
+    starts = [
+        (image, top, left)
+        for image in range(B)
+        for top in window_starts(H, height, stride[0])
+        for left in window_starts(W, width, stride[1])
+    ]
+    if len(starts) == B:
+        return torch.cat([model(part) for part in images.split(batch_size)])
+    total, count = torch.empty(0), images.new_zeros(B, 1, H, W)
+    for first in range(0, len(starts), batch_size):
+        boxes = starts[first : first + batch_size]
+        logits = model(torch.stack([images[i, :, t : t + height, x : x + width] for i, t, x in boxes]))
+        if not len(total):
+            total = logits.new_zeros(B, logits.shape[1], H, W)
+        for (image, top, left), each in zip(boxes, logits, strict=True):
+            total[image, :, top : top + height, left : left + width] += each
+            count[image, :, top : top + height, left : left + width] += 1
+    return total / count
+
+
+class Confusion:
+    """The number of pixels of each true class (rows) that were predicted as each class (columns).
+
+    Shape: counts (K, K) int64
+    """
+
+    def __init__(self, classes: int) -> None:
+        self.counts = torch.zeros(classes, classes, dtype=torch.int64)
+
+    def add(self, truth: Tensor, predicted: Tensor) -> None:
+        """Count the pixels of a mask; those of class IGNORE do not count. Shape: (*), the same"""
+        K, valid = len(self.counts), truth != IGNORE
+        pairs = truth[valid] * K + predicted[valid]
+        self.counts += torch.bincount(pairs.cpu(), minlength=K * K).view(K, K)
+
+    def ious(self) -> Tensor:
+        """Return the intersection over union of each class; NaN for one that is neither true nor predicted.
+
+        Shape: -> (K,)
+        """
+        hits = self.counts.diagonal().double()
+        return hits / (self.counts.sum(0) + self.counts.sum(1) - self.counts.diagonal())
+
+    def recalls(self) -> Tensor:
+        """Return the share of each class's pixels that were found; NaN for a class without pixels. Shape: -> (K,)"""
+        return self.counts.diagonal().double() / self.counts.sum(1)
+
+    def metrics(self) -> dict[str, float]:
+        """Return miou, mean_accuracy and pixel_accuracy in percent; means over the classes that occur."""
+        values = {
+            "miou": self.ious().nanmean(),
+            "mean_accuracy": self.recalls().nanmean(),
+            "pixel_accuracy": self.counts.diagonal().sum() / self.counts.sum(),
+        }
+        return {name: 100 * float(value) for name, value in values.items()}
+
+    def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the IoU, the accuracy and the share of the pixels of each class, in percent; None where undefined."""
+        shares = self.counts.sum(1).double() / max(1, int(self.counts.sum()))
+        columns = {"iou": self.ious(), "accuracy": self.recalls(), "share": shares}
+        percent = {name: [None if v != v else 100 * v for v in values.tolist()] for name, values in columns.items()}
+        return [{"class": name, **{key: percent[key][i] for key in percent}} for i, name in enumerate(names)]
+
+
+@torch.no_grad()
+def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: tuple[int, int]) -> Tensor:
+    """Return the class of every pixel of an image, at the height and width `size` that it had before it was resized.
+
+    Shape: image (1, 3, h, w) -> (H, W)
+    Raises: NotFinite for logits that are NaN or infinite.
+    """
+    parameter = next(model.parameters())
+    with eval_mode(model):
+        logits = slide(model, image.to(parameter.device, parameter.dtype), part.crop, part.test_stride)
+    require_finite(logits)  # the largest of NaNs would be class 0
+    logits = logits if tuple(logits.shape[-2:]) == size else resize_map(logits, size)
+    return logits[0].argmax(0)
+
+
+def measure(
+    model: nn.Module,
+    loader: Iterable[Any],
+    part: SegmentationPart,
+    runtime: Runtime,
+    handle: Callable[[Tensor, Tensor, Confusion], None] = lambda truth, predicted, counts: None,
+) -> tuple[Confusion, int]:
+    """Return the counts over the images of all processes, and their number.
+
+    `handle(truth, predicted, counts)` is called for each image of this process, with the counts of that image.
+    """
+    total, images = Confusion(model.num_classes), 0  # type: ignore[arg-type]
+    with eval_mode(model):
+        for image, truth in loader:
+            with runtime.autocast():
+                predicted = predict_mask(model, image, part, tuple(truth.shape[-2:])).cpu()
+            counts = Confusion(len(total.counts))
+            counts.add(truth[0], predicted)
+            handle(truth[0], predicted, counts)
+            total.counts += counts.counts
+            images += 1
+    parts = runtime.gather((total.counts.tolist(), images))
+    total.counts = torch.tensor([counts for counts, _ in parts]).sum(0)
+    return total, sum(number for _, number in parts)
+
+
+# pictures
+
+
+SHOWN_IMAGES = 16
+"""Images on the page."""
+SHOWN_CLASSES = 25
+"""Classes in the confusion matrix, those that are confused most."""
+_WIDTH = 420
+"""Largest width of each picture of an image, in pixels."""
+_ROW = 28
+"""Height of a row of the legend, in pixels."""
+_WORST_CLASSES = 3
+_OPACITY = 0.55
+"""Opacity of a mask over its image."""
+_GOLDEN = 0.6180339887
+
+
+def class_colours(classes: int, given: Sequence[tuple[int, int, int]] | None = None) -> np.ndarray:
+    """Return a colour for each class, those given or else colours that differ in hue. Shape: -> (K, 3) uint8"""
+    if given is not None and len(given) == classes:
+        return np.array(given, np.uint8)
+    shades = [(0.55 + 0.4 * (i % 2), 0.95 - 0.3 * (i // 2 % 2)) for i in range(classes)]
+    colours = [colorsys.hsv_to_rgb(i * _GOLDEN % 1, *shade) for i, shade in enumerate(shades)]
+    return (255 * np.array(colours)).round().astype(np.uint8)
+
+
+def index_image(mask: np.ndarray, colours: np.ndarray) -> Image.Image:
+    """Return a mask as an image with a palette, whose pixels are the class numbers. Shape: (H, W)"""
+    image = Image.fromarray(mask.astype(np.uint8), mode="P")
+    palette = np.zeros((256, 3), np.uint8)
+    palette[: len(colours)] = colours
+    image.putpalette(palette.flatten().tolist())
+    return image
+
+
+def overlay(image: Image.Image, mask: np.ndarray, colours: np.ndarray, opacity: float = _OPACITY) -> Image.Image:
+    """Return an image with the colours of a mask over it; pixels without a class stay as they are. Shape: (H, W)"""
+    pixels = np.asarray(image.convert("RGB"), np.float32)
+    shown = (mask != IGNORE)[..., None] & (mask < len(colours))[..., None]
+    painted = colours[np.minimum(mask, len(colours) - 1)].astype(np.float32)
+    mixed = np.where(shown, (1 - opacity) * pixels + opacity * painted, pixels)
+    return Image.fromarray(mixed.round().astype(np.uint8))
+
+
+class ImageScore(NamedTuple):
+    """The mean IoU of one image, in percent, its counts, and the predicted classes. Shape: mask (H, W)"""
+
+    number: int
+    miou: float
+    counts: Confusion
+    mask: np.ndarray
+
+
+def worst_images(scores: Iterable[ImageScore]) -> list[ImageScore]:
+    """Return the images with the lowest mean IoU, the lowest first; an image without any class has none (NaN)."""
+    known = (score for score in scores if score.miou == score.miou)
+    return sorted(known, key=lambda score: (score.miou, score.number))[:SHOWN_IMAGES]
+
+
+def write_masks(
+    path: Path, pairs: MaskedImages, total: Confusion, worst: Sequence[ImageScore], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the page of a test. `rows` are the metrics of all images, and then of every class.
+
+    Raises: UserError when it cannot be written, or an image cannot be read.
+    """
+    classes = sorted(rows[1:], key=lambda row: -1 if row["iou"] is None else row["iou"])
+    known = [row for row in classes if row["iou"] is not None]
+    lead = (
+        f"The mean IoU over {len(known)} classes is {rows[0]['miou']:.1f}% on {rows[0]['images']} images, from "
+        f"{known[0]['iou']:.1f}% ({known[0]['class']}) to {known[-1]['iou']:.1f}% ({known[-1]['class']})."
+    )
+    colours = class_colours(len(pairs.classes), pairs.colours)
+    pixels = (total.counts.sum(0) + total.counts.sum(1)).tolist()
+    legend = ImageCard(image_uri(draw_legend(pairs.classes, colours, pixels)), "Colours", ["The most frequent first"])
+    by_class = "The lowest IoU first. The accuracy is the share of a class's pixels that were found."
+    how_to_read = "Above: the truth; below: the prediction. Pixels without a class are not coloured."
+    cards = [legend, *(_card(pairs, score, colours) for score in worst)]
+    confusion = _confusion_section(total, pairs.classes)
+    write_test_page(path, "Segmentation", lead, [rows[0], *classes], by_class, cards, how_to_read, confusion)
+
+
+def _confusion_section(total: Confusion, names: Sequence[str]) -> Section:
+    """Return the shares of each true class's pixels that were predicted as each class."""
+    counts = total.counts.double()
+    shares = 100 * counts / counts.sum(1, keepdim=True).clamp_min(1)  # (K, K)
+    wrong = counts - torch.diag(counts.diagonal())
+    chosen = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True)[:SHOWN_CLASSES].sort().values
+    labels = [names[i] if i < len(names) else f"class {i}" for i in chosen.tolist()]
+    chart = Matrix(
+        "Share of a class's pixels, %", "true class", "predicted class", labels, labels,
+        shares[chosen][:, chosen].tolist(), 0.0, 100.0,
+    )  # fmt: skip
+    which = f"The {SHOWN_CLASSES} classes that are confused most. " if len(names) > SHOWN_CLASSES else ""
+    return Section("Confusion", f"{which}A row shows what the pixels of a class were taken for.", charts=[chart])
+
+
+def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageCard:
+    """Return the truth and the prediction of an image next to each other, with its worst classes."""
+    image, truth = pairs.image(score.number), pairs.mask(score.number)
+    shown = np.where(truth == IGNORE, IGNORE, score.mask)
+    picture = stack_images([overlay(image, mask, colours) for mask in (truth, shown)], _WIDTH)
+    rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
+    lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
+    text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
+    return ImageCard(
+        image_uri(picture), pairs.file_name(score.number), [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
+    )
+
+
+def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[float]) -> Image.Image:
+    """Draw colours and names of the classes that have pixels, the most frequent first, of up to SHOWN_CLASSES.
+
+    Shape: colours (K, 3), pixels (K,)
+    """
+    order = np.argsort(-np.asarray(pixels), kind="stable").tolist()
+    shown = [i for i in order if pixels[i]][:SHOWN_CLASSES]
+    size = _ROW - 10
+    left = sum(map(bool, pixels)) - len(shown)
+    texts = [names[i] for i in shown] + ([f"and {left} more"] if left else [])
+    ruler = ImageDraw.Draw(Image.new("L", (1, 1)))
+    width = 2 * _ROW + 20 + max(round(ruler.textlength(text, font_size=size)) for text in texts)
+    canvas = Image.new("RGB", (width, _ROW * len(texts)), "white")
+    draw = ImageDraw.Draw(canvas)
+    for row, text in enumerate(texts):
+        top = _ROW * row
+        if row < len(shown):
+            draw.rectangle((0, top + 3, 2 * _ROW, top + _ROW - 3), fill=tuple(colours[shown[row]].tolist()))
+        draw.text((2 * _ROW + 10, top + 3), text, fill="black", font_size=size)
+    return canvas
+
+
+def draw_prediction(image: Image.Image, mask: np.ndarray, names: Sequence[str], colours: np.ndarray) -> Image.Image:
+    """Return an image with the colours of a mask over it, and a legend of its classes below. Shape: mask (H, W)"""
+    painted = overlay(image, mask, colours)
+    legend = draw_legend(names, colours, np.bincount(mask.flatten(), minlength=len(names)).tolist())
+    size = (max(painted.width, legend.width), painted.height + legend.height)
+    canvas = Image.new("RGB", size, "white")
+    canvas.paste(painted)
+    canvas.paste(legend, (0, painted.height))
+    return canvas
