@@ -13,6 +13,7 @@ from isomorph.analysis.logits import summarise_scores
 from isomorph.layers import PyramidLinear
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
 from isomorph.operations import Scores
+from isomorph.recipes import tdrl
 from isomorph.report import compare_sections, read_run_logs
 from isomorph.training.build import build_model
 from isomorph.training.optim import scaled_groups
@@ -53,8 +54,36 @@ def test_xavier_weights_are_in_the_layers_that_pyramids_replace():
             uniform = (6 / (rows + columns)) ** 0.5
             replaced = name.endswith(("attn.qkv", "mlp.fc1", "mlp.fc2"))
             assert (0.95 * uniform < module.weight.abs().max() <= uniform) == replaced, name
-    with pytest.raises(iso.UserError, match="weight_init 'glorot' is unknown; choose one of '', 'xavier', 'jax'"):
+    with pytest.raises(iso.UserError, match="weight_init 'glorot' is unknown; choose one of '', 'mae', 'xavier'"):
         timm.create_model("tdrl_vit_ti", weight_init="glorot", **SMALL)
+
+
+def xavier_stds(model):
+    """The standard deviation of every matrix as a share of Xavier's, a filter viewed as a matrix."""
+    matrices = {n: m.weight.flatten(1) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    return {name: (m.std() * (sum(m.shape) / 2) ** 0.5).item() for name, m in matrices.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in tdrl.RECIPES if name.startswith("tdrl_")])
+def test_both_arms_of_every_run_start_by_one_rule(name):
+    """Xavier in every matrix as it stands, whether a pyramid's or not, the patch embedding viewed as one."""
+    part = iso.load_recipe(name).model
+    narrow = dict(embed_dim=48, depth=1, num_heads=3, patch_size=8, img_size=16)
+    if not part.name.startswith(("tdrl_vit", "deit")):  # other networks are too large for a quick test
+        assert part.weight_init == "mae"
+        return
+    where = part.kwargs.get("where")
+    where = {"where": [glob.replace(f".{i}.", ".0.") for i, glob in enumerate(where)]} if where else {}
+    part = part.model_copy(update=dict(kwargs=part.kwargs | narrow | where))
+    shares = xavier_stds(build_model(part, 10))
+    assert len(shares) > 5
+    assert all(share == pytest.approx(1, abs=0.08) for share in shares.values()), shares
+
+
+def test_a_recast_patch_embedding_is_a_matrix_too():
+    vit = timm.create_model("vit_tiny_patch16_224")
+    wide = iso.recast(vit, iso.LinearToPyramid(init="paper"), where="patch_embed.proj")
+    assert wide.patch_embed.proj.skip.weight.std().item() == pytest.approx(0.0456, rel=0.02)
 
 
 def test_deit_b_with_pyramids_in_queries_keys_and_values():

@@ -27,6 +27,7 @@ from isomorph.models.variants import (
     Variant,
     build_variant,
     image_cfg,
+    init_as_mae,
     register_variants,
     unwrap_state_dict,
 )
@@ -35,8 +36,9 @@ from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, r
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""
 
-_INITIAL_WEIGHTS = ("", "xavier", "jax", "jax_nlhb", "moco", "reset", "skip")
-"""Values of `weight_init`: all but "xavier" are those of timm's VisionTransformer."""
+_OWN_WEIGHTS = ("mae", "xavier")
+_INITIAL_WEIGHTS = ("", *_OWN_WEIGHTS, "jax", "jax_nlhb", "moco", "reset", "skip")
+"""Values of `weight_init`: all but `_OWN_WEIGHTS` are those of timm's VisionTransformer."""
 
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 """Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD)."""
@@ -56,8 +58,9 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     `layout` and `rectify` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
     are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
     positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
-    VisionTransformer; `weight_init` may also be "xavier": Xavier weights in the layers that the paper replaces, a joint
-    qkv as one layer, and timm's in the others. Pyramids have their own.
+    VisionTransformer; `weight_init` may also be "mae": Xavier weights in every matrix, of pyramids or not, the patch
+    embedding viewed as one; or "xavier": Xavier weights in the layers that the paper replaces, a joint qkv as one layer,
+    and timm's in the others. Pyramids have Xavier weights with each of them.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
@@ -80,9 +83,9 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
             raise UserError(
                 f"weight_init {weight_init!r} is unknown; choose one of {', '.join(map(repr, _INITIAL_WEIGHTS))}"
             )
-        xavier = weight_init == "xavier"
-        super().__init__(**{"dynamic_img_size": True, "weight_init": "" if xavier else weight_init, **kwargs})
-        for name, module in self.named_modules() if xavier else ():
+        timm_init = "" if weight_init in _OWN_WEIGHTS else weight_init
+        super().__init__(**{"dynamic_img_size": True, "weight_init": timm_init, **kwargs})
+        for name, module in self.named_modules() if weight_init == "xavier" else ():
             if any(fnmatchcase(name, glob) for glob in PYRAMID_LAYERS):
                 nn.init.xavier_uniform_(module.weight)
         if relative_bias:
@@ -91,6 +94,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         if layout != "plain":
             rule = LinearToPyramid(layout, init="paper", rectify=rectify)
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
+        if weight_init == "mae":
+            init_as_mae(self)
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Add positions as timm does, also to an empty batch. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""

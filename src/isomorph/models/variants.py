@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, register_model
@@ -118,6 +119,21 @@ class ForeignCheckpoints(Mixin):
                 del state_dict[prefix + name]
             state_dict |= {prefix + name: tensor for name, tensor in self.convert_foreign(given).items()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@torch.no_grad()
+def init_as_mae(model: nn.Module) -> None:
+    """Draw the weights as MAE does: Xavier-uniform for every matrix as it stands, zeros for the biases.
+
+    The filters of a convolution are viewed as one matrix (out, in height width), as MAE views the patch embedding.
+
+    Source: MAE's code, which TDRL A.1 follows
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 def check_heads(num_heads: int, embed_dim: int) -> None:

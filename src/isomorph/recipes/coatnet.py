@@ -12,7 +12,7 @@ guess. Table 4 prints the 384 results after ImageNet-21k in its 224 rows too; he
 
 from typing import Any
 
-from isomorph.recipes.imagenet import Fields, images
+from isomorph.recipes.deit import Fields, images
 
 IN1K, IN21K, JFT_300M, JFT_3B = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not public)", "JFT-3B (not public)"
 DROP_PATH = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}

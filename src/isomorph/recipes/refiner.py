@@ -22,7 +22,7 @@ CaiT's, trained differently.
 
 from typing import Any
 
-from isomorph.recipes.imagenet import DEIT, Fields, images, top1
+from isomorph.recipes.deit import DEIT, Fields, images, top1
 
 AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
 STANDARD: Fields = dict(batch=256, lr=5e-3, augment=AUGMENT | dict(mixup=0.2))
@@ -62,8 +62,12 @@ def _at_released_rate(recipe: Fields) -> Fields:
 
 def _table_1() -> dict[str, Fields]:
     """Return the expansion ratios; 1 is talking heads with a convolution."""
-    results = {1: "82.3", 2: "82.8", 3: "82.8", 4: "82.9", 6: "83.0"}
-    return {f"refiner_ratio_{r}": _ablation(dict(ratio=r), "Table 1", result) for r, result in results.items()}
+    rows = {1: ("82.3", 300), 2: ("82.8", 300), 3: ("82.8", 273), 4: ("82.9", 270), 6: ("83.0", 261)}
+    return {
+        f"refiner_ratio_{ratio}": _ablation(dict(ratio=ratio), "Table 1", result)
+        | dict(expected=top1(result, f", converged after {epochs} epochs"))
+        for ratio, (result, epochs) in rows.items()
+    }
 
 
 def _table_2() -> dict[str, Fields]:
@@ -117,7 +121,7 @@ def _tables_9_and_11() -> dict[str, Fields]:
     rows: dict[str, tuple[Fields, Fields, str, str, str]] = {
         "": (STANDARD, {}, "Table 11, baseline", "79.3", "81.2"),
         "_deit": (DEIT_SETTING, {}, "Table 11, DeiT", "81.5", "82.3"),
-        "_convs": (DEIT_SETTING, convs, "Tables 9 and 11, convolutions", "82.2", "83.1"),
+        "_convs": (DEIT_SETTING, convs, "Table 9, Table 11, convolutions", "82.2", "83.1"),
     }
     for name, (setting, kwargs, source, plain, refined) in rows.items():
         recipes[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", kwargs | PLAIN_VIT, setting, source, plain)
@@ -126,13 +130,17 @@ def _tables_9_and_11() -> dict[str, Fields]:
     return recipes
 
 
-TABLE_7: dict[str, tuple[int, float, str, str, str]] = {
-    "s": (16, 0.9, "83.6", "84.6", ""),
-    "m": (32, 1.0, "84.6", "85.6", ""),
-    "l": (32, 1.0, "84.9", "85.7", "85.9"),
+TABLE_7: dict[str, tuple[int, float, dict[int, tuple[str, str]]]] = {
+    "s": (16, 0.9, {224: ("83.6", "7.2"), 384: ("84.6", "24.5")}),
+    "m": (32, 1.0, {224: ("84.6", "13.5"), 384: ("85.6", "49.2")}),
+    "l": (32, 1.0, {224: ("84.9", "19.1"), 384: ("85.7", "69.1"), 448: ("85.9", "98.0")}),
 }
-"""Blocks, test crop at 224, and top-1 at 224, fine-tuned at 384 and at 448. The released README has 85.8 and 86.0 for
-L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13`)."""
+"""Blocks, test crop at 224, and top-1 and billions of FLOPs (multiply-accumulates) at 224 and fine-tuned. The released
+README has 85.8 and 86.0 for L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13`)."""
+
+
+def _row_7(result: str, flops: str, condition: str = "") -> str:
+    return top1(result, f", {flops}B FLOPs{condition}")
 
 
 RELEASED_DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
@@ -149,16 +157,18 @@ def _as_released(letter: str, maps: bool, **more: Any) -> Fields:
     tokens = dict(token_labels=dict(weight=0.5, mix=True)) if maps else {}
     similarity = dict(map_similarity=dict(weight=0.1, pairs=12 if maps else 2))
     kwargs, source = ({}, "label maps") if maps else (dict(dense_head=False), "the images' labels")
-    result = TABLE_7[letter][2] if maps else ""
+    (result, flops) = TABLE_7[letter][2][224]
     setting = dict(drop_path=RELEASED_DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
-    recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", result, **setting)
-    expected = f"not published; {TABLE_7[letter][2]} is taken to be of the script with label maps"
-    return recipe if maps else recipe | dict(expected=expected)
+    expected = (
+        _row_7(result, flops) if maps else f"not published; {result} is taken to be of the script with label maps"
+    )
+    recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", "", **setting)
+    return recipe | dict(expected=expected)
 
 
-def _fine_tune(name: str, size: int, result: str, **more: Any) -> Fields:
+def _fine_tune(name: str, size: int, expected: str) -> Fields:
     """Return the fine-tuning of a network trained at 224 (--model.weights) at a larger size, as in DeiT."""
-    recipe = dict(
+    return dict(
         model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
         data=images(512, size, crop_pct=1.0),
         augment=DEIT_SETTING["augment"],
@@ -167,24 +177,24 @@ def _fine_tune(name: str, size: int, result: str, **more: Any) -> Fields:
         drop_path=0.1,
         amp="bf16",
         source=f"Refiner Table 7, fine-tuned at {size}",
-        expected=top1(result, ", from trained --model.weights"),
+        expected=expected,
     )
-    return recipe | more
 
 
 def _table_7() -> dict[str, Fields]:
     """Return the networks as in the paper, as released, and fine-tuned."""
     recipes = {}
-    for letter, (blocks, crop_pct, small, larger, largest) in TABLE_7.items():
+    for letter, (blocks, crop_pct, results) in TABLE_7.items():
         paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"
         drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=images(512, crop_pct=crop_pct))
-        recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
+        expected = dict(expected=_row_7(*results[224]))
+        recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", "", **drop, **data) | expected
         recipes[f"{paper}_released_lr"] = _at_released_rate(recipes[paper])
         recipes[released] = _as_released(letter, maps=True, **data)
         recipes[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
-        for size, result in ((384, larger), (448, largest)):
-            if result:
-                recipes |= {f"{name}_{size}": _fine_tune(name, size, result) for name in (paper, released)}
+        for size in results.keys() - {224}:
+            tuned = _row_7(*results[size], ", from trained --model.weights")
+            recipes |= {f"{name}_{size}": _fine_tune(name, size, tuned) for name in (paper, released)}
     recipes["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
     recipes["refined_vit_s_standard_released_lr"] = _at_released_rate(recipes["refined_vit_s_standard"])
     return recipes
@@ -196,10 +206,13 @@ CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4
 CIFAR_FORMS: dict[str, Fields] = {
     "plain": dict(ratio=0, kernel=0),
     "dla": dict(ratio=0),
-    "expansion": dict(kernel=1),
+    "talking_heads": dict(kernel=1),
+    "expansion": dict(kernel=1, reduce=False),
     "both": {},
 }
-"""Arguments of a Refined-ViT: neither, local attention alone, expansion alone, both (Refiner section 4.2)."""
+"""Arguments of a Refined-ViT: neither, local attention alone, a mix of the heads' maps (expansion and reduction without
+a convolution in between are one H x H matrix, as in talking heads), the paper's expansion, which keeps all maps, and
+local attention with expansion and reduction (Refiner section 4.2)."""
 
 
 def _cifar_recipe(form: str, **more: Any) -> Fields:

@@ -1,20 +1,22 @@
-"""TDRL: fine-tuning, from scratch, and other networks (Tables 1, 3, 5, 7, 9, 10, B.4, B.5; Fig. 3 to 5).
+"""TDRL: fine-tuning, from scratch, and other networks (Tables 1, 3, 5, 7, 9, 10, B.4, B.5, B.8; Fig. 2 to 5).
 
 Fine-tuning has the settings of Table 4: AdamW, base learning rate 1e-3 for 256 images (as MAE counts: 4e-3 for batch
 size 1024), weight decay .05, cosine schedule, RandAugment(10, .5), mixup .2, no cutmix, no label smoothing, no drop
 path. Layer decay is .65 with pyramids and .85 without (.75 with a teacher). Runs after pre-training need its checkpoint
 as `--model.weights`, which may also be a plain ViT's. Distilled runs have a distillation token, whose head is trained
 on the classes that MAE's fine-tuned ViT-B predicts (`--distill.weights`). Schedules begin at the peak, as in MAE, G2SD
-and Swin; DeiT's begins at the first step.
+and Swin; DeiT's begins at the first step. With and without pyramids the networks start by one rule, MAE's (A.1):
+Xavier weights in every matrix as it stands.
 
-Every point of Figures 3, 4 and 5 (pyramids in a part of the network, rectified in several ways, or not at all) is two
-runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint. The figures show no numbers, so the expected results
-are those that the text describes. It does not say which N Figs. 4 and 5 have.
+Every point of Figures 2 to 5 (pyramids in a part of the network, of several forms, rectified in several ways, or not at
+all) is two runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint, in Figures 2 and 5 from the fused one
+(`tdrl_fused_100ep`). The figures show no numbers, so the expected results are those that the text describes. It does
+not say which N Figs. 4 and 5 have, nor which three variants Fig. 2a has. B.8 gives no settings; they are B.4's here.
 """
 
 from typing import Any
 
-from isomorph.recipes.imagenet import DEIT, Fields, images, top1
+from isomorph.recipes.deit import DEIT, Fields, images, top1
 
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
 G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
@@ -28,30 +30,29 @@ TEACHER = dict(
     token=True,
 )
 """MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1)."""
-PLAIN_LAYOUT = dict(layout="plain")
-MLP_LAYERS = ["blocks.*.mlp.fc?"]
+PLAIN: Fields = dict(layout="plain")
+MAE: Fields = dict(weight_init="mae")
 QK_LAYERS = ["blocks.*.attn.q", "blocks.*.attn.k"]
-AFTER = "after its fine-tuning"
+FUSED = "after isomorph fuse and tdrl_fused_100ep"
 
 
-def _fine_tune(
-    kwargs: Fields, epochs: int, source: str, result: str, distilled: bool = False, decay: float | None = None
-) -> Fields:
-    """Return one row of ViT-Tiny after pre-training, or from scratch if `decay` is 1."""
-    plain = kwargs == PLAIN_LAYOUT
+def _mlp(layout: str, **more: Any) -> Fields:
+    """Return the arguments of a network with pyramids in the MLP alone."""
+    return dict(layout=layout, where=["blocks.*.mlp.fc?"], **more)
+
+
+def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False) -> Fields:
+    """Return one row of ViT-Tiny after pre-training."""
+    decay = (0.75 if distilled else 0.85) if kwargs == PLAIN else 0.65
+    name = "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti"
     recipe = dict(
-        model=dict(
-            name="tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti",
-            kwargs=kwargs,
-            **({} if decay == 1 else dict(start="weights")),
-        ),
+        model=dict(name=name, kwargs=MAE | kwargs, start="weights"),
         data=images(1024),
         augment=AUGMENT,
         optim=dict(
-            name="adamw",
             lr=4e-3,
             weight_decay=0.05,
-            layer_decay=decay or ((0.75 if distilled else 0.85) if plain else 0.65),
+            layer_decay=decay,
             warmup_epochs=10 if epochs >= 300 else 5,
             schedule="cosine",
             min_lr=1e-6,
@@ -59,36 +60,71 @@ def _fine_tune(
         epochs=epochs,
         amp="bf16",
         source=f"TDRL {source}",
-        expected=top1(result, "" if decay == 1 else ", from pre-trained --model.weights"),
+        expected=f"{expected}; from pre-trained --model.weights",
     )
     return recipe | (dict(distill=TEACHER) if distilled else {})
 
 
+def _pretrain(kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit_ti", **more: Any) -> Fields:
+    """Return generic distillation from MAE's ViT-B, whose full checkpoint is --mask.teacher (section 4.1)."""
+    return dict(
+        model=dict(name=model, kwargs=MAE | kwargs),
+        data=images(4096),
+        augment=dict(scale=[0.2, 1.0]),
+        optim=G2SD_OPTIM,
+        mask=dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae"),
+        epochs=300,
+        evaluate_every=10,
+        amp="bf16",
+        source=f"TDRL {source}",
+        expected=expected,
+    ) | dict(more)
+
+
+# name of a fine-tuning: arguments, epochs, table, top-1
+FINE_TUNINGS: dict[str, tuple[Fields, int, str, str]] = {
+    "vit_ti_100ep": ({}, 100, "Table 5", "77.39"),
+    "vit_ti_100ep_distilled": ({}, 100, "Table 5, Table 7", "77.74"),
+    "vit_ti_200ep": ({}, 200, "Table 1", "78.3"),
+    "vit_ti_200ep_distilled": ({}, 200, "Table 1, Table 7", "78.6"),
+    "vit_ti_300ep": ({}, 300, "Table 1", "78.7"),
+    "vit_ti_300ep_distilled": ({}, 300, "Table 1", "79.1"),
+    "vit_ti_1000ep_distilled": ({}, 1000, "Table 7", "79.9"),
+    "plain_100ep": (PLAIN, 100, "Table 5, Table 9, Table 10, baseline", "76.24"),
+    "plain_100ep_distilled": (PLAIN, 100, "Table 5, baseline", "76.77"),
+    "fused_100ep": (PLAIN, 100, "Table 9, P-W1S in the MLP, fused after pre-training", "76.73"),
+    "naive_100ep": (_mlp("naive-W8"), 100, "Table 10, naive", "76.26"),
+    "regular_100ep": (_mlp("R-D2W1S"), 100, "Table 10", "76.90"),
+}
+
+
 def _tables() -> dict[str, Fields]:
-    """Return every row of ViT-Tiny and ViT-Small; Tables 5 and 7 share their 100 and 200 epochs with Table 1."""
+    """Return every row of ViT-Tiny and ViT-Small, and the runs without pre-training."""
     recipes = {
-        "tdrl_vit_ti_100ep": _fine_tune({}, 100, "Table 5", "77.39"),
-        "tdrl_vit_ti_100ep_distilled": _fine_tune({}, 100, "Table 5, Table 7", "77.74", distilled=True),
-        "tdrl_vit_ti_200ep": _fine_tune({}, 200, "Table 1", "78.3"),
-        "tdrl_vit_ti_200ep_distilled": _fine_tune({}, 200, "Table 1, Table 7", "78.6", distilled=True),
-        "tdrl_vit_ti_300ep": _fine_tune({}, 300, "Table 1", "78.7"),
-        "tdrl_vit_ti_300ep_distilled": _fine_tune({}, 300, "Table 1", "79.1", distilled=True),
-        "tdrl_vit_ti_1000ep_distilled": _fine_tune({}, 1000, "Table 7", "79.9", distilled=True),
-        "tdrl_plain_100ep": _fine_tune(PLAIN_LAYOUT, 100, "Tables 5, 9, 10, baseline", "76.24"),
-        "tdrl_plain_100ep_distilled": _fine_tune(PLAIN_LAYOUT, 100, "Table 5, baseline", "76.77", distilled=True),
-        "tdrl_fused_100ep": _fine_tune(
-            PLAIN_LAYOUT, 100, "Table 9, P-W1S in the MLP, fused after pre-training", "76.73"
-        ),
-        "tdrl_naive_100ep": _fine_tune(dict(layout="naive-W8", where=MLP_LAYERS), 100, "Table 10, naive", "76.26"),
-        "tdrl_regular_100ep": _fine_tune(dict(layout="R-D2W1S", where=MLP_LAYERS), 100, "Table 10", "76.90"),
-        "tdrl_vit_ti_scratch": _fine_tune({}, 100, "B.4, without pre-training", "65.9", decay=1),
-        "tdrl_plain_scratch": _fine_tune(PLAIN_LAYOUT, 100, "B.4, without pre-training, baseline", "63.5", decay=1),
+        f"tdrl_{name}": _fine_tune(*row[:3], top1(row[3]), name.endswith("_distilled"))
+        for name, row in FINE_TUNINGS.items()
     }
-    for name, kwargs, result in (("tdrl_vit_s_100ep", {}, "81.3"), ("tdrl_plain_s_100ep", PLAIN_LAYOUT, "80.8")):
-        recipe = _fine_tune(kwargs, 100, "Table 3", result)
+    cifar = dict(source="cifar10", batch_size=1024, workers=8, size=[224, 224])
+    for form, kwargs, small, alone, few in (
+        ("vit", {}, "81.3", "65.9", "70.9"),
+        ("plain", PLAIN, "80.8", "63.5", "69.9"),
+    ):
+        recipe = _fine_tune(kwargs, 100, "Table 3", top1(small))
         optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
         model = recipe["model"] | dict(name="tdrl_vit_s")
-        recipes[name] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
+        recipes[f"tdrl_{form}_s_100ep"] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
+        recipes[f"tdrl_{form}_s_g2sd"] = _pretrain(
+            kwargs, "Table 3", f"{small} top-1 after tdrl_{form}_s_100ep", "tdrl_vit_s"
+        )
+        scratch = recipe | dict(
+            model=dict(name="tdrl_vit_ti", kwargs=MAE | kwargs),
+            optim=recipe["optim"] | dict(layer_decay=1),
+            source="TDRL B.4, without pre-training",
+            expected=top1(alone),
+        )
+        recipes[f"tdrl_{form.replace('vit', 'vit_ti')}_scratch"] = scratch
+        name = "tdrl_cifar10" if form == "vit" else "tdrl_plain_cifar10"
+        recipes[name] = scratch | dict(data=cifar, source="TDRL B.8", expected=f"{few} top-1 on CIFAR-10")
     return recipes
 
 
@@ -97,27 +133,6 @@ SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad
 SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
 G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
 """Optimisers of DeiT, of Swin, and of G2SD's pre-training."""
-
-
-def _application(model: str, where: list[str] | None, result: str, source: str, **more: Any) -> Fields:
-    """Return 100 epochs from scratch as in DeiT of another network, with pyramids or (`where` None) without."""
-    recast = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where) if where else None
-    return (
-        dict(
-            model=dict(name=model, recast=recast),
-            data=images(1024),
-            augment=DEIT,
-            optim=DEIT_OPTIM,
-            epochs=100,
-            drop_path=0.1,
-            amp="bf16",
-            source=f"TDRL {source}",
-            expected=top1(result),
-        )
-        | more
-    )
-
-
 MOBILE = dict(
     data=images(256),
     augment=dict(smoothing=0.1),
@@ -127,8 +142,6 @@ MOBILE = dict(
     drop_path=0.0,
 )
 """MobileOne's own training, except that the image size does not grow and the weight decay does not fall."""
-
-
 VANILLA: Fields = dict(
     data=images(512),
     augment=DEIT | dict(auto_augment="rand-m7-mstd0.5-inc1", mixup=0.1, repeats=1),
@@ -142,88 +155,67 @@ VANILLA: Fields = dict(
 """VanillaNet-5's own training, with the batch size of TDRL A.4. Its loss is a mean over classes, here a sum, which
 makes no difference with LAMB; its annealing advances every epoch, here every step."""
 
+# network, layers that become pyramids (in VanillaNet-5 one for two convolutions), its arguments, top-1 with and
+# without, source, settings
+APPLICATIONS: dict[str, tuple[str, list[str], Fields, str, str, str, Fields]] = {
+    "deit_b": (
+        "deit_base_patch16_224",
+        ["blocks.*.attn.qkv"],
+        {},
+        "0.6 above its baseline,",
+        "an unpublished",
+        "B.5",
+        {},
+    ),
+    "swin_t": ("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], {}, "78.2", "76.2", "Table 3", SWIN),
+    "mobileone_s0": ("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], {}, "75.1", "71.3", "Table 3", MOBILE),
+    "vanillanet_5": ("vanillanet_5", ["stages.*.pair"], dict(drop_rate=0.05), "71.5", "71.1", "Table 3", VANILLA),
+}
+
 
 def _applications() -> dict[str, Fields]:
-    """Return Table 3 and B.5; the paper trains each network with its authors' own code."""
-    swin, blocks = "swin_tiny_patch4_window7_224", ["stem", "stages.?.?", "stages.?.??"]
-    deit = "deit_base_patch16_224"
-    return {
-        "tdrl_deit_b": _application(deit, ["blocks.*.attn.qkv"], "0.6 above its baseline,", "B.5"),
-        "tdrl_plain_deit_b": _application(deit, None, "an unpublished", "B.5, baseline"),
-        "tdrl_swin_t": _application(swin, ["layers.*.mlp.fc?"], "78.2", "Table 3", **SWIN),
-        "tdrl_plain_swin_t": _application(swin, None, "76.2", "Table 3, baseline", **SWIN),
-        "tdrl_mobileone_s0": _application("mobileone_s0", blocks, "75.1", "Table 3", **MOBILE),
-        "tdrl_plain_mobileone_s0": _application("mobileone_s0", None, "71.3", "Table 3, baseline", **MOBILE),
-        "tdrl_vanillanet_5": _vanillanet(["stages.*.pair"], "71.5", "Table 3"),
-        "tdrl_plain_vanillanet_5": _vanillanet(None, "71.1", "Table 3, baseline"),
+    """Return Table 3 and B.5, from scratch; the paper trains each network with its authors' own code."""
+    recipes = {}
+    for name, (model, where, kwargs, *results, source, settings) in APPLICATIONS.items():
+        pyramids = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where)
+        for form, recast, result in zip(("", "plain_"), (pyramids, None), results, strict=True):
+            recipes[f"tdrl_{form}{name}"] = (
+                dict(
+                    model=dict(name=model, kwargs=kwargs, recast=recast, **MAE),
+                    data=images(1024),
+                    augment=DEIT,
+                    optim=DEIT_OPTIM,
+                    epochs=100,
+                    drop_path=0.1,
+                    amp="bf16",
+                    source=f"TDRL {source}{', baseline' * (recast is None)}",
+                    expected=top1(result),
+                )
+                | settings
+            )
+    return recipes
+
+
+def _figure_2() -> dict[str, Fields]:
+    """Return Fig. 2: forms of pyramids in the MLP with and without a skip (a, b), and parts of the network (d).
+
+    P-WNS in the MLP is tdrl_fig4_ffn_wN_g2sd (marked * in Fig. 2b: tdrl_fig4_ffn_wN_100ep), R-D2W1S tdrl_regular_g2sd,
+    the values alone tdrl_fig5_v_12_g2sd and all layers tdrl_vit_ti_g2sd. Fig. 2c is `iso.analysis.branch_similarity`.
+    """
+    without = {"P-W2": "tdrl_fig4_ffn_w2", "R-D1W2": "tdrl_fig2_ffn_r_d1w2s", "R-D2W1": "tdrl_regular"}
+    points = {
+        layout: (_mlp(layout), "Fig. 2a, no skip", f"below {other}_g2sd's {FUSED}") for layout, other in without.items()
     }
-
-
-def _vanillanet(where: list[str] | None, result: str, source: str) -> Fields:
-    """Return VanillaNet-5 with a pyramid for the two 1x1 convolutions of every block, or (`where` None) without."""
-    recipe = _application("vanillanet_5", where, result, source, **VANILLA)
-    return recipe | dict(model=recipe["model"] | dict(kwargs=dict(drop_rate=0.05)))
-
-
-CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
-"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
-
-
-def _cifar_recipe(layout: str, **more: Any) -> Fields:
-    return dict(
-        model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | dict(layout=layout, **more)),
-        data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
-        augment=dict(crop_padding=4),
-        optim=dict(lr=3e-3, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
-        epochs=7,
-        source="TDRL at CIFAR scale, docs/methods/tdrl.md",
-    )
-
-
-def _pretrain(kwargs: Fields, source: str, expected: str, epochs: int = 300, model: str = "tdrl_vit_ti") -> Fields:
-    """Return generic distillation from MAE's ViT-B, whose full checkpoint is --mask.teacher (section 4.1)."""
-    return dict(
-        model=dict(name=model, kwargs=kwargs),
-        data=images(4096),
-        augment=dict(scale=[0.2, 1.0]),
-        optim=G2SD_OPTIM,
-        mask=dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae"),
-        epochs=epochs,
-        evaluate_every=10,
-        amp="bf16",
-        source=f"TDRL {source}",
-        expected=expected,
-    )
-
-
-def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
-    """Return pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
-    return dict(
-        model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | kwargs),
-        data=dict(source="cifar10", fraction=0.5, size=[32, 32], batch_size=128, test_crop="whole"),
-        augment=dict(scale=[0.5, 1.0]),
-        optim=dict(lr=2e-3, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
-        mask=mask,
-        epochs=epochs,
-        evaluate_every=2,
-        source="TDRL section 4.1 at CIFAR scale, docs/training.md",
-    )
-
-
-def _cifar_fine_tune(weights: str | None, layout: str = "P-W2S") -> Fields:
-    """Return five epochs on a fifth of the labels, from scratch or, with a lower learning rate, from `weights`."""
-    recipe = _cifar_recipe(layout)
-    if weights:
-        recipe["model"] |= dict(weights=weights)
-        recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
-    recipe["data"] |= dict(test_crop="whole")
-    return recipe | dict(epochs=5, source="TDRL section 4.1 at CIFAR scale, docs/training.md")
-
-
-def _cifar_student(layout: str) -> Fields:
-    """Return generic distillation from `cifar_mae_teacher`, for four epochs."""
-    teacher = "runs/cifar_mae_teacher/autoencoder.safetensors"
-    return _cifar_pretrain(dict(layout=layout), dict(teacher=teacher, depth=2, width=64, heads=4), epochs=4)
+    points |= {
+        layout: (_mlp(layout), "Fig. 2b", f"below that of P-WNS of the same size {FUSED}")
+        for layout in ("R-D1W2S", "R-D1W4S", "R-D3W1S")
+    }
+    recipes = {f"tdrl_fig2_ffn_{key.lower().replace('-', '_')}_g2sd": _pretrain(*row) for key, row in points.items()}
+    parts = {"patch_embed": ["patch_embed.proj"], "qk": QK_LAYERS, "mhsa": ["blocks.*.attn.qkv"]}
+    for part, where in parts.items():
+        expected = "about" if part == "patch_embed" else "above"
+        recipes[f"tdrl_fig2_{part}_g2sd"] = _pretrain(dict(where=where), "Fig. 2d", f"{expected} 76.24 top-1 {FUSED}")
+    return recipes
 
 
 def _figure_3() -> dict[str, Fields]:
@@ -231,16 +223,14 @@ def _figure_3() -> dict[str, Fields]:
     expectations = {
         "none": "attention logits above 1,000 in every block, then no number after a few thousand steps",
         "rescale": "attention logits like the baseline's, tdrl_plain_g2sd",
-        "batchnorm": f"attention logits like the baseline's, and the best top-1 {AFTER}",
+        "batchnorm": "attention logits like the baseline's, and the best top-1 after its fine-tuning",
     }
     recipes: dict[str, Fields] = {}
     for rectify, expected in expectations.items():
         kwargs = dict(layout="R-D1W4", rectify=rectify, where=QK_LAYERS)
-        recipes[f"tdrl_fig3_{rectify}_g2sd"] = _pretrain(kwargs, "Fig. 3 a-c", expected) | dict(monitor_every=100)
+        recipes[f"tdrl_fig3_{rectify}_g2sd"] = _pretrain(kwargs, "Fig. 3 a-c", expected, monitor_every=100)
         if rectify != "none":
-            recipes[f"tdrl_fig3_{rectify}_100ep"] = _fine_tune_100_epochs(
-                kwargs, "Fig. 3 d", "batchnorm's above rescale's"
-            )
+            recipes[f"tdrl_fig3_{rectify}_100ep"] = _fine_tune(kwargs, 100, "Fig. 3 d", "batchnorm's above rescale's")
     return recipes
 
 
@@ -249,73 +239,89 @@ def _figure_4() -> dict[str, Fields]:
 
     Queries and keys are always normalised. P-W2S with rectification is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
     """
-    rectify_none = {"v": "none", "fc1": "none", "fc2": "none"}
-    kwargs: Fields = dict(rectify=rectify_none)
-    points = {"all_none": (kwargs, "0.21 below tdrl_vit_ti_100ep's")}
-    for width in (1, 2, 3):
-        kwargs = dict(layout=f"P-W{width}S", where=MLP_LAYERS)
-        below = {1: "about that of", 2: "0.13 below that of", 3: "at most 0.18 below that of"}[width]
-        points[f"ffn_w{width}"] = (kwargs, "an unpublished one")
-        points[f"ffn_w{width}_none"] = (kwargs | dict(rectify="none"), f"{below} tdrl_fig4_ffn_w{width}_100ep")
+    rectify = dict.fromkeys(("v", "fc1", "fc2"), "none")
+    points = {"all_none": (dict(rectify=rectify), "0.21 below tdrl_vit_ti_100ep's")}
+    for width, below in ((1, "about that of"), (2, "0.13 below that of"), (3, "at most 0.18 below that of")):
+        points[f"ffn_w{width}"] = (_mlp(f"P-W{width}S"), "an unpublished one")
+        expected = f"{below} tdrl_fig4_ffn_w{width}_100ep"
+        points[f"ffn_w{width}_none"] = (_mlp(f"P-W{width}S", rectify="none"), expected)
     recipes: dict[str, Fields] = {}
     for name, (kwargs, expected) in points.items():
-        recipes[f"tdrl_fig4_{name}_g2sd"] = _pretrain(kwargs, "Fig. 4", f"top-1 {AFTER}: {expected}")
-        recipes[f"tdrl_fig4_{name}_100ep"] = _fine_tune_100_epochs(kwargs, "Fig. 4", expected)
+        recipes[f"tdrl_fig4_{name}_g2sd"] = _pretrain(kwargs, "Fig. 4", f"top-1 after its fine-tuning: {expected}")
+        recipes[f"tdrl_fig4_{name}_100ep"] = _fine_tune(kwargs, 100, "Fig. 4", f"top-1 on ImageNet-1k: {expected}")
     return recipes
 
 
 def _figure_5() -> dict[str, Fields]:
-    """Return Fig. 5: pyramids in the values of the first blocks, fused after pre-training.
-
-    Fine-tuning is tdrl_fused_100ep.
-    """
+    """Return Fig. 5: pyramids in the values of the first blocks, fused after pre-training."""
     return {
         f"tdrl_fig5_v_{blocks}_g2sd": _pretrain(
             dict(where=[f"blocks.{i}.attn.v" for i in range(blocks)]),
             f"Fig. 5, -V-{blocks}",
-            "more than 76.24 top-1 after isomorph fuse and tdrl_fused_100ep, and the more the more blocks",
+            f"more than 76.24 top-1 {FUSED}, and the more the more blocks",
         )
         for blocks in (4, 8, 12)
     }
 
 
-def _fine_tune_100_epochs(kwargs: Fields, source: str, expected: str) -> Fields:
-    """Return fine-tuning for 100 epochs with pyramids, whose top-1 is known only in comparison with other runs."""
-    recipe = _fine_tune(kwargs, 100, source, "")
-    return recipe | dict(expected=f"top-1 on ImageNet-1k: {expected}; from pre-trained --model.weights")
+CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
+"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
+SCRATCH, HALF = "TDRL at CIFAR scale, docs/methods/tdrl.md", "TDRL section 4.1 at CIFAR scale, docs/training.md"
 
 
+def _cifar(kwargs: Fields, data: Fields, lr: float, epochs: int, source: str, **more: Any) -> Fields:
+    return dict(
+        model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | kwargs),
+        data=dict(source="cifar10", size=[32, 32], batch_size=128) | data,
+        optim=dict(lr=lr, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
+        epochs=epochs,
+        source=source,
+    ) | dict(more)
+
+
+def _cifar_labels(layout: str, epochs: int = 5, weights: str | None = None, **data: Any) -> Fields:
+    """Return training on a fifth of the labels, from scratch or, with a lower learning rate, from `weights`."""
+    recipe = _cifar(dict(layout=layout), dict(fraction=0.2) | data, 3e-3, epochs, HALF, augment=dict(crop_padding=4))
+    if weights:
+        recipe["model"] |= dict(weights=weights)
+        recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
+    return recipe
+
+
+def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
+    """Return pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
+    data, augment = dict(fraction=0.5, test_crop="whole"), dict(scale=[0.5, 1.0])
+    return _cifar(kwargs, data, 2e-3, epochs, HALF, augment=augment, mask=mask, evaluate_every=2)
+
+
+def _cifar_recipes() -> dict[str, Fields]:
+    """Return the study from scratch, and generic distillation from `cifar_mae_teacher` with its fine-tuning."""
+    whole, student = dict(test_crop="whole"), dict(depth=2, width=64, heads=4)
+    student |= dict(teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
+    recipes = {
+        "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), 6),
+        "cifar_tdrl_scratch": _cifar_labels("P-W2S", **whole),
+    }
+    for name, layout in (("cifar_tdrl", "P-W2S"), ("cifar_tdrl_plain", "plain")):
+        recipes[name] = _cifar_labels(layout, 7) | dict(source=SCRATCH)
+        recipes[f"{name}_g2sd"] = _cifar_pretrain(dict(layout=layout), student, 4)
+        recipes[f"{name}_finetuned"] = _cifar_labels(layout, weights=f"runs/{name}_g2sd/model.safetensors", **whole)
+    return recipes
+
+
+PRETRAININGS: dict[str, Fields] = {
+    "vit_ti": _pretrain({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
+    "plain": _pretrain(PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
+    "fused": _pretrain(_mlp("P-W1S"), "Table 9", f"76.73 top-1 {FUSED}", epochs=220),
+    "naive": _pretrain(_mlp("naive-W8"), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"),
+    "regular": _pretrain(_mlp("R-D2W1S"), "Table 10", "76.90 top-1 after tdrl_regular_100ep"),
+}
 RECIPES: dict[str, Fields] = {
     **_tables(),
     **_applications(),
-    "tdrl_vit_ti_g2sd": _pretrain({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
-    "tdrl_plain_g2sd": _pretrain(PLAIN_LAYOUT, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
-    "tdrl_vit_s_g2sd": _pretrain({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", model="tdrl_vit_s"),
-    "tdrl_plain_s_g2sd": _pretrain(
-        PLAIN_LAYOUT, "Table 3, baseline", "80.8 top-1 after tdrl_plain_s_100ep", model="tdrl_vit_s"
-    ),
-    "tdrl_fused_g2sd": _pretrain(
-        dict(layout="P-W1S", where=MLP_LAYERS),
-        "Table 9",
-        "76.73 top-1 after isomorph fuse and tdrl_fused_100ep",
-        epochs=220,
-    ),
-    "tdrl_naive_g2sd": _pretrain(
-        dict(layout="naive-W8", where=MLP_LAYERS), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"
-    ),
-    "tdrl_regular_g2sd": _pretrain(
-        dict(layout="R-D2W1S", where=MLP_LAYERS), "Table 10", "76.90 top-1 after tdrl_regular_100ep"
-    ),
-    "cifar_mae_teacher": _cifar_pretrain(
-        PLAIN_LAYOUT | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6
-    ),
-    "cifar_tdrl_g2sd": _cifar_student("P-W2S"),
-    "cifar_tdrl_plain_g2sd": _cifar_student("plain"),
-    "cifar_tdrl_scratch": _cifar_fine_tune(None),
-    "cifar_tdrl_finetuned": _cifar_fine_tune("runs/cifar_tdrl_g2sd/model.safetensors"),
-    "cifar_tdrl_plain_finetuned": _cifar_fine_tune("runs/cifar_tdrl_plain_g2sd/model.safetensors", "plain"),
-    "cifar_tdrl": _cifar_recipe("P-W2S"),
-    "cifar_tdrl_plain": _cifar_recipe("plain"),
+    **{f"tdrl_{name}_g2sd": recipe for name, recipe in PRETRAININGS.items()},
+    **_cifar_recipes(),
+    **_figure_2(),
     **_figure_3(),
     **_figure_4(),
     **_figure_5(),

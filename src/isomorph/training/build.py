@@ -23,6 +23,7 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create
+from isomorph.models.variants import init_as_mae
 from isomorph.surgery import notes, recast, unstride
 from isomorph.surgery.record import add_notes, update_record
 from isomorph.training.recipe.model_fields import ModelPart
@@ -50,6 +51,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         model, start = _start_from(model, part, recast_now)
     else:
         model = _recast_or_freeze(model, part, recast_now)
+    if part.weight_init and not (part.weights or part.pretrained):
+        init_as_mae(model)
     update_record(model, start="; ".join(filter(None, (start, *notes(model)))))
     return model
 

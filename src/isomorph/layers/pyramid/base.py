@@ -228,11 +228,13 @@ def collapse_pyramids(pyramids: Sequence[Pyramid], moments: Moments | None) -> l
 def init_random(pyramid: Pyramid) -> None:
     """Initialise a pyramid for training from scratch: linear layers Xavier-uniform with zero biases, BatchNorms reset.
 
+    Filters of a convolution are viewed as a matrix, as MAE views the patch embedding.
+
     Source: MAE, whose code TDRL trains with; the paper itself does not say
     """
     for layer in pyramid.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            nn.init.xavier_uniform_(layer.weight)
+            nn.init.xavier_uniform_(layer.weight.view(len(layer.weight), -1))
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
         elif isinstance(layer, _BatchNorm):

@@ -6,7 +6,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
@@ -27,6 +37,11 @@ File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(va
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
 Size = Annotated[int, Field(ge=1, le=2**14)]
+KeptEpochs = Annotated[
+    Annotated[Count, Tag("~number")] | Annotated[list[Count], Field(min_length=1), Tag("~list")],
+    Discriminator(lambda value: "~list" if isinstance(value, list) else "~number"),
+]
+"""A number of epochs, or a list of epochs; messages leave out parts of a place that begin with a tilde."""
 Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 MAX_WRITTEN_RATE = 10.0

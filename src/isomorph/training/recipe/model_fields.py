@@ -74,6 +74,8 @@ class ModelPart(Part):
     """Classes of the head; by default the number in the data."""
     kwargs: dict[str, Any] = {}
     """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
+    weight_init: Literal["mae"] | None = None
+    """mae: random weights by MAE's rule, Xavier in every matrix, recast layers included; by default each network's."""
     start: Literal["weights", "random"] = "random"
     """weights: require trained weights (model.weights or model.pretrained); random: without them, start from random
     weights."""

@@ -167,6 +167,7 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], 
         if not all(map(_is_number, old)) or any(f"{field}.".startswith(f"{other}.") for other in given):
             continue
         new = [_scale(each, length / usual, WHOLE[unit].get(field)) for each in old]
+        new = sorted(set(new)) if field == "keep_every" else new
         group[name] = new if isinstance(value, list) else new[0]
         if new != old:
             before, after = (", ".join(f"{each:g}" for each in lengths) for lengths in (old, new))

@@ -21,6 +21,7 @@ from isomorph.training.recipe.fields import (
     DataPart,
     Epochs,
     File,
+    KeptEpochs,
     NotNegative,
     OptimPart,
     Part,
@@ -70,8 +71,8 @@ class Recipe(Part):
     """Training steps, instead of epochs; the last pass over the data may end before all images were seen."""
     evaluate_every: Count = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
-    keep_every: Count | None = None
-    """Epochs between checkpoints epoch-N.safetensors; by default none are saved."""
+    keep_every: KeptEpochs | None = None
+    """Epochs between checkpoints epoch-N.safetensors, or a list of epochs, e.g. [1, 2, 5, 10]; by default none."""
     monitor_every: Count | None = None
     """Steps between lines of monitor.jsonl: attention logits and entropy, turn and similarity of pyramids, by layer."""
     log_every: Count = 50
@@ -203,6 +204,11 @@ class Recipe(Part):
         self._shortened = shortened
         return self
 
+    def keeps(self, epoch: int) -> bool:
+        """True if the checkpoint of an epoch is saved."""
+        every = self.keep_every
+        return epoch in every if isinstance(every, list) else bool(every) and epoch % every == 0
+
     @property
     def folder(self) -> Path:
         """Folder of the run: `out`, or runs/NAME."""
@@ -263,7 +269,7 @@ LIST_PROBLEMS = {"list_type": "must be a list", "tuple_type": "must be a list", 
 
 def _describe_problem(problem: Any, values: dict[str, Any], part: type[Part]) -> str:
     """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
-    *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
+    *groups, last = [str(part) for part in problem["loc"] if str(part)[0] != "~"] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
         names = list(fields_of(groups, values, part))

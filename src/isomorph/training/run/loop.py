@@ -212,7 +212,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
         if run.objective.score(metrics) > progress.best:
             progress.best = run.objective.score(metrics)
             run.save(folder / "best.safetensors")
-    if recipe.keep_every and epoch % recipe.keep_every == 0:
+    if recipe.keeps(epoch):
         run.save(folder / f"epoch-{epoch}.safetensors")
     seconds = progress.seconds + time.perf_counter() - start
     extra = {"unreadable": len(progress.unreadable)} if progress.unreadable else {}
