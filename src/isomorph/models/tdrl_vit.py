@@ -59,8 +59,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
     positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
     VisionTransformer; `weight_init` may also be "mae": Xavier weights in every matrix, of pyramids or not, the patch
-    embedding viewed as one; or "xavier": Xavier weights in the layers that the paper replaces, a joint qkv as one layer,
-    and timm's in the others. Pyramids have Xavier weights with each of them.
+    embedding viewed as one; or "xavier": Xavier weights in the layers that the paper replaces, a joint qkv as one
+    layer, and timm's in the others. Pyramids have Xavier weights with each of them.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
