@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import shutil
 import tarfile
 from collections import Counter
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from containers import (
     CLASSES,
     CONTAINERS,
+    EACH,
     EXPECTED,
     SAMPLES,
     add,
@@ -27,9 +29,10 @@ from containers import (
 )
 from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
 from isomorph.data.formats import tar as shards
-from isomorph.data.formats.naming import PackedStrings, contains_word
+from isomorph.data.formats.naming import PackedStrings, split_words
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source, class_fraction
+from isomorph.errors import DataWarning
 from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("caches")
@@ -88,6 +91,109 @@ class TestEveryContainer:
         assert labels.tolist() == source.labels.tolist()
         loaded = DataLoader(source, batch_size=4, num_workers=2, multiprocessing_context="fork")
         assert [m for batch, _ in loaded for m in batch.tolist()] == means.tolist()
+
+
+SPELLINGS = [
+    *(
+        ("Train", "Test"),
+        ("TRAIN", "VAL"),
+        ("training_set", "test_set"),
+        ("Training", "Testing"),
+        ("seg_train", "valid"),
+    ),
+    *(("train2017", "val2017"), ("TrainImages", "TestImages"), ("trainset", "evaluation")),
+]
+"""Names of splits as public data sets have them."""
+
+
+@pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "tar of tars"])
+def test_splits_are_found_however_they_are_spelt(tmp_path, container):
+    name, write = CONTAINERS[container]
+    write(tmp_path / "made")
+    for spelling in SPELLINGS:
+        root = tmp_path / "-".join(spelling)
+        for word in spelling:
+            for entry in (tmp_path / "made").iterdir():
+                copy = shutil.copytree if entry.is_dir() else shutil.copy
+                if not (target := root / entry.name.replace("train", word)).exists():
+                    root.mkdir(exist_ok=True)
+                    copy(entry, target)
+        for source in (
+            open_source(each, split, where)
+            for split in ("train", "test")
+            for each, where in ((root, None), (name, root))
+        ):
+            assert source.classes == tuple(CLASSES)
+            assert pixels(source) == EXPECTED
+
+
+def test_folders_of_classes_in_what_seem_classes_are_named(tmp_path):
+    for part in ("Art", "Photo"):
+        as_folder(tmp_path / "folders", part)
+        write_tar(tmp_path / f"tars/train/{part}.tar", [(f"{CLASSES[i]}/{n}.png", data) for i, n, data in SAMPLES])
+    said = r"Art, Photo hold folders of the same names \(ant, bee, cat\); .*give Art as the folder"
+    refused(said, open_source, tmp_path / "folders", "test")
+    refused(said, open_source, tmp_path / "tars", "train")
+    assert pixels(open_source(tmp_path / "folders/Art", "test")) == EXPECTED
+    (tmp_path / "folders/Photo").rename(tmp_path / "folders/train")
+    (tmp_path / "folders/Art").rename(tmp_path / "folders/val")
+    assert pixels(open_source(tmp_path / "folders", "test")) == EXPECTED
+
+
+def test_what_is_left_out_or_counted_twice_is_said(tmp_path):
+    as_folder(tmp_path)
+    top, elsewhere = tmp_path / "train", tmp_path / "elsewhere"
+    shutil.move(top / "bee", elsewhere)
+    (top / "bee").mkdir()
+    (top / "bee/linked").symlink_to(elsewhere)
+    assert pixels(open_source(tmp_path, "train")) == EXPECTED
+    for name in ("ant/1.heic", "ant/2.HEIC", "bee/README", "cat/notes.txt", "loose.png"):
+        (top / name).write_bytes(b"x")
+    with pytest.warns(DataWarning, match=r"^4 files in .*train are left out \(2 .heic, 1 next .*, 1 no ending\)"):
+        open_source(tmp_path, "train")
+    for name in ("ant/1.heic", "ant/2.HEIC", "bee/README", "loose.png"):
+        (top / name).unlink()
+    (top / "cat/again").symlink_to(elsewhere)
+    (top / "cat/2-again.png").symlink_to(top / "ant/2.png")
+    with pytest.warns(DataWarning, match="^6 images in .*train are counted more than once"):
+        assert len(open_source(tmp_path, "train")) == len(SAMPLES) + 6
+    (top / "cat/again").unlink()
+    (top / "cat/2-again.png").unlink()
+    (top / "ant/round").symlink_to(top / "ant")
+    with pytest.warns(DataWarning, match="1 in a folder that links to itself"):
+        assert pixels(open_source(tmp_path, "train")) == EXPECTED
+
+
+def test_what_is_left_out_of_tars_is_said(tmp_path):
+    old, new = picture(0, 1), picture(0, 2)
+    for _ in range(2):  # also from the cached index
+        write_tar(tmp_path / "train.tar", [("a/1.png", old), ("a/2.gif", b""), ("b/1.png", old), ("a/1.png", new)])
+        with pytest.warns(DataWarning, match=r"^2 files in .*train.tar are left out \(1 stored again later, 1 .gif\)"):
+            source = open_source(tmp_path, "train")
+        assert pixels(source) == Counter([(0, whole(0, 2)), (1, whole(0, 1))])
+        write_tar(tmp_path / "s/train-0.tar", [("1.gif", old), ("1.cls", b"0"), ("2.BMP", old), ("2.cls", b"0")])
+        with pytest.warns(DataWarning, match=r"^1 files in .* are left out \(1 .gif\)"):
+            assert len(open_source(tmp_path / "s", "train")) == 1
+    write_tar(tmp_path / "s/train-0.tar", [("1.png", old), ("1.cls", b"0"), ("1.png", new)])
+    refused("the sample of 1.png is there twice", open_source, tmp_path / "s", "train")
+
+
+def test_names_that_differ_in_unicode_form_only_are_one(tmp_path):
+    one, other = "Caf\u00e9", "Cafe\u0301"
+    as_folder(tmp_path)
+    for split in ("train", "val"):
+        as_folder(tmp_path, split)
+        (tmp_path / split / "bee").rename(tmp_path / split / other)
+    (tmp_path / "train" / other).rename(tmp_path / "train" / one)
+    (tmp_path / "val" / one).mkdir()
+    (tmp_path / "val" / other / "1.png").rename(tmp_path / "val" / one / "1.png")
+    members = [(f"{[one, other][i % 2]}/{i}.png", data) for _, i, data in SAMPLES[:EACH]]
+    write_tar(tmp_path / "tar/train.tar", members)
+    write_tar(tmp_path / "tar/val.tar", members[1:2])
+    assert open_source(tmp_path, "test").classes == (one, "ant", "cat")
+    assert len(open_source(tmp_path, "test")) == len(SAMPLES)
+    assert open_source(tmp_path / "tar", "train").labels.tolist() == [0] * EACH
+    assert open_source(tmp_path / "tar", "test").classes == (one,)
 
 
 def test_the_order_of_tars_is_that_of_the_folder(tmp_path):
@@ -289,7 +395,14 @@ def test_long_lists_of_names_are_small():
 
 
 def test_words_in_names():
-    names = {"train": "imagenet1k-train-0001.tar TRAIN0.tar", "val": "val_00.tar"}
-    assert all(contains_word(name, word) for word, several in names.items() for name in several.split())
-    others = {"val": "validation.tar interval-0.tar", "test": "latest-1.tar"}
-    assert not any(contains_word(name, word) for word, several in others.items() for name in several.split())
+    for name, words in {
+        "imagenet1k-train-0001.tar": ["train"],
+        "TRAIN0.tar": ["train"],
+        "val_00.tar": ["val"],
+        "validation.tar": ["validation"],
+        "TrainingSet": ["training"],
+        "test_set": ["test"],
+        "images2017VAL": ["val"],
+        "interval-0.tar latest-1.tar trainval contest": [],
+    }.items():
+        assert split_words(name) == words

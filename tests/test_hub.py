@@ -42,7 +42,7 @@ class TestHuggingface:
         refused("/no/such/place is neither a folder nor a name on the hub", open_it, name, "train", "/no/such/place")
         refused("has no split train; parquet files must be named", open_it, name, "train", tmp_path)
         as_parquet(tmp_path)
-        refused("has no split test or val or validation", open_it, name, "test", tmp_path)
+        refused("has no split test, val or validation", open_it, name, "test", tmp_path)
         dataset().rename_column("label", "target").to_parquet(tmp_path / "test.parquet")
         refused("has columns image, target; it must have image and label", open_it, name, "test", tmp_path)
         (tmp_path / "test.parquet").write_bytes(b"PAR1 and nothing")

@@ -5,19 +5,23 @@ import shutil
 import numpy as np
 import pytest
 import timm
-from PIL import Image
+import torch
+from PIL import Image, ImageOps
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
-from isomorph.data.sources import image_name
+from isomorph.data.sources import decode, image_name, read_image, upright_size
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.suites.robustness.images import prepare_inputs
 from isomorph.evaluation.suites.test_data import evaluation_data, open_split, open_test_images, sample_images
 from isomorph.recipes import parse_overrides
+from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
+from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table
 from isomorph.training.build import open_sources
+from isomorph.training.classification import CLASSIFICATION
 from isomorph.training.recipe.fields import DataPart
 from isomorph.training.recipe.recipe import validate
 from refusals import refused
@@ -56,7 +60,7 @@ def test_train_and_val_and_the_home_folder(tmp_path, monkeypatch):
     assert [len(iso.data.open_source("~/photos", split)) for split in ("train", "test")] == [12, 6]
     refused("has test images of its own, in validation/", iso.data.open_source, "~/photos", "train", test_fraction=0.2)
     shutil.rmtree(tmp_path / "photos" / "validation")
-    refused(r"no folder test or val or validation.*give --split 0.2", iso.data.open_source, "~/photos", "test")
+    refused(r"no folder test, val or validation.*give --split 0.2", iso.data.open_source, "~/photos", "test")
     parts = [len(iso.data.open_source("~/photos", split, test_fraction=0.25)) for split in ("train", "test")]
     assert sum(parts) == 12
     assert min(parts) >= 3
@@ -203,6 +207,44 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     assert all(array.ndim == 3 and array.shape[2] == 3 for array in pixels.values())
     assert np.array_equal(pixels["sixteen"], pixels["L"])
     assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)["images"] == len(source)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_upright_in_every_reader(tmp_path, orientation):
+    stored = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 24, 3), np.uint8))
+    exif = Image.Exif()
+    exif[274] = orientation
+    for suffix in ("png", "tif", "jpg", "webp"):
+        (tmp_path / "photos/a").mkdir(parents=True, exist_ok=True)
+        path = tmp_path / f"photos/a/1.{suffix}"
+        stored.save(path, exif=exif, **({} if suffix in ("png", "tif") else {"quality": 100}))
+        right = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        with Image.open(path) as opened:
+            assert upright_size(opened) == right.size
+        for read in (read_image, lambda path: decode(path.read_bytes())):
+            assert np.array_equal(read(path), right)
+    photos = iso.data.open_source(tmp_path / "photos", "test")
+    assert {photos.image(i).size for i in range(4)} == {right.size}
+    right = read_image(path := tmp_path / "photos/a/1.png")
+    Image.new("L", right.size).save(tmp_path / "mask.png")
+    pair = MaskedImages([Files(path, tmp_path / "mask.png")], ["only"], lookup_table([0]))
+    pair.check()
+    assert np.array_equal(pair.example(0).image.permute(1, 2, 0), right)
+    record = ImageRecord(1, "1.png", *right.size[::-1])
+    found = DetectionSource(tmp_path / "x.json", Annotations([record], {0: "only"}), path.parent, False)
+    assert np.array_equal(found.image(0), right)
+    model, config = network(), evaluation_config(network())
+    page = iso.report.open_images([path], config)[0]
+    right.save(tmp_path / "right.png")
+    assert torch.equal(page.pixels, iso.report.open_images([tmp_path / "right.png"], config)[0].pixels)
+    assert CLASSIFICATION.predict(model, path) == CLASSIFICATION.predict(model, tmp_path / "right.png")
+    if orientation > 4:
+        Image.new("L", stored.size).save(tmp_path / "mask.png")
+        refused("turned as EXIF data says", pair.check)
+        sideways = DetectionSource(
+            found.annotations, Annotations([record._replace(height=16, width=24)], {}), path.parent, False
+        )
+        refused("turned as EXIF data says", sideways.image, 0)
 
 
 def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):

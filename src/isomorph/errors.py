@@ -38,6 +38,10 @@ class Stopped(UserError):
         self.number = number
 
 
+class DataWarning(UserWarning):
+    """Something about the data that the user should know, such as files that are left out."""
+
+
 class DoesNotRun(UserError):
     """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
 

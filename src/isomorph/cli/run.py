@@ -4,6 +4,7 @@ import os
 import select
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
@@ -30,7 +31,7 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
 )
 from isomorph.cli.messages import explain_parse_error, explain_shape_error, name_options
 from isomorph.cli.options import app, join_sizes
-from isomorph.errors import DoesNotRun, Stopped, UserError, is_out_of_memory
+from isomorph.errors import DataWarning, DoesNotRun, Stopped, UserError, is_out_of_memory
 from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, was_interrupted
 from isomorph.terminal_tables import say
 
@@ -71,6 +72,17 @@ def _print_error(text: str) -> None:
     """Print an error to stderr. If stderr is closed, the exit code alone reports it."""
     with suppress(OSError):
         say(f"isomorph: {' '.join(text.split())}", sys.stderr)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: object) -> None:
+    """Print a warning about the data in a line, and others as Python does."""
+    if not issubclass(category, DataWarning):
+        _PYTHON_SHOWS(message, category, *place)  # type: ignore[arg-type]
+    elif _is_main_process():
+        _print_error(str(message))
+
+
+_PYTHON_SHOWS = warnings.showwarning
 
 
 def _is_main_process() -> bool:
@@ -157,7 +169,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command, by default that of this process; see `isomorph.cli.main`."""
     tokens = join_sizes(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        with SafeChildProcesses(), _output_written():
+        with SafeChildProcesses(), _output_written(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             app(tokens)
     except Stopped as stopped:
         _print_error(str(stopped))

@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.Image import Transpose
 from torch.utils.data import Dataset
 
 from isomorph.errors import UserError, first_line
 
 ImageLike = Image.Image | bytes | Path
 """A PIL image, the bytes of an image file or the path of one."""
+_TURNS = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+"""What puts an image upright, by the orientation in its EXIF data."""
 
 
 class ImageSubset(Sequence[ImageLike]):
@@ -61,11 +72,41 @@ def image_name(images: Sequence[ImageLike], index: int) -> str | None:
 
 
 def decode(image: ImageLike) -> Image.Image:
-    """Return the image in RGB."""
+    """Return the image in RGB, turned as its EXIF data says."""
     if isinstance(image, Image.Image):
         return _to_rgb(image)
     with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-        return _to_rgb(opened)
+        return _to_rgb(upright(opened))
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return the image turned as the orientation in its EXIF data says.
+
+    >>> from PIL import Image
+    >>> from isomorph.data.sources import upright
+    >>> photo, exif = Image.new("RGB", (40, 30)), Image.Exif()
+    >>> exif[274] = 6  # the camera was turned by a quarter
+    >>> photo.save("photo.jpg", exif=exif)
+    >>> upright(Image.open("photo.jpg")).size
+    (30, 40)
+    """
+    image.load()  # PNG may store EXIF data behind the pixels; TIFF is turned here
+    turn = _TURNS.get(_orientation(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of an opened image as `upright` returns it, without decoding it."""
+    turned = image.format != "TIFF" and _orientation(image) >= 5
+    return (image.height, image.width) if turned else image.size
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation in an image's EXIF data; 1 (upright) without one, or if the data is damaged."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # of many types
+        return 1
 
 
 def read_image(path: Path) -> Image.Image:

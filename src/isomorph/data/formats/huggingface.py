@@ -1,7 +1,8 @@
 """Hugging Face data sets, from the hub or a folder: memory-mapped, or opened for streaming."""
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from isomorph.data.formats.naming import SPLITS, contains_word
+from isomorph.data.formats.naming import SPLIT_NAMES, SPLITS, composed, named_for, number_classes, split_words, visible
 from isomorph.data.sources import ImageLike, Source, consecutive_ranges
 from isomorph.errors import UserError, first_line, install_hint
 
@@ -25,13 +26,15 @@ _COLUMN_NAMES = {
 class DatasetSplit:
     """One split of a data set as the `datasets` library opens it, and its columns of images and labels.
 
-    `title` is its name in errors, `files` are its local parquet files, `images` is the number of images if known.
+    `title` is its name in errors, `files` are its local parquet files, `images` is the number of images if known,
+    `folder` is where the files of images are if the data set stores their paths.
     """
 
     title: str
     dataset: Any
     files: Sequence[Path] = ()
     images: int | None = None
+    folder: Path | None = None
     image: str = ""
     label: str = ""
 
@@ -39,44 +42,45 @@ class DatasetSplit:
     def names(self) -> list[str]:
         """Names of the classes; empty where the data set has none."""
         features = self.dataset.features
-        return list(getattr(features[self.label], "names", None) or []) if features else []
+        return [composed(name) for name in getattr(features[self.label], "names", None) or []] if features else []
+
+    def stored_image(self, cell: Any) -> ImageLike:
+        """Return the image in a cell: its bytes, else the path of its file in the folder. Raises: OSError for none."""
+        if isinstance(cell, Mapping) and cell.get("bytes") is not None:
+            return cell["bytes"]
+        if not isinstance(cell, Mapping) or not cell.get("path"):
+            raise OSError("the cell is empty")
+        path = (self.folder or Path()).resolve() / cell["path"]
+        if self.folder is None or not path.resolve().is_relative_to(self.folder.resolve()):
+            raise OSError(f"it is a path outside of the data set, {cell['path']}; store the bytes of the images")
+        return path
 
 
 class DatasetImages(Sequence[ImageLike]):
     """The images of a memory-mapped data set."""
 
     def __init__(self, split: DatasetSplit) -> None:
-        self.column, self.title = split.image, split.title
-        self.dataset = split.dataset.select_columns([split.image])
+        self.split = replace(split, dataset=split.dataset.select_columns([split.image]))
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.split.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return image_from_cell(self.dataset[range(len(self))[index]][self.column])
+        return self.split.stored_image(self.split.dataset[range(len(self))[index]][self.split.image])
 
     def name(self, index: int) -> str:
-        return f"image {index} of {self.title}"
+        return f"image {index} of {self.split.title}"
 
     @cached_property
     def paths(self) -> Any:
         """The stored paths of the images; they are a column of their own, so no image is read for them."""
         from pyarrow.compute import struct_field
 
-        return struct_field(self.dataset.data.column(self.column), "path")
+        return struct_field(self.split.dataset.data.column(self.split.image), "path")
 
     def stored_path(self, index: int) -> str | None:
         """Return the path that the data set stores with an image, if any."""
         return self.paths[index].as_py()
-
-
-def image_from_cell(cell: dict[str, Any] | None) -> ImageLike:
-    """Return the image in a cell: its bytes, else the path of its file. Raises: OSError when it has neither."""
-    if cell and cell["bytes"] is not None:
-        return cell["bytes"]
-    if cell and cell["path"]:
-        return Path(cell["path"])
-    raise OSError("the cell is empty")
 
 
 def huggingface(split: str, root: Path) -> Source:
@@ -98,7 +102,7 @@ def huggingface(split: str, root: Path) -> Source:
         others = [
             _read_labels(other) for name in SPLITS for other in _matching_splits(name, root, False) if name != split
         ]
-        classes = [str(i) for i in range(max(int(numbers.max(initial=0)) for numbers in (labels, *others)) + 1)]
+        classes = number_classes(max(int(numbers.max(initial=0)) for numbers in (labels, *others)), found.title)
     if labels.min() < 0 or labels.max() >= len(classes):
         raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
     lengths = [len(chunk) for chunk in found.dataset.data.column(found.label).chunks]
@@ -133,9 +137,8 @@ def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
         unlabelled = candidate
     if unlabelled:
         raise UserError(f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public")
-    wanted = " or ".join(SPLITS[split])
-    naming = f"; parquet files must be named like {wanted.split()[-1]}-00000.parquet" if root.is_dir() else ""
-    raise UserError(f"{root.as_posix()} has no split {wanted}{naming}")
+    naming = f"; parquet files must be named like {SPLITS[split][0]}-00000.parquet" if os.path.isdir(root) else ""
+    raise UserError(f"{root.as_posix()} has no split {SPLIT_NAMES[split]}{naming}")
 
 
 def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
@@ -147,7 +150,8 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
         from datasets import Image
     except ImportError:
         raise UserError(f"this source needs the package datasets; {install_hint('data')}") from None
-    for candidate in _local_splits(split, root, streaming) if root.is_dir() else _hub_splits(split, root, streaming):
+    candidates = (_local_splits if os.path.isdir(root) else _hub_splits)(split, root, streaming)
+    for candidate in candidates:
         with explain_dataset_errors(candidate.title):
             columns = list(candidate.dataset.features or next(iter(candidate.dataset), {}))
             chosen = {
@@ -168,12 +172,10 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
         raise UserError(f"{root} is neither a folder nor a name on the hub; those are like timm/mini-imagenet")
     with explain_dataset_errors(name):
         splits = load_dataset(name, config or None, streaming=streaming)
-    for word in SPLITS[split]:
-        if word in splits:
-            info = (splits[word].info.splits or {word: None})[word]
-            yield DatasetSplit(
-                f"the {word} split of {name}", splits[word], images=getattr(info, "num_examples", None) or None
-            )
+    for word in (path.name for path in named_for([Path(each) for each in splits], split)):
+        info = (splits[word].info.splits or {word: None})[word]
+        images = getattr(info, "num_examples", None) or None
+        yield DatasetSplit(f"the {word} split of {name}", splits[word], images=images)
 
 
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
@@ -182,25 +184,28 @@ def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSp
 
     for word in SPLITS[split]:
         title, files = f"the {word} split in {root}", parquet_files(root, word)
-        if (root / word / "state.json").is_file():
+        for folder in named_for([path for path in visible(root) if split_words(path.name) == [word]], split):
+            if not (folder / "state.json").is_file():
+                continue
             with explain_dataset_errors(title):
-                saved = load_from_disk(str(root / word))
+                saved = load_from_disk(str(folder))
                 images = len(saved)
                 saved = saved.to_iterable_dataset(num_shards=min(images, 64) or 1) if streaming else saved
-            yield DatasetSplit(title, saved, images=images)
-        elif files:
+            yield DatasetSplit(title, saved, images=images, folder=root)
+            files = []
+        if files:
             with explain_dataset_errors(title):
                 listed = {word: [str(file) for file in files]}
                 opened = load_dataset("parquet", data_files=listed, split=word, streaming=streaming)
-            yield DatasetSplit(title, opened, files)
+            yield DatasetSplit(title, opened, files, folder=root)
 
 
 def parquet_files(root: Path, word: str) -> list[Path]:
     """Return the parquet files of a split, sorted; the split is named by the files or by their folder."""
-    named = [
-        path for folder in (root, root / "data") for path in folder.glob("*.parquet") if contains_word(path.name, word)
-    ]
-    return sorted(named or (root / word).glob("*.parquet"))
+    files = [path for folder in (root, root / "data") for path in visible(folder, ".parquet")]
+    folders = [folder for folder in visible(root) if split_words(folder.name) == [word]]
+    named = [path for path in files if word in split_words(path.stem)]
+    return named or [path for folder in folders for path in visible(folder, ".parquet")]
 
 
 @contextmanager

@@ -1,17 +1,29 @@
 """Names in data sets: of splits, image files and classes; and long lists of names in little memory."""
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from isomorph.errors import UserError
+from isomorph.errors import DataWarning, UserError
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-SPLITS = {"train": ("train",), "test": ("test", "val", "validation")}
-"""The two splits, and the names that folders and files have for them; the first that exists is used."""
+_NOT_IMAGES = {".txt", ".md", ".csv", ".tsv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
+SPLITS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing", "val", "valid", "validation", "eval", "evaluation"),
+}
+"""The two splits, and the words that name them, alone or in a longer name; the first that exists is used."""
+SPLIT_NAMES = {"train": "train", "test": "test, val or validation"}
+"""The usual names of the splits, for messages."""
+MAX_UNNAMED_CLASSES = 1_000_000
+"""Labels from this number on are taken for mistakes where no list names the classes."""
 
 
 class PackedStrings(Sequence[str]):
@@ -58,20 +70,125 @@ def is_image_name(name: str) -> bool:
     return name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
 
 
-def contains_word(name: str, words: str | Sequence[str]) -> bool:
-    """True if a file's name has one of these words by itself: val in `imagenet-val-01.tar`, not in `interval.tar`."""
-    either = "|".join([words] if isinstance(words, str) else words)
-    return re.search(rf"(?<![a-z])({either})(?![a-z])", name.lower()) is not None
+def suffix_of(name: str) -> str:
+    """Return the ending of a file's name with its dot, in lower case; "no ending" without one."""
+    return os.path.splitext(name)[1].lower() or "no ending"
+
+
+def count_left_out(name: str, left_out: Counter[str]) -> None:
+    """Count a file that is not read, by its ending, unless it is a text or a table for certain, or a README."""
+    suffix = suffix_of(name)
+    if suffix not in _NOT_IMAGES and ("/" in name or suffix != "no ending"):
+        left_out[suffix] += 1
+
+
+def composed(name: str) -> str:
+    """Return a name in the composed Unicode form: an accent that was stored as a letter of its own joins its letter."""
+    return unicodedata.normalize("NFC", name)
+
+
+def split_words(name: str) -> list[str]:
+    """Return the words in a name that stand for splits, in any case.
+
+    >>> from isomorph.data.formats.naming import split_words
+    >>> [split_words(name) for name in ("imagenet-VAL-01", "TrainingSet", "interval")]
+    [['val'], ['training'], []]
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", composed(name))]
+    found = [word.removesuffix("set") for word in words]
+    return [word for word in found if any(word in known for known in SPLITS.values())]
+
+
+def named_for(paths: Collection[Path], split: str) -> list[Path]:
+    """Return the files or folders that are named for a split: one for each of its words, in their order.
+
+    Raises: UserError when several have the same word, and none just this word for its name.
+    """
+    found = []
+    for word in SPLITS[split]:
+        named = sorted(path for path in paths if split_words(path.stem) == [word])
+        exact = [path for path in named if path.stem == word] or [path for path in named if path.stem.lower() == word]
+        if len(exact or named) > 1:
+            several = ", ".join(path.name for path in exact or named)
+            raise UserError(
+                f"{named[0].parent} has {several} for the {split} split; give the one to use the name {word}"
+            )
+        found += (exact or named)[:1]
+    return found
+
+
+def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
+    """Return the folders in a folder, or the files with a suffix, sorted; hidden ones and missing folders are left out.
+
+    Raises: UserError when the folder cannot be read.
+    """
+    if not os.path.isdir(folder):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            named = [entry for entry in entries if not entry.name.startswith(".")]
+            wanted = [e for e in named if (e.is_dir() if suffix == "/" else e.name.endswith(suffix) and e.is_file())]
+            return sorted(Path(folder, entry.name) for entry in wanted)
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from None
+
+
+def find_folder(root: Path, names: Iterable[str]) -> Path | None:
+    """Return the first of these folders below a folder that exists, in any case; a name may have several parts."""
+    for name in names:
+        found: Path | None = root
+        for part in name.split("/"):
+            entries = {path.name: path for path in visible(found)} if found else {}
+            lower = {composed(each).lower(): path for each, path in reversed(entries.items())}
+            found = entries.get(part) or lower.get(part.lower())
+        if found:
+            return found
+    return None
 
 
 def check_folder(root: Path, holds: str) -> None:
     """Raise a UserError when the folder of the data does not exist."""
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise UserError(f"there is no folder {root}; data.root must be the folder that holds {holds}")
 
 
-def check_known_classes(test: object, classes: Iterable[str], train: object, known: Sequence[str]) -> None:
+def check_known_classes(test: object, classes: Iterable[str], train: object, known: Iterable[str]) -> None:
     """Raise a UserError when the classes of a test split include one that train lacks."""
     unknown = sorted(set(classes) - set(known))
     if unknown:
         raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")
+
+
+def check_not_nested(top: object, images: Iterable[str]) -> None:
+    """Raise a UserError when all of several classes have the same folders and no image: the classes are those.
+
+    `images` are names that begin with the folder of the class.
+    """
+    below: dict[str, set[str]] = {}
+    for name in images:
+        parts = name.split("/", 2)
+        below.setdefault(parts[0], set()).add(parts[1] if len(parts) > 2 else "")
+    shared = sorted(set.intersection(*below.values())) if len(below) > 1 else []
+    if len(shared) > 1 and not any("" in folders for folders in below.values()):
+        first, second = list(below)[:2]
+        raise UserError(
+            f"{top} has no folders of images: {first}, {second}{', ...' * (len(below) > 2)} hold folders of the same "
+            f"names ({', '.join(shared[:4])}); if these are the classes, give {first} as the folder of the data, or "
+            "name the folders train and val"
+        )
+
+
+def report_left_out(where: object, left_out: Mapping[str, int], repeated: int = 0) -> None:
+    """Warn about files that are not read, by suffix or reason, and about images that are counted more than once."""
+    if total := sum(left_out.values()):
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(left_out).most_common(5) if count)
+        warnings.warn(f"{total:,} files in {where} are left out ({kinds})", DataWarning, stacklevel=2)
+    if repeated:
+        warnings.warn(f"{repeated:,} images in {where} are counted more than once", DataWarning, stacklevel=2)
+
+
+def number_classes(largest: int, where: object) -> list[str]:
+    """Return the numbers up to the largest label as names of classes. Raises: UserError for one that is too large."""
+    if largest >= MAX_UNNAMED_CLASSES:
+        raise UserError(f"{where} has label {largest}; labels are numbers of classes, counted from 0")
+    return [str(number) for number in range(largest + 1)]

@@ -1,15 +1,16 @@
-"""The table of sources by name, and `open_source`."""
+"""The table of sources by name, `open_source`, and the format of a folder by its content."""
 
 import os
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 
 from isomorph.data.formats.builtin import cifar10, cifar100, digits
 from isomorph.data.formats.huggingface import huggingface
-from isomorph.data.formats.imagefolder import imagefolder
-from isomorph.data.formats.naming import SPLITS
-from isomorph.data.formats.tar import tar, webdataset
+from isomorph.data.formats.imagefolder import find_splits, imagefolder
+from isomorph.data.formats.naming import SPLITS, is_image_name, split_words, visible
+from isomorph.data.formats.tar import first_names, tar, webdataset
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
@@ -22,6 +23,8 @@ SOURCES: dict[str, Callable[[str, Path], Source]] = {
     "webdataset": webdataset,
     "huggingface": huggingface,
 }
+CLASS_NAME = re.compile(r"n\d{8}|\d{1,4}")
+"""Wnids and label numbers: names that are of classes for certain."""
 
 
 def open_source(
@@ -39,8 +42,10 @@ def open_source(
     - `huggingface`: a name on the hub (`owner/name`, `owner/name:config`), or a folder of parquet files or one written
       by `save_to_disk`
 
-    The test split may be named test, val or validation; the first that exists is used. `test_fraction` splits a folder
-    of class folders that has no such split. Images are read when they are indexed.
+    A split is found by the words train or training, and test, testing, val, valid, validation, eval or evaluation, in
+    any case and also as part of a name (`Training_Set`); the first that exists is used. `test_fraction` splits a folder
+    of class folders that has no test split. Images are read when they are indexed, turned as their EXIF data says, and
+    class names that differ in Unicode form only are one. A warning says which files are left out.
 
     Raises: UserError for an unknown source or split, or missing data.
 
@@ -70,15 +75,28 @@ def data_root(root: str | Path | None) -> Path:
 def locate_folder(folder: str | Path) -> tuple[str, Path]:
     """Return the format of a folder of images, and its path. Raises: UserError when there is no such folder."""
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        near = [entry for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-        close = get_close_matches(str(folder), [*SOURCES, *map(str, near)], n=1)
+    if not os.path.isdir(path):
+        close = get_close_matches(str(folder)[:200], [*SOURCES, *map(str, visible(path.parent))], n=1)
         hint = f"did you mean {close[0]}?" if close else f"give a folder of images, or one of {', '.join(SOURCES)}"
         raise UserError(f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}")
-    with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if not entry.name.startswith(".")]
-    if any(f"{word}.tar" in names for words in SPLITS.values() for word in words):
-        return "tar", path
-    by_suffix = {".tar": "webdataset", ".parquet": "huggingface", "dataset_dict.json": "huggingface"}
-    found = (form for end, form in by_suffix.items() if any(name.endswith(end) for name in names))
-    return next(found, "imagefolder"), path
+    return detect_format(path), path
+
+
+def detect_format(path: Path) -> str:
+    """Return the format of a folder by its content, or that of its folders of the test split."""
+    inside = visible(path)
+    folders = [path, *(folder for folder in inside if split_words(folder.name))]
+    if any(CLASS_NAME.fullmatch(each.name) for folder in folders for each in visible(folder)):
+        return "imagefolder"
+    tars = [each for folder in folders for each in visible(folder, ".tar")]
+    names = first_names(tars[0]) if tars else []
+    if not any(name.endswith((".cls", ".json")) for name in names):
+        in_classes = any("/" in name and is_image_name(name) for name in names)
+        if in_classes or any(each.parent != path or CLASS_NAME.fullmatch(each.stem) for each in tars):
+            return "tar"
+    if tars or (any(visible(folder, ".tar") for folder in inside) and not any(find_splits(path).values())):
+        return "webdataset"
+    saved = any((folder / "state.json").is_file() for folder in folders) or (path / "dataset_dict.json").is_file()
+    if saved or any(visible(folder, ".parquet") for folder in [*folders, path / "data"]):
+        return "huggingface"
+    return "imagefolder"

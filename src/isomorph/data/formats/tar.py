@@ -7,38 +7,51 @@ and written again when the tar's size or modification time changes.
 import hashlib
 import io
 import json
+import math
 import os
 import tarfile
 import tempfile
-import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from isomorph.data.formats.naming import (
+    IMAGE_SUFFIXES,
+    SPLIT_NAMES,
     SPLITS,
     PackedStrings,
     check_folder,
     check_known_classes,
-    contains_word,
+    check_not_nested,
+    composed,
+    count_left_out,
     is_image_name,
+    named_for,
+    number_classes,
+    report_left_out,
+    split_words,
+    visible,
 )
 from isomorph.data.sources import ImageLike, ImageSubset, Source, consecutive_ranges
 from isomorph.errors import UserError, first_line
 
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The first bytes of files compressed by gzip, bzip2, xz and zstandard."""
-_IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
+_LABEL_KEYS = {"cls", "json"}
 _CLASS_LIST_KEYS = ("classes", "class_names", "classnames", "names")
 """Keys under which a JSON file next to the shards may list the names of the classes."""
+_MAX_DEPTH = 4
+"""Tars inside tars that are read as folders."""
+_MAX_LABEL_BYTES = 2**20
 
 
 class TarMember(NamedTuple):
@@ -59,11 +72,15 @@ class _FileStamp(NamedTuple):
 
 
 class TarIndex(NamedTuple):
-    """The images of one tar. Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none."""
+    """The images of one tar, and the files that are left out, counted by their kind.
+
+    Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none.
+    """
 
     stamp: _FileStamp
     names: PackedStrings
     numbers: np.ndarray
+    left_out: Counter[str]
 
     @property
     def labels(self) -> np.ndarray:
@@ -147,11 +164,14 @@ def _index_tar(path: Path, samples: bool) -> TarIndex:
             if file.read(6).startswith(_COMPRESSED_PREFIXES):
                 raise UserError(f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar")
             file.seek(0)
-            members = list(_iter_samples(file, path) if samples else _iter_images(file))
-    except (tarfile.TarError, OSError) as error:
+            left_out = Counter[str]()
+            members = list(_iter_samples(file, path, left_out) if samples else _iter_images(file, left_out))
+        numbers = np.array([member[1:] for member in members], np.int64).reshape(-1, 3).T
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
-    numbers = np.array([member[1:] for member in members], np.int64).reshape(-1, 3).T
-    index = TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers)
+    index = TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers, left_out)
     _save_index(index, samples)
     return index
 
@@ -163,20 +183,31 @@ def _cache_file(stamp: _FileStamp, samples: bool) -> Path:
 
 
 def _load_index(stamp: _FileStamp, samples: bool) -> TarIndex | None:
-    """Return the cached index of this tar if it is of the file as it is now; else None."""
+    """Return the cached index of this tar if it is of the file as it is now, and could be; else None."""
     try:
         with open(_cache_file(stamp, samples), "rb") as file, np.load(file, allow_pickle=False) as saved:
-            if saved["stamp"].tolist() == [_INDEX_VERSION, stamp.size, stamp.modified]:
-                return TarIndex(stamp, PackedStrings(saved["block"], saved["ends"]), saved["numbers"])
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
-        pass  # missing or damaged
-    return None
+            if saved["stamp"].tolist() != [_INDEX_VERSION, stamp.size, stamp.modified]:
+                return None
+            block, ends, numbers = (saved[key] for key in ("block", "ends", "numbers"))
+            left_out = Counter({str(kind): int(n) for kind, n in json.loads(bytes(saved["left_out"])).items()})
+    except Exception:  # np.load raises many types for a damaged file
+        return None
+    whole = [array.dtype == kind for array, kind in ((block, np.uint8), (ends, np.int64), (numbers, np.int64))]
+    if not all(whole) or block.ndim != 1 or ends.ndim != 1 or numbers.shape != (3, len(ends)):
+        return None
+    offsets, sizes, labels = numbers
+    inside = (offsets >= 0) & (sizes >= 0) & (offsets <= stamp.size - sizes) & (labels >= -1)
+    steps = np.diff(ends, prepend=0, append=len(block))
+    fits = inside.all() and (steps >= 0).all() and (steps[-1] == 0)
+    return TarIndex(stamp, PackedStrings(block, ends), numbers, left_out) if fits else None
 
 
 def _save_index(index: TarIndex, samples: bool) -> None:
     """Write the index to the cache in one piece; nothing is written without a writable cache folder."""
     stamp, written = np.array([_INDEX_VERSION, index.stamp.size, index.stamp.modified]), io.BytesIO()
-    np.savez(written, stamp=stamp, block=index.names.block, ends=index.names.ends, numbers=index.numbers)
+    left_out = np.frombuffer(json.dumps(index.left_out).encode(), np.uint8)
+    columns = dict(block=index.names.block, ends=index.names.ends, numbers=index.numbers, left_out=left_out)
+    np.savez(written, stamp=stamp, **columns)
     with suppress(OSError, RuntimeError):
         target = _cache_file(index.stamp, samples)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -186,34 +217,55 @@ def _save_index(index: TarIndex, samples: bool) -> None:
             os.replace(draft, target)
 
 
-def _iter_members(file: BinaryIO, prefix: str = "") -> Iterator[TarMember]:
+def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth: int = 0) -> Iterator[TarMember]:
     """Yield every file but hidden ones in a tar that starts where `file` stands; a tar inside is read as a folder.
 
-    Raises: tarfile.TarError when it is damaged, has no end, or has a link instead of an image.
+    Raises: tarfile.TarError when it is damaged, has no end, or a member cannot be read in place.
     """
+    if depth > _MAX_DEPTH:
+        raise tarfile.ReadError(f"{prefix[:60]} is in more than {_MAX_DEPTH} tars inside each other")
     with tarfile.open(fileobj=file, mode="r:") as archive:
         while (entry := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep every entry in memory
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
-            if (entry.islnk() or entry.issym()) and is_image_name(entry.name):
+            if is_image_name(entry.name) and (entry.islnk() or entry.issym()):
                 hint = "pack it with --dereference --hard-dereference"
                 raise tarfile.ReadError(f"{entry.name} is a link to {entry.linkname}, not an image; {hint}")
             if not entry.isreg() or any(part.startswith(".") for part in parts):
                 continue
+            if entry.issparse():
+                raise tarfile.ReadError(f"{entry.name} is stored without its zeros; pack it without --sparse")
+            if entry.offset_data + entry.size > end:
+                raise tarfile.ReadError(f"{entry.name} ends outside of the tar that it is in")
             name = prefix + "/".join(parts)
             if name.endswith(".tar"):
                 file.seek(entry.offset_data)
-                yield from _iter_members(file, name.removesuffix(".tar") + "/")
+                inside = name.removesuffix(".tar") + "/"
+                yield from _iter_members(file, inside, entry.offset_data + entry.size, depth + 1)
             else:
                 yield TarMember(name, entry.offset_data, entry.size)
         file.seek(archive.offset)
-        end = file.read(tarfile.BLOCKSIZE)
-        if len(end) < tarfile.BLOCKSIZE or any(end):
+        last = file.read(tarfile.BLOCKSIZE)
+        if len(last) < tarfile.BLOCKSIZE or any(last) or archive.offset + tarfile.BLOCKSIZE > end:
             raise tarfile.ReadError(f"no end of the archive where it should be (byte {archive.offset}): cut or damaged")
 
 
-def _iter_images(file: BinaryIO) -> Iterator[TarMember]:
-    return (member for member in _iter_members(file) if is_image_name(member.name))
+def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
+    """Yield the images, and count the other files by their suffix."""
+    for member in _iter_members(file):
+        if is_image_name(member.name):
+            yield member
+        else:
+            count_left_out(member.name, left_out)
+
+
+def first_names(path: Path, count: int = 16) -> list[str]:
+    """Return the names of the first members of a tar, none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return [member.name for member in islice(_iter_members(file), count)]
+    except (tarfile.TarError, OSError, ValueError, OverflowError):
+        return []
 
 
 class UnlabelledError(UserError):
@@ -226,16 +278,21 @@ def _sample_key(member: TarMember) -> tuple[str, str]:
     return folder, base.partition(".")[0]
 
 
-def _iter_samples(file: BinaryIO, path: Path) -> Iterator[TarMember]:
-    """Yield the image of each webdataset sample that has one, with its label.
+def _iter_samples(file: BinaryIO, path: Path, left_out: Counter[str]) -> Iterator[TarMember]:
+    """Yield the image of each webdataset sample that has one, with its label; count the files of labelled others.
 
-    Raises: UnlabelledError naming a sample without a label that is a number.
+    Raises: UnlabelledError naming a sample without a label that is a number, TarError for one that is there twice.
     """
-    for _, members in groupby(_iter_members(file), _sample_key):
+    for _, group in groupby(_iter_members(file), _sample_key):
+        members = list(group)
         parts = {member.name.rpartition("/")[2].partition(".")[2].lower(): member for member in members}
-        image = next((parts[key] for key in _IMAGE_KEYS if key in parts), None)
-        if image is not None:
-            yield image._replace(label=_read_label(file, parts, f"{path}:{image.name}"))
+        if len(parts) < len(members):
+            raise tarfile.ReadError(f"the sample of {members[0].name} is there twice")
+        images = [member for key, member in parts.items() if f".{key}" in IMAGE_SUFFIXES]
+        if images:
+            yield images[0]._replace(label=_read_label(file, parts, f"{path}:{images[0].name}"))
+        elif _LABEL_KEYS & parts.keys():
+            left_out.update(f".{key}" for key in parts.keys() - _LABEL_KEYS)
 
 
 def _read_label(file: BinaryIO, parts: dict[str, TarMember], name: str) -> int:
@@ -243,10 +300,10 @@ def _read_label(file: BinaryIO, parts: dict[str, TarMember], name: str) -> int:
     given = ""
     for key in filter(parts.__contains__, ("cls", "json")):
         file.seek(parts[key].offset)
-        text = file.read(parts[key].size)
-        with suppress(ValueError, KeyError, TypeError):
+        text = file.read(min(parts[key].size, _MAX_LABEL_BYTES))
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             label = int(text) if key == "cls" else json.loads(text)["label"]
-            if isinstance(label, int) and not isinstance(label, bool) and label >= 0:
+            if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < 2**31:
                 return label
         given = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
     raise UnlabelledError(
@@ -260,30 +317,31 @@ def tar(split: str, root: Path) -> Source:
 
     Such a tar holds one folder per class, or one tar per class (like the file of ImageNet's training images). The tars
     of classes may also be `root/train/*.tar`. Classes are numbered as in train, if it exists. The source's shards are
-    its classes, since the images of one class are stored together.
+    its classes, since the images of one class are stored together. Of a name that is stored twice, the later counts, as
+    in unpacking. Warns about images that are left out.
 
     Raises: UserError when a tar is missing, damaged, holds no class folders, or has a class that train lacks.
     """
     check_folder(root, "train.tar and val.tar")
-    train, found = (_find_archives(root, SPLITS[name]) for name in ("train", split))
+    train, found = (_find_archives(root, name) for name in ("train", split))
     if not found:
-        either = " or ".join(f"{name}.tar" for name in SPLITS[split])
-        raise UserError(f"{root} has no {either}, and no folder of that name with one tar per class")
+        raise UserError(f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class")
     classes, paths = found.classes, found.member_paths
-    order = sorted((i for i, (name, _) in enumerate(paths) if name), key=paths.__getitem__)
+    latest = {path: i for i, path in enumerate(paths) if path[0]}
+    order = [latest[path] for path in sorted(latest, key=lambda path: (path[0], path[1].split("/")))]
     if not order:
         raise UserError(f"{found.path} has no class folders with images; its members must be like cat/1.jpg")
     if train and split != "train":
         check_known_classes(found.path, classes, train.path, train.classes)
         classes = train.classes
+    check_not_nested(found.path, map("/".join, latest))
+    loose = sum(not name for name, _ in paths)
+    left_out = {"outside the classes": loose, "stored again later": len(paths) - loose - len(latest)}
+    report_left_out(found.path, sum(found.left_out, Counter(left_out)))
     label_of = {name: i for i, name in enumerate(classes)}
     labels = np.asarray([label_of[paths[i][0]] for i in order])
-    return Source(
-        ImageSubset(TarImages(found.indices), np.asarray(order)),
-        labels,
-        classes,
-        consecutive_ranges(np.bincount(labels)),
-    )
+    images = ImageSubset(TarImages(found.indices), np.asarray(order))
+    return Source(images, labels, classes, consecutive_ranges(np.bincount(labels)))
 
 
 @dataclass(frozen=True)
@@ -293,64 +351,62 @@ class _SplitArchives:
     path: Path
     files: list[Path]
 
-    @property
-    def has_file_per_class(self) -> bool:
-        return self.path not in self.files
-
     @cached_property
     def indices(self) -> list[TarIndex]:
         """The index of each tar."""
         return index_tars(self.files)
 
+    @property
+    def left_out(self) -> list[Counter[str]]:
+        """The files of each tar that are not images, counted by suffix."""
+        return [index.left_out for index in self.indices]
+
     @cached_property
     def classes(self) -> list[str]:
         """Sorted names of the classes; with one tar per class the tars are not read for it, and may be empty."""
-        if self.has_file_per_class:
-            return sorted(path.stem for path in self.files)
+        if self.path not in self.files:
+            return sorted({composed(path.stem) for path in self.files})
         return sorted({name for name, _ in self.member_paths if name})
 
     @cached_property
-    def member_paths(self) -> list[tuple[str, list[str]]]:
-        """The class of every member and its path below the class; an empty class for one outside a class folder."""
-        if self.has_file_per_class:
+    def member_paths(self) -> list[tuple[str, str]]:
+        """The class of every image and its path below the class; an empty class for one outside a class folder."""
+        if self.path not in self.files:
             pairs = zip(self.files, self.indices, strict=True)
-            return [(path.stem, name.split("/")) for path, index in pairs for name in index.names]
-        return _class_paths(self.indices[0].names)
+            return [(composed(path.stem), name) for path, index in pairs for name in index.names]
+        parts = (name.partition("/") for name in _below_split(list(self.indices[0].names)))
+        return [(composed(top), below) if below else ("", top) for top, _, below in parts]
 
 
-def _find_archives(root: Path, names: Sequence[str]) -> _SplitArchives | None:
+def _below_split(names: list[str]) -> list[str]:
+    """Return the names without a folder around all of them that is named for a split, which is not a class."""
+    tops = {name.partition("/")[0] for name in names}
+    if len(tops) != 1 or not split_words(*tops) or not all("/" in name for name in names):
+        return names
+    return _below_split([name.partition("/")[2] for name in names])
+
+
+def _find_archives(root: Path, split: str) -> _SplitArchives | None:
     """Return the tar files of a split, by the first of its names; tars without classes (of test images) come last."""
-    candidates = [_SplitArchives(root / f"{name}.tar", [root / f"{name}.tar"]) for name in names]
-    candidates += [_SplitArchives(root / name, sorted((root / name).glob("[!.]*.tar"))) for name in names]
-    found = [archives for archives in candidates if archives.files and archives.files[0].is_file()]
+    folders = [folder for folder in visible(root) if visible(folder, ".tar")]
+    found = [_SplitArchives(path, [path]) for path in named_for(visible(root, ".tar"), split)]
+    found += [_SplitArchives(path, visible(path, ".tar")) for path in named_for(folders, split)]
     return next((archives for archives in found if archives.classes), found[0] if found else None)
 
 
-def _class_paths(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the class of every member of one tar and its path below the class.
-
-    A single top folder named for a split (train/) is not a class.
-    """
-    parts = [name.split("/") for name in names]
-    tops = {first for first, *_ in parts}
-    if len(tops) == 1 and tops <= {*SPLITS["train"], *SPLITS["test"]}:
-        parts = [below for _, *below in parts]
-    return [(below[0] if len(below) > 1 else "", below[1:]) for below in parts]
-
-
 def webdataset(split: str, root: Path) -> Source:
-    """Open samples `key.jpg` (or jpeg, png, webp) + `key.cls` (or `key.json` with "label") in tar shards below `root`.
+    """Open samples `key.jpg` (or another image) + `key.cls` (or `key.json` with "label") in tar shards below `root`.
 
     A shard's split is the word train, test, val or validation in its name or its folder's; if no shard has such a word,
     all are test shards. Names of the classes come from `classnames.txt` (one per line) or a JSON file with a list of
-    "classes" in `root`; without them the names are the numbers.
+    "classes" in `root`; without them the names are the numbers. Warns about samples whose image is of another kind.
 
     Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
     """
     check_folder(root, "shards like train-0000.tar")
     found = _shards_by_split(root)
     if not found[split]:
-        raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][-1]}-0000.tar")
+        raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][0]}-0000.tar")
     indices = _index_labelled_shards(found[split])
     if not any(len(index.labels) for index in indices):
         raise UserError(
@@ -361,10 +417,13 @@ def webdataset(split: str, root: Path) -> Source:
         others = [
             index for name in SPLITS if name != split and found[name] for index in _index_labelled_shards(found[name])
         ]
-    largest = max(int(index.labels.max(initial=-1)) for index in [*indices, *others])
-    classes = _listed_classes(root) or [str(i) for i in range(largest + 1)]
-    if largest >= len(classes):
-        raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
+    largest = max([*indices, *others], key=lambda index: int(index.labels.max(initial=-1)))
+    place = int(largest.labels.argmax())
+    label = int(largest.labels[place])
+    classes = _listed_classes(root) or number_classes(label, f"{largest.stamp.path}:{largest.names[place]}")
+    if label >= len(classes):
+        raise UserError(f"{root} names {len(classes)} classes, but its shards have label {label}; labels start at 0")
+    report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
     labels = np.concatenate([index.labels for index in indices])
     return Source(TarImages(indices), labels, classes, consecutive_ranges(len(index.labels) for index in indices))
 
@@ -385,17 +444,12 @@ def _shards_by_split(root: Path) -> dict[str, list[list[Path]]]:
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
     if not shards and (packed := [path for pattern in ("*.tar.*", "*.tgz") for path in sorted(root.rglob(pattern))]):
         raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
-    found: dict[str, list[list[Path]]] = {}
-    for split, words in SPLITS.items():
-        named = ([path for path in shards if _belongs_to_split(path.relative_to(root), word)] for word in words)
-        found[split] = [paths for paths in named if paths]
-    if shards and not any(found.values()):
-        found["test"] = [shards]
-    return found
-
-
-def _belongs_to_split(path: Path, word: str) -> bool:
-    return contains_word(path.name, word) or word in path.parts[:-1]
+    words = {path: {w for part in path.relative_to(root).parts for w in split_words(part)} for path in shards}
+    named = {
+        split: [paths for word in known if (paths := [path for path in shards if word in words[path]])]
+        for split, known in SPLITS.items()
+    }
+    return named if any(named.values()) or not shards else named | {"test": [shards]}
 
 
 def _listed_classes(root: Path) -> list[str]:
@@ -403,14 +457,14 @@ def _listed_classes(root: Path) -> list[str]:
 
     Raises: UserError when a file cannot be read.
     """
-    if (root / "classnames.txt").is_file():
-        return [line.strip() for line in (root / "classnames.txt").read_text().splitlines() if line.strip()]
-    for path in sorted(root.glob("*info*.json")):
+    for path in [root / "classnames.txt", *sorted(root.glob("*info*.json"))]:
         try:
-            info = json.loads(path.read_text())
-        except (ValueError, OSError):
-            raise UserError(f"cannot read {path} as JSON; fix or remove it") from None
-        names = [info[key] for key in _CLASS_LIST_KEYS if isinstance(info, dict) and isinstance(info.get(key), list)]
-        if names:
-            return [str(name) for name in names[0]]
+            text = path.read_text("utf-8-sig") if path.is_file() else ""
+            info = json.loads(text or "{}") if path.suffix == ".json" else {"names": text.split("\n")}
+        except (ValueError, OSError, RecursionError) as error:
+            kind = "JSON" if path.suffix == ".json" else "text in UTF-8, a name per line"
+            raise UserError(f"cannot read {path} as {kind} ({first_line(error)}); fix or remove it") from None
+        listed = [info[key] for key in _CLASS_LIST_KEYS if isinstance(info, dict) and isinstance(info.get(key), list)]
+        if names := [composed(str(name).strip()) for name in (listed or [[]])[0] if str(name).strip()]:
+            return names
     return []

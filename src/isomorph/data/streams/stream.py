@@ -12,10 +12,9 @@ from PIL import Image
 from isomorph.data.formats.huggingface import (
     DatasetSplit,
     explain_dataset_errors,
-    image_from_cell,
     open_split,
 )
-from isomorph.data.formats.naming import SPLITS
+from isomorph.data.formats.naming import SPLITS, number_classes
 from isomorph.data.sources import ImageLike, decode, explain_decode_errors, unreadable_image_error
 from isomorph.errors import UserError
 
@@ -110,7 +109,7 @@ class Stream:
         if not isinstance(label, int) or not 0 <= label < len(self.classes):
             raise UserError(f"{self.name(identity)} has label {label!r}; labels must be 0 to {len(self.classes) - 1}")
         try:
-            return image_from_cell(cell), label, identity
+            return self.split.stored_image(cell), label, identity
         except OSError as error:
             raise unreadable_image_error(self.name(identity), error) from None
 
@@ -161,7 +160,7 @@ def _count_classes(split: DatasetSplit, root: Path) -> int:
     files = {*split.files, *(file for words in SPLITS.values() for word in words for file in parquet_files(root, word))}
     with explain_dataset_errors(split.title):
         largest = [pyarrow.compute.max(read_table(file, columns=[split.label])[split.label]).as_py() for file in files]
-        return max(largest) + 1
+        return len(number_classes(max(largest), split.title))
 
 
 STREAMS: dict[str, Callable[[str, Path, int | None, int | None], Stream]] = {"huggingface-stream": _huggingface_stream}

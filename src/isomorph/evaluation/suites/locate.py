@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name
-from isomorph.data.formats.registry import open_source
+from isomorph.data.formats.naming import ImageFiles, is_image_name, named_for, visible
+from isomorph.data.formats.registry import CLASS_NAME, detect_format, open_source
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
-_CLASS_NAME = re.compile(r"n\d{8}|\d{1,4}")
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 FLAT = "flat"
 """Format of one folder of images without class folders, as ImageNet's validation archive unpacks."""
@@ -71,13 +70,13 @@ def find_suite(
 
 def _has_test_images(top: Path) -> bool:
     """True if a folder is a data set itself: has val/ or val.tar, class folders, or images."""
-    within = any((top / f"{word}{end}").exists() for word in SPLITS["test"] for end in ("", ".tar"))
-    return within or _has_class_folders(top) or bool(_image_names(top))
+    named = named_for([*visible(top), *visible(top, ".tar")], "test")
+    return bool(named or _class_folders(top) or _image_names(top))
 
 
 def _candidate_folders(path: Path) -> list[Path]:
     """Return the folders that may hold the test images: the folder itself, and its folders of the test split."""
-    return [path, *(path / word for word in SPLITS["test"] if (path / word).is_dir())]
+    return [path, *named_for(visible(path), "test")]
 
 
 def _image_names(folder: Path) -> list[str]:
@@ -87,22 +86,13 @@ def _image_names(folder: Path) -> list[str]:
 
 
 def detect_form(path: Path) -> str:
-    """Return the format of a folder by its content."""
-    folders = _candidate_folders(path)
-    if any(_has_class_folders(folder) for folder in folders):
-        return "imagefolder"
-    tars = [tar for folder in folders for tar in folder.glob("[!.]*.tar")]
-    if any(tar.stem in SPLITS["test"] or _CLASS_NAME.fullmatch(tar.stem) for tar in tars):
-        return "tar"
-    if tars or any(path.glob("*/*.tar")):
-        return "webdataset"
-    of_hub = ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")
-    if any(next(path.glob(glob), None) for glob in of_hub):
-        return "huggingface"
-    return FLAT if any(map(_image_names, folders)) else "imagefolder"
+    """Return the format of a folder by its content; `FLAT` for one of images without class folders."""
+    form, folders = detect_format(path), _candidate_folders(path)
+    if form != "imagefolder" or any(map(_class_folders, folders)):
+        return form
+    return FLAT if any(map(_image_names, folders)) else form
 
 
-def _has_class_folders(folder: Path) -> bool:
-    """True if a folder has a subfolder named like a class."""
-    with os.scandir(folder) as entries:
-        return any(_CLASS_NAME.fullmatch(entry.name) and entry.is_dir() for entry in entries)
+def _class_folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder that are named like a class."""
+    return [each for each in visible(folder) if CLASS_NAME.fullmatch(each.name)]

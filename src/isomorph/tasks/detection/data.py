@@ -290,7 +290,8 @@ class DetectionSource(ImageSet[ImageRecord]):
         if image.size != (record.width, record.height):
             raise UserError(
                 f"{self.path(index)} has {image.width} x {image.height} pixels, and its annotations in "
-                f"{self.annotations} say {record.width} x {record.height}; correct them"
+                f"{self.annotations} say {record.width} x {record.height}; correct them (images are turned as EXIF "
+                "data says)"
             )
         return image
 

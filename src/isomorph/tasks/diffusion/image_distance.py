@@ -20,7 +20,8 @@ from torchvision.transforms.functional import normalize
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.open import open_model
-from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name
+from isomorph.data.formats.imagefolder import find_splits
+from isomorph.data.formats.naming import ImageFiles, is_image_name
 from isomorph.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import Source, spaced_images
@@ -186,8 +187,7 @@ def open_real_images(
 
     Raises: UserError when there are none.
     """
-    has_splits = any((Path(data) / name).is_dir() for names in SPLITS.values() for name in names)
-    if data in SOURCES or has_splits or locate_folder(data)[0] != "imagefolder":
+    if data in SOURCES or any(find_splits(Path(data)).values()) or locate_folder(data)[0] != "imagefolder":
         return spaced_images(open_source(data, split, root), max_images)
     return spaced_images(open_folder(Path(data)), max_images)
 

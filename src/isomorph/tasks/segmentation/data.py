@@ -3,7 +3,7 @@
 Formats: ADE20K, CamVid, and any folder of pairs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,15 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS
-from isomorph.data.sources import UnreadableImage, explain_decode_errors, hash_to_unit, spaced_indices
+from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS, find_folder
+from isomorph.data.sources import (
+    UnreadableImage,
+    explain_decode_errors,
+    hash_to_unit,
+    spaced_indices,
+    upright,
+    upright_size,
+)
 from isomorph.errors import UserError, first_line
 from isomorph.tasks.image_sets import ImageSet
 
@@ -65,7 +72,7 @@ def read_mask(path: Path) -> np.ndarray:
     with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
         kind = opened.format or "image"
         exact = kind in _EXACT_FORMATS and str(opened.info.get("compression")).lower() not in _LOSSY_COMPRESSIONS
-        values = np.asarray(opened)
+        values = np.asarray(upright(opened))
     if not exact:
         raise UserError(f"{path} is stored as {kind}, which changes the numbers of classes; save masks as PNG")
     if values.ndim != 2:
@@ -163,7 +170,7 @@ def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
 def _size_of(path: Path) -> tuple[int, int]:
     """Return width and height of an image file, without decoding it."""
     with explain_decode_errors(partial(str, path)), Image.open(path) as opened:
-        return opened.size
+        return upright_size(opened)
 
 
 def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> None:
@@ -171,7 +178,8 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
     if image != mask:
         own, given = ("{} x {}".format(*size) for size in (mask, image))
         raise UserError(
-            f"{files.mask} is {own} pixels wide and high, and {files.image.name} is {given}; make them equal"
+            f"{files.mask} is {own} pixels wide and high, and {files.image.name} is {given}, turned as EXIF data says; "
+            "make them equal"
         )
 
 
@@ -220,15 +228,10 @@ def _pair_by_name(images: Path, masks: Path) -> list[Files]:
     return found
 
 
-def _existing(root: Path, names: Iterable[str]) -> Path | None:
-    """Return the first of these folders that exists."""
-    return next((path for name in names if (path := root / name).is_dir()), None)
-
-
 def camvid(split: str, root: Path) -> MaskedImages | None:
     """Open CamVid as published with SegNet: {train,val,test}/ and {train,val,test}annot/, 11 classes, 11 ignored."""
-    root = root if _existing(root, SPLITS["train"]) else root / "camvid"
-    images = _existing(root, SPLITS[split])
+    root = root if find_folder(root, SPLITS["train"]) else root / "camvid"
+    images = find_folder(root, SPLITS[split])
     if images is None:
         return None
     pairs = _pair_by_name(images, images.with_name(f"{images.name}annot"))
@@ -287,7 +290,7 @@ def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     """Return the folders of images and of masks of a split, or None."""
     for pattern in [pattern for name in names for pattern in (f"{name}/{{}}", f"{{}}/{name}")]:
         folders = (IMAGE_FOLDERS, MASK_FOLDERS)
-        images, found = (_existing(root, [pattern.format(each).strip("/") for each in kind]) for kind in folders)
+        images, found = (find_folder(root, [pattern.format(each).strip("/") for each in kind]) for kind in folders)
         if images and found:
             return images, found
     return None
