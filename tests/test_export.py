@@ -286,7 +286,7 @@ def test_a_file_that_deviates_is_not_written(tmp_path):
         iso.export(model, tmp_path / "x.pt2", size=(8, 8))
     assert error.value.report.fp32 == pytest.approx(1)
     assert not list(tmp_path.iterdir())
-    assert iso.export(model, tmp_path / "x.pt2", size=(8, 8), atol=2).deviation.passed
+    assert iso.export(model, tmp_path / "x.pt2", size=(8, 8), atol=20).deviation.passed
 
 
 def test_constants_stay_small_and_weights_are_constants():

@@ -70,7 +70,7 @@ def export(
     size
         Height and width of the images; by default the model's own.
     atol
-        Largest difference from the model's outputs, relative to the largest output where that is above 1.
+        Largest difference from the model's outputs, relative to the largest output.
     """
     if Path(model).suffix in EXPORTED:
         raise UserError(f"{model} is an exported model; give the checkpoint that it was made from")

@@ -52,8 +52,8 @@ def prune(
     out
         File for the pruned checkpoint; by default NAME-pruned.safetensors in the same folder.
     atol
-        Largest difference of the outputs allowed, relative to the largest output where that is above 1; by default ten
-        times the tolerance, as what the heads leave out adds up, and at most 0.1.
+        Largest difference of the outputs allowed, relative to the largest output; by default ten times the tolerance,
+        as what the heads leave out adds up, and at most 0.1.
     data
         Compare on test images of this data source or folder instead of random inputs.
     root
@@ -69,7 +69,7 @@ def prune(
         from isomorph.cli.open_models import comparison_inputs, open_given_checkpoint
         from isomorph.evaluation.cost import count_macs, count_parameters
         from isomorph.evaluation.input_sizes import training_config
-        from isomorph.surgery import compare_outputs, prunable_layers
+        from isomorph.surgery import NotEqual, compare_outputs, prunable_layers
     with spinner("prune") as show_step:
         show_step(f"loading {model}")
         net = open_given_checkpoint(model, checkpoint)
@@ -78,7 +78,7 @@ def prune(
         show_step("comparing the outputs of both models in float32 and float64")
         report = compare_outputs(net, pruned, comparison_inputs(net, data, root, batch), atol=atol)
         if not report.passed:
-            raise UserError(f"{str(report).splitlines()[0]}; give a smaller --tolerance, or a larger --atol")
+            raise NotEqual(report, "; give a smaller --tolerance, or a larger --atol")
         show_step("counting parameters and multiply-accumulates")
         macs = [count_macs(each, training_config(net)["input_size"]) for each in (net, pruned)]
     iso.save(pruned, out)

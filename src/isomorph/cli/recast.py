@@ -23,7 +23,6 @@ from isomorph.cli.options import (
 )
 from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError
 
 _TYPES = {"bool": bool, "float": float, "int": WholeNumber, "str": str, "tuple[int, int]": Size}
 """Types of the fields of isomorph's rules by name, as they are parsed: without rounding, and sizes as in every
@@ -103,7 +102,7 @@ def recast(
     with loading():
         from isomorph.cli.open_models import open_given
         from isomorph.evaluation.input_sizes import random_inputs
-        from isomorph.surgery import compare_outputs, edits_since
+        from isomorph.surgery import NotEqual, compare_outputs, edits_since
         from isomorph.surgery.rule import build_rule
     chosen = build_rule(rule, **vars(fields))
     with spinner("recast") as show_step:
@@ -116,7 +115,7 @@ def recast(
         show_step("comparing the outputs of both models in float32 and float64")
         report = compare_outputs(base, new, [random_inputs(1, base, size)])
     if not report.passed and chosen.keeps_function:
-        raise UserError(str(report).splitlines()[0])
+        raise NotEqual(report, "")
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
     note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"

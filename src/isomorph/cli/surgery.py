@@ -43,6 +43,7 @@ def verify(
     root: Path | None = None,
     max_images: MaxImages = None,
     atol: float | None = None,
+    thorough: bool = False,
     json_: Json = False,
 ) -> None:
     """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
@@ -67,22 +68,24 @@ def verify(
     root
         Folder of the data.
     atol
-        Largest absolute difference allowed; by default that of the rule that made OTHER.
+        Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER.
+    thorough
+        Try also other sizes and batches, negative inputs, a second call, lower precision and train mode.
     """
     with loading():
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
-        from isomorph.surgery import compare_outputs
+        from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
     check_pretrained_option(both, opening.weights, opening.pretrained)
     first, second = (open_given(name, opening, among=both) for name in both)
     inputs = comparison_inputs(first, data, root, batch, max_images, size or ())
     what = f"images of {data}" if data else "random"
-    report = compare_outputs(first, second, inputs, atol, seeds or [1], what)
-    verdict, *details = str(report).splitlines()
-    show(json_, report.as_dict(), "\n".join([verdict, *details] if report.passed else details))
+    report = compare_outputs(first, second, inputs, atol, seeds or [1], what, thorough)
+    details = "" if report.passed else str(report).partition("\n")[2]
+    show(json_, report.as_dict(), details or str(report))
     if not report.passed:
-        raise UserError(verdict)
+        raise NotEqual(report, "")
 
 
 @command
@@ -191,15 +194,15 @@ def revert(
 def _write_converted(before: Any, after: Any, out: Path, what: str, json_: bool, atol: float | None = None) -> None:
     """Compare a model with what `what` has made of it, save that, and print both.
 
-    Raises: UserError if the outputs differ by more than `atol`, by default that of the rule.
+    Raises: NotEqual if the outputs differ by more than `atol`, by default that of the rule.
     """
     from isomorph.evaluation.cost import count_parameters
     from isomorph.evaluation.input_sizes import random_inputs
-    from isomorph.surgery import compare_outputs
+    from isomorph.surgery import NotEqual, compare_outputs
 
     report = compare_outputs(before, after, [random_inputs(1, before)], atol=atol)
     if not report.passed:
-        raise UserError(str(report).splitlines()[0])
+        raise NotEqual(report, "")
     iso.save(after, out)
     counts = {"before": count_parameters(before), "after": count_parameters(after)}
     text = f"{report}\n{counts['before']:,} parameters before, {counts['after']:,} after {what}\nwrote {out}"

@@ -21,13 +21,13 @@ from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
-from isomorph.surgery.model_inputs import run_model
+from isomorph.surgery.model_inputs import cast_floats, run_model
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.verify import InputDeviation, cast_floats
+from isomorph.surgery.verify import ROUNDING, InputDeviation
 from isomorph.terminal_tables import count_of
 
 ATOL = 1e-4
-"""Largest deviation of an artefact from its model, relative to the largest output where that is above 1."""
+"""Largest deviation of an artefact from its model, relative to the largest output."""
 Progress = Callable[[str], None]
 """Called with the name of each step."""
 
@@ -196,7 +196,8 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
             if len(rows) < len(shapes.checks) - shapes.near:
                 raise
             apart = (math.inf, math.inf)
-        rows.append(InputDeviation(shape, *apart, double.abs().max().item()))
+        rounding = min(atol, ROUNDING * (single - double).abs().max().item())
+        rows.append(InputDeviation(shape, *apart, double.abs().max().item(), rounding=rounding))
     return VerifyReport(atol, tuple(rows), ())
 
 

@@ -31,12 +31,13 @@ from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.operations import unwrap
 from isomorph.surgery.model_inputs import run_model
+from isomorph.surgery.outputs import largest_difference, relative
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
 """Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model."""
 _ATOL = 1e-4
-"""Largest deviation of the model that timm builds, relative to the largest output where that is above 1."""
+"""Largest deviation of the model that timm builds, relative to the largest output."""
 
 
 def push(
@@ -239,4 +240,4 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
     inputs = random_inputs(1, own)
     with torch.no_grad(), eval_mode(own), eval_mode(loaded):
         expected, found = run_model(own, inputs), run_model(loaded, inputs)
-    return torch.allclose(expected, found, rtol=0, atol=_ATOL * max(1.0, expected.abs().max().item()))
+    return relative(*largest_difference(expected, found)) <= _ATOL

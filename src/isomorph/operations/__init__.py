@@ -1,7 +1,7 @@
 """What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
 from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
-from isomorph.operations.flow import Flow, Operation, see
+from isomorph.operations.flow import Flow, Operation, count_calls, see
 from isomorph.operations.maps import EditMaps, FusedCall, MapLayout, from_standard_map, to_standard_map, usual_layout
 from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, unwrap, wrappers_of
 
@@ -16,6 +16,7 @@ __all__ = [
     "ReadMaps",
     "Scores",
     "copy_module",
+    "count_calls",
     "from_standard_map",
     "hooks_on",
     "images_per_chunk",

@@ -3,8 +3,9 @@
 A value is a tensor at a version: an operation in place makes a new one.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -117,3 +118,36 @@ def see(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
         for handle in handles:
             handle.remove()
     return flow
+
+
+@contextmanager
+def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]]:
+    """Context in which the calls of modules are counted, without the hooks that would keep a parent off a fast path.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval().requires_grad_(False)
+        >>> with count_calls(layer, ["self_attn", "linear1"]) as calls:
+        ...     y = layer(torch.randn(1, 3, 8))
+        >>> calls["self_attn"], calls["linear1"]  # torch reads their weights
+        (0, 0)
+    """
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, forward: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return forward(*args, **kwargs)
+
+        return call
+
+    modules = {name: model.get_submodule(name) for name in names}
+    own = {name: module.forward for name, module in modules.items() if "forward" in vars(module)}
+    try:
+        for name, module in modules.items():
+            vars(module)["forward"] = counted(name, module.forward)
+        yield calls
+    finally:
+        for name, module in modules.items():
+            vars(module).pop("forward", None)
+            if name in own:
+                vars(module)["forward"] = own[name]

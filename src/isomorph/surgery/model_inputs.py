@@ -1,10 +1,13 @@
 """Inputs of a model: one tensor, or several by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import UnionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 
@@ -58,3 +61,46 @@ def check_not_empty(inputs: Inputs) -> None:
     tensors = [inputs] if isinstance(inputs, Tensor) else [x for x in inputs.values() if isinstance(x, Tensor)]
     if tensors and not any(x.numel() for x in tensors):
         raise UserError(f"the batch is empty ({describe_shape(inputs)}); give at least one image or other input")
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating-point or complex tensor in the given precision, another as it is."""
+    if x.is_complex():
+        return x.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return a batch with its floating-point tensors changed; tensors of integers, such as token ids, stay."""
+
+    def changed(x: Any) -> Any:
+        return change(x) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) else x
+
+    check_inputs(batch)
+    return changed(batch) if isinstance(batch, Tensor) else {name: changed(x) for name, x in batch.items()}
+
+
+def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
+    """Return a batch with its floating-point and complex tensors in the given precision."""
+    return map_floats(batch, partial(cast, dtype=dtype))
+
+
+def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+
+
+def other_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield a batch again, and with other values and sizes."""
+    yield "a second call", batch
+    yield "negative inputs", map_floats(batch, torch.neg)
+    named = {"": batch} if isinstance(batch, Tensor) else batch
+    count = next((len(x) for x in named.values() if isinstance(x, Tensor) and x.ndim), 0)
+    other = {
+        name: (x[:1] if count > 1 else torch.cat([x, x])) if isinstance(x, Tensor) and x.ndim and len(x) == count else x
+        for name, x in named.items()
+    }
+    yield "another batch size", other[""] if isinstance(batch, Tensor) else other
+    if isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point():
+        H, W = batch.shape[-2:]
+        step = next(n for n in (32, 16, 8, 4, 2, 1) if H % n == W % n == 0)
+        yield "another size", F.interpolate(batch, (H + step, W + 2 * step))

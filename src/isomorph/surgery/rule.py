@@ -45,7 +45,7 @@ class Rule:
     """
 
     atol: ClassVar[float]
-    """Largest difference of the model's output that `verify` accepts by default."""
+    """Largest difference that `verify` accepts by default, relative to the model's largest output."""
 
     kind: ClassVar[tuple[type[nn.Module], ...]] = ()
     """Module classes: a selected module that the rule rejects is an error if it is of one, and skipped otherwise."""
