@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import timm
@@ -19,10 +20,10 @@ from torch import nn
 import isomorph as iso
 from command_line import isomorph, refusal
 from isomorph.deployment.artefact import describe, load_artefact
-from isomorph.deployment.onnx_model import add_metadata, convert
-from isomorph.deployment.program import name_failure, prepare, trace
+from isomorph.deployment.program import name_failure, prepare, to_onnx, trace
 from isomorph.deployment.shapes import parse_dynamic, plan_shapes
 from isomorph.evaluation.suites.robustness.cells import weights_hash
+from refusals import refused
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear")
 CONFIG |= dict(crop_pct=0.9, crop_mode="center", label_names=("cat", "dog"))
@@ -146,9 +147,7 @@ def test_no_file_names_a_folder_of_this_machine(onnx_file, pt2_file):
 
 
 def onnx_graph(model, shapes):
-    proto = convert(trace(prepare(model), shapes), shapes, 20)
-    add_metadata(proto, describe(model, shapes))
-    return proto
+    return to_onnx(trace(prepare(model), shapes), shapes, 20, describe(model, shapes))
 
 
 def test_a_graph_of_one_image_runs_on_a_batch():
@@ -188,10 +187,9 @@ def test_what_is_dynamic():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True)
     shapes = plan_shapes(vit, "batch,size")
     assert shapes.size_multiple == 16
-    checks = ["1x3x32x32", "2x3x32x64", "5x3x64x32", "2x3x48x48", "2x3x16x16"]
-    assert [shape for shape, _ in shapes.examples()] == checks
-    assert shapes.near == 2
-    assert plan_shapes(vit, "batch", (64, 48)).example()[0][0].shape == (2, 3, 64, 48)
+    assert [shape for shape, _ in shapes.examples()] == ["1x3x32x32", "2x3x32x64", "5x3x64x32", "2x3x48x48"]
+    assert shapes.near == 1
+    assert plan_shapes(vit, "batch", (64, 48)).checks[1]["images"].shape == (2, 3, 64, 48)
     fixed = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     with pytest.raises(iso.UserError, match=r"takes images of 32 x 32 only \(.*dynamic_img_size=True"):
         plan_shapes(fixed, "batch,size")
@@ -245,10 +243,85 @@ class CutsHalf(nn.Module):
         return x[..., : math.ceil(x.shape[-1] / 2)]
 
 
-def test_a_tensor_inside_a_list_and_a_file_that_cannot_be_run(tmp_path):
-    listed = timm.create_model("resnet18", features_only=True, out_indices=(2,)).eval()
-    with pytest.raises(iso.UserError, match="returns its tensor in a list"):
-        iso.export(listed, tmp_path / "m.pt2", size=(64, 64))
+class Returns(nn.Module):
+    """Returns its logits in something, as models of transformers and feature extractors do."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.scaled, self.wrap = Scaled(), wrap
+
+    def forward(self, images):
+        return self.wrap(self.scaled(images))
+
+
+OUTPUTS = {
+    "list": lambda x: [x],
+    "dictionary": lambda x: {"out": x},
+    "dictionary with logits": lambda x: {"aux": x + 1, "logits": x},
+    "output of transformers": lambda x: pytest.importorskip("transformers").modeling_outputs.ImageClassifierOutput(
+        logits=x
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+def test_one_tensor_in_a_list_or_dictionary_is_the_output(tmp_path, kind, ending):
+    assert iso.export(Returns(OUTPUTS[kind]), tmp_path / f"m.{ending}", size=(8, 8)).deviation.passed
+    images = torch.randn(3, 3, 8, 8)
+    artefact = iso.deployment.open_artefact(tmp_path / f"m.{ending}")
+    torch.testing.assert_close(artefact(images), Scaled()(images).detach())
+
+
+def test_a_vit_of_any_size_is_exported_from_its_smallest_grid(tmp_path):
+    vit = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=12, num_heads=3, dynamic_img_size=True
+    )
+    assert iso.export(vit, tmp_path / "m.pt2", dynamic="batch,size").size_multiple == 16
+    images = torch.randn(2, 3, 64, 48)
+    torch.testing.assert_close(
+        iso.deployment.open_artefact(tmp_path / "m.pt2")(images), vit.eval()(images), atol=1e-4, rtol=0
+    )
+
+
+FORGED = {
+    "types": dict(dynamic="5", num_classes='"ten"'),
+    "an unknown axis": dict(dynamic='["depth"]'),
+    "nested deep": dict(input_size="[" * 100_000),
+    "nested in a dictionary": dict(class_names='{"a":' * 3000 + "1" + "}" * 3000),
+    "not JSON": dict(mean="grey"),
+    "no inputs": dict(inputs="[]"),
+    "inputs of other types": dict(inputs='{"x": 1}'),
+    "a size of other types": dict(input_size='"32"'),
+    "a fraction of classes": dict(num_classes="2.5"),
+    "a large step": dict(size_multiple="0"),
+    "a length": dict(length="[]", inputs='["images"]'),
+    "words": dict(interpolation="by hand"),
+    "a task": dict(task="5"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_metadata_is_one_line(kind, onnx_file, tmp_path):
+    proto = onnx.load(onnx_file[0])
+    known = {entry.key: entry.value for entry in proto.metadata_props}
+    onnx.helper.set_model_props(proto, known | FORGED[kind])
+    onnx.save(proto, tmp_path / "x.onnx")
+    refused(r"cannot read the metadata of .*x\.onnx: ", iso.deployment.open_artefact, tmp_path / "x.onnx")
+
+
+def test_metadata_of_another_graph_is_one_line(onnx_file, tmp_path):
+    proto = onnx.load(onnx_file[0])
+    known = {entry.key: entry.value for entry in proto.metadata_props}
+    onnx.helper.set_model_props(proto, known | {"inputs": '["pixels"]'})
+    onnx.save(proto, tmp_path / "x.onnx")
+    artefact = iso.deployment.open_artefact(tmp_path / "x.onnx")
+    refused(
+        "the exported model does not run on pixels of 1x3x16x16", lambda: artefact(pixels=torch.zeros(1, 3, 16, 16))
+    )
+
+
+def test_a_file_that_cannot_be_run(tmp_path):
     halved = nn.Sequential(nn.Conv2d(3, 4, 1), CutsHalf(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     with pytest.raises(iso.UserError, match=r"cannot save the model: .*; try it with dynamic batch alone") as error:
         iso.export(halved, tmp_path / "m.pt2", dynamic="batch,size", size=(8, 8))
@@ -260,8 +333,8 @@ def test_a_model_that_cannot_be_traced_is_said_with_the_place():
     shapes = plan_shapes(Scaled(), "batch", (8, 8))
     with pytest.raises(iso.UserError, match=r"torch.export cannot trace the model: "):
         trace(Scaled(lambda x: x if x.sum() > 0 else -x), shapes)
-    with pytest.raises(iso.UserError, match="the model returns 2 tensors"):
-        trace(Scaled(lambda x: (x, x)), shapes)
+    refused(r"returns a tuple with 2 tensors, .*: model\(x\)\[0\]", trace, Scaled(lambda x: (x, x)), shapes)
+    refused(r"returns a dict with 2 .*: model\(x\)\['a'\]", trace, Scaled(lambda x: {"a": x, "b": x}), shapes)
 
 
 def test_an_operator_without_onnx_form_is_named(tmp_path):

@@ -6,7 +6,8 @@ import torch
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.deployment.artefact import open_image_artefact
+from isomorph.cli.open_models import open_classifier
+from isomorph.cli.options import OpenOptions
 from isomorph.deployment.shapes import plan_shapes
 
 pytest.importorskip("transformers")
@@ -62,7 +63,7 @@ def test_a_text_network_in_onnx_takes_any_batch_and_length(text, tmp_path):
     with pytest.raises(
         iso.UserError, match="takes input_ids and attention_mask and token_type_ids, and this is for mod"
     ):
-        open_image_artefact(tmp_path / "text.onnx")
+        open_classifier(str(tmp_path / "text.onnx"), OpenOptions())
 
 
 def test_the_unet_as_a_program_takes_images_and_times(unet, tmp_path):
@@ -80,8 +81,7 @@ def test_the_unet_as_a_program_takes_images_and_times(unet, tmp_path):
 
 def test_what_is_not_open_is_said(text, unet, tmp_path):
     """In the command line too."""
-    _, named = plan_shapes(text, "none").example()
-    assert {tuple(tensor.shape) for tensor in named.values()} == {(1, 32)}
+    assert {tuple(tensor.shape) for tensor in plan_shapes(text, "none").checks[1].values()} == {(1, 32)}
     report = iso.export(text, tmp_path / "text.pt2")
     assert (report.axes, report.deviation.passed) == (("batch",), True)
     artefact = iso.deployment.open_artefact(tmp_path / "text.pt2")

@@ -45,14 +45,14 @@ def graphs():
 def quantized(vit, images, graphs, tmp_path_factory):
     """The report of each mode; the graph of the first one serves for both."""
     folder = tmp_path_factory.mktemp("quantized")
-    reports, convert = {}, quantize_module.convert
+    reports, to_onnx = {}, quantize_module.to_onnx
 
     def record(*arguments):
-        graphs.append(convert(*arguments))
+        graphs.append(to_onnx(*arguments))
         return copy.deepcopy(graphs[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantize_module, "convert", record)
+        patch.setattr(quantize_module, "to_onnx", record)
         reports["static"] = iso.quantize(vit, [images[:8], images[8:]], folder / "static.onnx")
         exported_already(patch, graphs)
         loader = [(images, torch.zeros(12))]
@@ -63,7 +63,7 @@ def quantized(vit, images, graphs, tmp_path_factory):
 def exported_already(patch, graphs):
     """Take the graph of an earlier export instead of another."""
     patch.setattr(quantize_module, "trace", lambda *_: None)
-    patch.setattr(quantize_module, "convert", lambda *_: copy.deepcopy(graphs[0]))
+    patch.setattr(quantize_module, "to_onnx", lambda *_: copy.deepcopy(graphs[0]))
 
 
 @pytest.mark.parametrize(("mode", "decibels"), [("static", 20), ("weights", 30)])

@@ -83,6 +83,19 @@ class _DataSchema(_StrictModel):
     task: dict[Annotated[str, Field(max_length=200)], JsonValue] | None = None
 
 
+class _ArtefactSchema(_DataSchema):
+    """What an exported file says about itself: its images, and the inputs and sizes that it takes."""
+
+    isomorph_version: str
+    architecture: str | None = None
+    num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    dynamic: list[Literal["batch", "size"]] = []
+    size_multiple: _Size | None = None
+    inputs: Annotated[list[str], Field(min_length=1, max_length=16)] | None = None
+    length: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    quantization: str | None = None
+
+
 class _DecoderSchema(_StrictModel):
     """The decoder of a masked autoencoder, its mask ratio, and if its targets are normalised."""
 
@@ -103,6 +116,7 @@ _SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "edits": TypeAdapter(Annotated[list[_EditSchema], Field(strict=True)]),
     "data": TypeAdapter(_DataSchema),
     "autoencoder": TypeAdapter(_DecoderSchema),
+    "artefact": TypeAdapter(_ArtefactSchema),
 }
 
 
@@ -129,21 +143,21 @@ def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the
         raise UserError(f"cannot rebuild {whose}: in its header {error}; {todo}") from None
 
 
-def parse_data(values: Mapping[str, JsonValue], whose: object) -> dict[str, Any]:
-    """Return checked values of the images that a model expects, from the file `whose`.
+def parse_data(values: Mapping[str, JsonValue], whose: object, part: str = "data") -> dict[str, Any]:
+    """Return checked values of the images that a model expects, or of an exported file, from the file `whose`.
 
     Raises: UserError for a value of another type or size.
     """
     try:
-        part = _parse_part("data", json.dumps(values))
-    except UserError as error:
+        found = _parse_part(part, json.dumps(values))
+    except (UserError, RecursionError) as error:
         raise UserError(f"cannot read the metadata of {whose}: {error}") from None
-    return {name: value for name, value in part.model_dump(exclude_unset=True).items() if value is not None}
+    return {name: value for name, value in found.model_dump(exclude_unset=True).items() if value is not None}
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:
     required = ("module" if "module" in header else "base", "edits", "data")
-    texts = {name: header.get(name) for name in _SCHEMAS if name in header or name in required}
+    texts = {name: header.get(name) for name in _SCHEMAS if name in required or (name in header and name != "artefact")}
     found = {name: _parse_part(name, text) for name, text in texts.items()}
     recorded = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found["edits"]))
     plain = {n: part.model_dump(exclude_unset=True, by_alias=True) for n, part in found.items() if n != "edits"}

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 import isomorph as iso
+from isomorph.checkpoints.paths import require_writable
 from isomorph.cli.options import (
     EXPORTED,
     Flag,
@@ -89,14 +90,12 @@ def export(
 
 
 def _open(model: str, opening: OpenOptions, path: Path, file: FileOptions, show_step: Any) -> Any:
-    """Open the model to export, after checking that the file can be written and its packages are there."""
+    """Open the model to export, after checking that the file can be written."""
+    if path.exists() and not file.overwrite:
+        raise UserError(f"{path} exists; give --overwrite to replace it, or another file")
+    require_writable(path)
     with loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.deployment.artefact import require_packages
-        from isomorph.deployment.export import check_destination
-    if path.suffix == ".onnx":
-        require_packages()
-    check_destination(path, file.overwrite)
     show_step(f"loading {model}")
     return open_classifier(model, opening)
 

@@ -74,11 +74,17 @@ def open_classifier(name: str, opening: OpenOptions, device: torch.device | str 
         trained.
     """
     if Path(name).suffix in EXPORTED:
-        from isomorph.deployment.artefact import open_image_artefact
+        from isomorph.deployment.artefact import open_artefact
 
         if opening.weights or not opening.pretrained:
             raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
-        return open_image_artefact(name)
+        artefact = open_artefact(name)
+        if taken := artefact.metadata.get("inputs"):
+            inputs = " and ".join(taken)
+            raise UserError(
+                f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint"
+            )
+        return artefact
     check_pretrained_option([name], opening.weights, opening.pretrained)
     if (find_recipe(Path(name)) or {}).get("mask"):
         raise UserError(

@@ -12,31 +12,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
-from isomorph.deployment.program import quiet
-from isomorph.deployment.shapes import DYNAMIC, INPUT, ExportShapes
-from isomorph.errors import UserError, install_hint
+from isomorph.deployment.program import only_tensor, quiet
+from isomorph.deployment.shapes import INPUT, ExportShapes
+from isomorph.errors import UserError, first_line, install_hint
 from isomorph.evaluation.input_sizes import evaluation_config
 
 FORMATS = ("onnx", "pt2")
 """File formats, by their suffix."""
 METADATA_FILE = "metadata.json"
 """Name of the metadata inside a .pt2 archive."""
-FORMAT_KEY = "isomorph_version"
-"""The key by which a file is known to be isomorph's."""
-METADATA_KEYS = (
-    *(FORMAT_KEY, "architecture", "num_classes", "class_names", "input_size", "mean", "std"),
-    *("interpolation", "crop_pct", "crop_mode", "source", "split", "dynamic", "size_multiple"),
-    *("quantization", "inputs", "length", "task"),
-)
-"""Keys of the metadata, each with a JSON value; the version, and a name or word, stand there without quotes."""
-_WORDS = (FORMAT_KEY, "architecture", "interpolation", "crop_mode", "source", "quantization")
-
-
-def is_artefact(name: str | Path) -> bool:
-    """True for the name of an exported model, by its suffix."""
-    return Path(name).suffix.removeprefix(".") in FORMATS
+_WORDS = ("isomorph_version", "architecture", "interpolation", "crop_mode", "source", "quantization")
+"""Keys of the metadata whose values stand there without quotes; the others are JSON."""
+_KEYS = {*_WORDS, *DATA_KEYS, "num_classes", "class_names", "dynamic", "size_multiple", "inputs", "length"}
 
 
 def require_packages(*names: str) -> None:
@@ -48,9 +38,7 @@ def require_packages(*names: str) -> None:
         try:
             import_module(name)
         except ImportError as error:
-            reason = (
-                "is not installed" if error.name == name else f"cannot be imported ({' '.join(str(error).split())})"
-            )
+            reason = "is not installed" if error.name == name else f"cannot be imported ({short_reason(error)})"
             raise UserError(f"ONNX needs {name}, which {reason}; {install_hint('export')}") from None
 
 
@@ -68,7 +56,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     elif "size" not in shapes.dynamic:
         data["length"] = first[0]
     values = {
-        FORMAT_KEY: own_version(),
+        "isomorph_version": own_version(),
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "class_names": data.pop("label_names", None),
@@ -77,11 +65,8 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
         "size_multiple": shapes.size_multiple,
         "inputs": list(shapes.names) if shapes.named else None,
     }
-    return {
-        key: values[key] if key in _WORDS else json.dumps(values[key])
-        for key in METADATA_KEYS
-        if values.get(key) is not None
-    }
+    given = {key: value for key, value in values.items() if value is not None}
+    return {key: value if key in _WORDS else json.dumps(value) for key, value in given.items()}
 
 
 def own_version() -> str:
@@ -92,45 +77,55 @@ def own_version() -> str:
         return "unknown"
 
 
-def _parse_metadata(texts: Mapping[str, str], path: object) -> dict[str, Any]:
+def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
     """Return the values of metadata by key. Raises: UserError when isomorph did not write it, or a value is damaged."""
-    if FORMAT_KEY not in texts or not {"input_size", "inputs"} & set(texts):
+    if not isinstance(texts, Mapping) or "isomorph_version" not in texts or not {"input_size", "inputs"} & set(texts):
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
     try:
-        known = {key: texts[key] for key in METADATA_KEYS if key in texts}
-        values = {key: text if key in _WORDS else json.loads(text) for key, text in known.items()}
-        dynamic, classes = values.get("dynamic", []), values.get("num_classes", 0)
-        multiple = values.setdefault("size_multiple", None) or 1
-        if not (set(dynamic) <= set(DYNAMIC) and type(classes) is int and type(multiple) is int and multiple > 0):
-            raise ValueError("dynamic, num_classes or size_multiple has an impossible value")
-    except (ValueError, TypeError) as error:
-        raise UserError(f"cannot read the metadata of {path}: {error}") from None
-    data = {key: values[key] for key in DATA_KEYS if key in values}
-    names = values.get("class_names")
-    return values | parse_data(data | ({"label_names": names} if names is not None else {}), path)
+        values = {key: text if key in _WORDS else json.loads(text) for key, text in texts.items() if key in _KEYS}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"cannot read the metadata of {path}: {short_reason(error)}") from None
+    if "class_names" in values:
+        values["label_names"] = values.pop("class_names")
+    return {"size_multiple": None, "dynamic": [], **parse_data(values, path, "artefact")}
 
 
-class NamedArtefact(nn.Module):
-    """An exported text network or denoiser as a module, which takes its inputs by name; `metadata` lists them.
+class Artefact(nn.Module):
+    """An exported model as a module: `iso.evaluate` and `isomorph evaluate` take it as any classifier.
 
-    It runs on the CPU, one example at a time if its batch is not dynamic, and has no parameters to train. Make one with
-    `open_artefact`.
+    It runs on the CPU, one example at a time if its batch is not dynamic, and has no parameters to train. `metadata`
+    says which images it expects and what it was exported with; `pretrained_cfg` is the same, where timm looks for it. A
+    text network or denoiser takes the inputs that `metadata["inputs"]` lists, by name. Make one with `open_artefact`.
 
-    Shape: text: input_ids, attention_mask (B, N) and for some token_type_ids (B, N) -> (B, num_classes), or (B, N, V);
-        a denoiser: x (B, C, H, W), t (B,) -> (B, C, H, W)
-    Raises: UserError for other names, or sizes that were not left dynamic.
+    Shape: images (B, C, H, W) -> (B, num_classes); text: input_ids, attention_mask (B, N) and for some token_type_ids
+        (B, N) -> (B, num_classes), or (B, N, V); a denoiser: x (B, C, H, W), t (B,) -> (B, C, H, W)
+    Raises: UserError for other names, or sizes that were not left dynamic when the model was exported.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        >>> report = iso.export(net, "net.pt2", size=(8, 8))
+        >>> artefact = iso.deployment.open_artefact("net.pt2")
+        >>> artefact(torch.randn(5, 3, 8, 8)).shape
+        torch.Size([5, 4])
+        >>> artefact.metadata["dynamic"]
+        ['batch']
     """
 
     def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
         super().__init__()
         self._run = run
-        self.metadata = dict(metadata)
+        self.metadata = self.pretrained_cfg = self.default_cfg = dict(metadata)
+        self.num_classes = self.metadata.get("num_classes", 0)
+        self.in_chans = (self.metadata.get("input_size") or [None])[0]
         # stands for the weights, which are in the file: results are stored with a hash of a model's state
         self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        # modules of torch say by a parameter where they run
+        self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
         self.eval()
 
     @torch.no_grad()
-    def forward(self, **inputs: Tensor) -> Tensor:
+    def forward(self, images: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        inputs |= {} if images is None else {INPUT: images}
         names = self.metadata.get("inputs", [INPUT])
         if sorted(inputs) != sorted(names):
             given = ", ".join(inputs) or "none"
@@ -140,16 +135,21 @@ class NamedArtefact(nn.Module):
             sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in inputs.items())
             raise UserError(f"the inputs have unequal batches: {sizes}")
         self._check_size(names[0], list(first.shape[1:]))
-        size = len(first) if "batch" in self.metadata.get("dynamic", ()) else 1
+        size = len(first) if "batch" in self.metadata["dynamic"] else 1
         plain = (inputs[name].detach().cpu() for name in names)
         parts = zip(*((x.float() if x.is_floating_point() else x).split(max(size, 1)) for x in plain), strict=True)
-        return torch.cat([self._run(**dict(zip(names, part, strict=True))) for part in parts]).to(first.device)
+        try:
+            outputs = [only_tensor(self._run(**dict(zip(names, part, strict=True)))) for part in parts]
+        except Exception as error:  # onnxruntime and torch raise errors of their own
+            shape = "x".join(map(str, first.shape))
+            raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
+        return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
         """Raise UserError for images or sequences of a size that the artefact was not exported for."""
-        known, multiple = self.metadata, self.metadata.get("size_multiple") or 1
+        known, multiple = self.metadata, self.metadata["size_multiple"] or 1
         own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
-        free = "size" in known.get("dynamic", ()) and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
+        free = "size" in known["dynamic"] and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
         shown, wanted = ("x".join(map(str, shape)) for shape in (given, own))
         if not free and given != own:
             raise UserError(
@@ -163,39 +163,7 @@ class NamedArtefact(nn.Module):
         return type(self)(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
 
 
-class Artefact(NamedArtefact):
-    """An exported model as a module: `iso.evaluate` and `isomorph evaluate` take it as any classifier.
-
-    It runs on the CPU, one image at a time if its batch is not dynamic, and has no parameters to train. `metadata` says
-    which images it expects and what it was exported with; `pretrained_cfg` is the same, where timm looks for it. Make
-    one with `open_artefact`.
-
-    Shape: images (B, C, H, W) -> (B, num_classes)
-    Raises: UserError for images of a size that was not left dynamic when the model was exported.
-
-    Example:
-        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-        >>> report = iso.export(net, "net.pt2", size=(8, 8))
-        >>> artefact = iso.deployment.open_artefact("net.pt2")
-        >>> artefact(torch.randn(5, 3, 8, 8)).shape
-        torch.Size([5, 4])
-        >>> artefact.metadata["dynamic"]
-        ['batch']
-    """
-
-    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
-        super().__init__(run, metadata, digest)
-        self.num_classes = self.metadata.get("num_classes", 0)
-        self.in_chans = self.metadata["input_size"][0]
-        self.pretrained_cfg = self.default_cfg = self.metadata
-        # modules of torch say by a parameter where they run
-        self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
-
-    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(images=images)
-
-
-def open_artefact(path: str | Path) -> Artefact | NamedArtefact:
+def open_artefact(path: str | Path) -> Artefact:
     """Open an exported model; the suffix of its file, .onnx or .pt2, says which format it has.
 
     Open only .pt2 files that you trust: as any PyTorch program, they may run code when they are opened.
@@ -209,29 +177,21 @@ def open_artefact(path: str | Path) -> Artefact | NamedArtefact:
         (3, 8, 8)
     """
     path = Path(path)
-    if not is_artefact(path):
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
         raise UserError(f"{path} is not an exported model; give a file that ends in .onnx or .pt2")
     if not path.is_file():
         raise UserError(f"there is no file {path}")
-    if path.suffix == ".onnx":
+    if kind == "onnx":
         require_packages("onnxruntime")
     try:
         contents = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return load_artefact(contents, path.suffix.removeprefix("."), path)
+    return load_artefact(contents, kind, path)
 
 
-def open_image_artefact(path: str | Path) -> Artefact:
-    """Open an exported model of images. Raises: as `open_artefact`, and UserError for one that takes other inputs."""
-    artefact = open_artefact(path)
-    if not isinstance(artefact, Artefact):
-        taken = " and ".join(artefact.metadata["inputs"])
-        raise UserError(f"{path} takes {taken}, and this is for models of images alone; give the model's checkpoint")
-    return artefact
-
-
-def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact | NamedArtefact:
+def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact:
     """Return the artefact in the bytes of a file. Raises: as `open_artefact`."""
     try:
         with quiet():
@@ -239,11 +199,10 @@ def load_artefact(contents: bytes, file_format: str, path: object = "the artefac
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
-    metadata = _parse_metadata(texts, path)
-    return (NamedArtefact if "inputs" in metadata else Artefact)(run, metadata, hashlib.sha256(contents).digest())
+    return Artefact(run, _parse_metadata(texts, path), hashlib.sha256(contents).digest())
 
 
-def _load_onnx(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str]]:
+def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
     """Return a function that runs an ONNX model, on as many threads as torch has, and its metadata."""
     import onnxruntime
 
@@ -255,13 +214,13 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
 
-    def run(**inputs: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
+    def run(**inputs: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(x) for x in session.run(None, {name: x.numpy() for name, x in inputs.items()})[:1]]
 
     return run, session.get_modelmeta().custom_metadata_map
 
 
-def _load_pt2(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str]]:
+def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     """Return a function that runs an exported program, and its metadata."""
     files = {METADATA_FILE: ""}
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()

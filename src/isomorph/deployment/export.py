@@ -15,8 +15,17 @@ from torch import nn
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
 from isomorph.deployment.artefact import FORMATS, METADATA_FILE, describe, load_artefact, require_packages
-from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
-from isomorph.deployment.program import explain_failure, fused_modules, prepare, quiet, trace
+from isomorph.deployment.program import (
+    DEFAULT_OPSET,
+    check_onnx,
+    explain_failure,
+    fused_modules,
+    only_tensor,
+    prepare,
+    quiet,
+    to_onnx,
+    trace,
+)
 from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
@@ -105,12 +114,12 @@ def export(
         (1, True)
     """
     path, dynamic = Path(path), parse_dynamic(dynamic)
-    kind, written = _check_format(path, opset)
-    check_destination(path, overwrite)
-    model = check_model(model)
-    if kind == "onnx":
-        require_packages()
-        check_onnx_size(model)
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
+    if kind == "pt2" and opset is not None:
+        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
+    model, written = check_exportable(model, path, overwrite, opset)
     progress("choosing shapes")
     if size and not hasattr(model, "example_inputs"):
         model = fit_to_size(model, size)
@@ -135,6 +144,23 @@ def export(
     )
 
 
+def check_exportable(model: nn.Module, path: Path, overwrite: bool, opset: int | None) -> tuple[nn.Module, int]:
+    """Return the model without wrappers, and the operator set, after checking all that can be known before the work.
+
+    Raises: UserError when the file exists or cannot be written, or a package is missing; for what is not a model, is
+        too large for ONNX, or an operator set that cannot be written.
+    """
+    if path.is_file() and not overwrite:
+        raise UserError(f"{path} exists; give overwrite to replace it, or another file")
+    require_writable(path)
+    model = check_model(model)
+    if path.suffix != ".onnx":
+        return model, DEFAULT_OPSET
+    opset = check_onnx(model, opset)
+    require_packages()
+    return model, opset
+
+
 def encode(
     prepared: nn.Module,
     model: nn.Module,
@@ -156,9 +182,7 @@ def encode(
         program, metadata = trace(prepared, shapes), describe(model, shapes)
         progress(f"converting to {kind}")
         if kind == "onnx":
-            proto = convert(program, shapes, opset)
-            add_metadata(proto, metadata)
-            contents = proto.SerializeToString()
+            contents = to_onnx(program, shapes, opset, metadata).SerializeToString()
         else:
             program.example_inputs = None
             buffer = io.BytesIO()
@@ -187,10 +211,10 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
     exact = copy.deepcopy(plain).double()
     rows: list[InputDeviation] = []
     for shape, inputs in shapes.examples():
-        single, double = run_model(plain, inputs).double(), run_model(exact, cast_floats(inputs, torch.float64))
+        single = only_tensor(run_model(plain, inputs)).double()
+        double = only_tensor(run_model(exact, cast_floats(inputs, torch.float64)))
         try:
-            with explain_failure("the exported model does not run", shapes):
-                out = run_model(artefact, inputs).double()
+            out = run_model(artefact, inputs).double()
             apart = ((out - single).abs().max().item(), (out - double).abs().max().item())
         except UserError:
             if len(rows) < len(shapes.checks) - shapes.near:
@@ -199,20 +223,3 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
         rounding = min(atol, ROUNDING * (single - double).abs().max().item())
         rows.append(InputDeviation(shape, *apart, double.abs().max().item(), rounding=rounding))
     return VerifyReport(atol, tuple(rows), ())
-
-
-def _check_format(path: Path, opset: int | None) -> tuple[str, int]:
-    """Return format and opset of a file. Raises: UserError for another ending, or an opset for a .pt2 file."""
-    kind = path.suffix.removeprefix(".")
-    if kind not in FORMATS:
-        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
-    if kind == "pt2" and opset is not None:
-        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
-    return kind, check_opset(opset)
-
-
-def check_destination(path: Path, overwrite: bool) -> None:
-    """Check that a file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
-    if path.is_file() and not overwrite:
-        raise UserError(f"{path} exists; give overwrite to replace it, or another file")
-    require_writable(path)

@@ -82,7 +82,12 @@ def push(
     with tempfile.TemporaryDirectory() as folder, _explain_rejection(name):
         save_for_hub(model, folder, name, run=run, results=results, base=base)
         api = HfApi(token=token, library_name="isomorph")
-        _open_repository(api, name, private, revision)
+        with suppress(RepositoryNotFoundError):
+            if api.model_info(name).private is False and private:
+                raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
+        api.create_repo(name, private=private, exist_ok=True)
+        if revision:
+            api.create_branch(name, branch=revision, exist_ok=True)
         kept = not replace_card and api.file_exists(name, CARD, revision=revision)
         api.upload_folder(
             repo_id=name,
@@ -109,16 +114,6 @@ def require_token(token: str | None = None) -> str:
     return token
 
 
-def _open_repository(api: HfApi, name: str, private: bool, revision: str | None) -> None:
-    """Create the repository and the branch if there are none. Raises: UserError for a public one, given `private`."""
-    with suppress(RepositoryNotFoundError):
-        if api.model_info(name).private is False and private:
-            raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
-    api.create_repo(name, private=private, exist_ok=True)
-    if revision:
-        api.create_branch(name, branch=revision, exist_ok=True)
-
-
 @contextmanager
 def _explain_rejection(name: str) -> Iterator[None]:
     """Turn errors of the hub's client into a UserError."""
@@ -129,8 +124,7 @@ def _explain_rejection(name: str) -> Iterator[None]:
     except Exception as error:
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error  # of one of several files
         if isinstance(cause, HfHubHTTPError):
-            denied = cause.response.status_code in (401, 403)
-            advice = f"; {LOG_IN} of an account that may write to {name}" if denied else ""
+            advice = f"; {LOG_IN} of an account that may write to {name}" * (cause.response.status_code in (401, 403))
             raise UserError(f"the hub did not accept {name}: {describe_hub_error(cause)}{advice}") from None
         if is_connection_error(cause) or type(cause).__module__.startswith(("httpx", "httpcore")):
             raise UserError(f"the connection to {constants.ENDPOINT} broke off; run the same command again") from None
@@ -184,42 +178,32 @@ def save_for_hub(
 
 
 def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
-    """Write timm's config.json next to the weights; return True if timm builds and loads this model from them."""
-    header = read_header(folder / WEIGHTS)
+    """Write timm's config.json next to the weights; return True if timm builds and loads this model from them.
+
+    It has the images that the model expects, and of a model that timm cannot build no architecture of timm.
+    """
+    path, header = folder / CONFIG, read_header(folder / WEIGHTS)
     own: dict[str, Any] = {key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header}
-    config = _timm_config(model, own.get("base"), folder / CONFIG)
-    shared = {"isomorph": {"format": header["format"], **own}}
+    shared, config = {"isomorph": {"format": header["format"], **own}}, {}
+    if "base" in own:
+        with torch.device("meta"):
+            plain: Any = rebuild(own["base"], ())
+        kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
+        known = getattr(model, "pretrained_cfg", None) or {}
+        actual = {"architecture": own["base"]["name"].partition(".")[0], "num_classes": plain.num_classes}
+        plain.pretrained_cfg = {key: known[key] for key in known if key in kept} | actual
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
+            save_config_for_hf(plain, str(path))
+            config = json.loads(path.read_text())
     if config:
-        _write_json(folder / CONFIG, config | shared)
+        path.write_text(json.dumps(config | shared, indent=2), encoding="utf-8")
         # networks of other tasks would ask for the public weights of their backbones
         if config["architecture"] not in networks() and _timm_loads(model, folder):
             return True
     of = own["base"]["name"] if "base" in own else own["module"]["class"].rpartition(".")[2]
-    recast = {"architecture": f"{of} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
-    _write_json(folder / CONFIG, config | recast | shared)
+    changed = {"architecture": f"{of} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
+    path.write_text(json.dumps(config | changed | shared, indent=2), encoding="utf-8")
     return False
-
-
-def _timm_config(model: nn.Module, base: dict[str, Any] | None, path: Path) -> dict[str, Any]:
-    """Return timm's config of the model before its edits, with the images that the model expects; empty without one."""
-    if base is None:
-        return {}
-    with torch.device("meta"):
-        plain: Any = rebuild(base, ())
-    known = PretrainedCfg.__dataclass_fields__
-    own = getattr(model, "pretrained_cfg", None) or {}
-    kept = known.keys() - _ABOUT_PUBLIC_WEIGHTS
-    actual = {"architecture": base["name"].partition(".")[0], "num_classes": plain.num_classes}
-    plain.pretrained_cfg = {key: own[key] for key in own if key in kept} | actual
-    try:
-        save_config_for_hf(plain, str(path))
-    except (ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
-        return {}
-    return json.loads(path.read_text())
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _timm_loads(model: nn.Module, folder: Path) -> bool:
@@ -228,13 +212,10 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     except Exception:  # timm raises many types for a network that it cannot build
         return False
-    states = model.state_dict(), loaded.state_dict()
-    if find_difference(model, loaded) or any(
-        not torch.equal(own.cpu().to(state.dtype), state)
-        for own, state in zip(*(s.values() for s in states), strict=True)
-    ):
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    if find_difference(model, loaded) or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
-    if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
+    if not all(torch.equal(ours[name].cpu().to(tensor.dtype), tensor) for name, tensor in theirs.items()):
         return False
     own = copy.deepcopy(model).cpu().float()
     inputs = random_inputs(1, own)

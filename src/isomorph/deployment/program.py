@@ -1,17 +1,20 @@
-"""A model as one graph of torch operators (torch.export), which both file formats are made from."""
+"""A model as one graph of torch operators (torch.export), and that graph in ONNX, by torch's exporter."""
 
+import ast
 import copy
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from timm.layers import padding
 from timm.utils.model import reparameterize_model
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
@@ -22,10 +25,25 @@ from isomorph.surgery import fuse, fusible_modules
 from isomorph.surgery.fuse import recast_layers
 from isomorph.surgery.linear_chains import absorb_conv_biases
 
-_OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
-"""An operator of torch in a message."""
-_CALL = re.compile(r"\btorch(?:\.\w+)+")
-"""A function of torch in a message."""
+if TYPE_CHECKING:
+    from onnx import ModelProto
+    from onnx_ir import Node
+
+OPSETS = range(18, 24)
+"""Operator sets that torch's exporter writes."""
+DEFAULT_OPSET = 20
+"""Operator set unless another one is asked for; onnxruntime runs it since 2023."""
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+"""Where torch's exporter notes the modules that a node is from, and its own name."""
+_REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that rearrange a weight: the quantiser rounds weights only if these are computed."""
+_SMALL, _GROWTH = 1024, 2
+"""Elements that a constant may always have, and its largest ratio to the sizes of those that it is computed from."""
+_NAMED = (
+    re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?"),
+    re.compile(r"\btorch(?:\.\w+)+"),
+)
+"""An operator, or a function, of torch in a message."""
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -56,6 +74,41 @@ def fused_modules(model: nn.Module) -> tuple[str, ...]:
     return (*fusible_modules(model), *_mergeable(model))
 
 
+def only_tensor(output: Any) -> Tensor:
+    """Return the one tensor of a model's output: itself, its logits, or the only tensor in a list or dictionary.
+
+    Raises: UserError for several.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(getattr(output, "logits", None), Tensor):
+        return output.logits
+    parts = dict(
+        output if isinstance(output, Mapping) else enumerate(output if isinstance(output, list | tuple) else ())
+    )
+    if isinstance(parts.get("logits"), Tensor):
+        return parts["logits"]
+    tensors = {key: part for key, part in parts.items() if isinstance(part, Tensor)}
+    if len(parts) == len(tensors) == 1:
+        return next(iter(tensors.values()))
+    kind, key = type(output).__name__, next(iter(tensors), 0)
+    raise UserError(
+        f"the model returns a {kind} with {len(tensors)} tensors, and a file has one output; export a module whose "
+        f"forward returns one of them: model(x)[{key!r}]"
+    )
+
+
+class _OneOutput(nn.Module):
+    """A model that returns its output in a list or dictionary, as one that returns the tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return only_tensor(self.model(x))
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress the warnings and log lines of exporters and quantiser within the block; errors still raise."""
@@ -83,9 +136,10 @@ def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> in
 def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
     """Trace a prepared model with torch.export, with the dynamic axes of the shapes.
 
-    Raises: UserError that names the operator when the model cannot be traced.
+    Raises: UserError that names the operator when the model cannot be traced, or returns several tensors.
     """
-    images, named = shapes.example()
+    inputs = shapes.checks[1]
+    positional, named = ((), inputs) if shapes.named else (tuple(inputs.values()), {})
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
     with (
@@ -93,12 +147,10 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
         patch.object(padding, "get_same_padding", _same_padding),
         explain_failure("torch.export cannot trace the model", shapes),
     ):
-        dynamic = axes if named else tuple(axes.values())
-        program = torch.export.export(model, images, named, dynamic_shapes=dynamic)
-    if (outputs := len(program.graph_signature.user_outputs)) != 1:
-        raise UserError(f"the model returns {outputs} tensors; export a model with one output")
+        dynamic = axes if shapes.named else tuple(axes.values())
+        program = torch.export.export(model, positional, named, dynamic_shapes=dynamic)
     if not program.call_spec.out_spec.is_leaf():
-        raise UserError("the model returns its tensor in a list, tuple or dict; export a model that returns a tensor")
+        return trace(_OneOutput(model), shapes)
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):  # the stack traces name folders of this machine
         node.meta.pop("stack_trace", None)
@@ -110,9 +162,9 @@ def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
     """Raise errors within the block as UserError: what failed, the operator at fault, and what to try."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
+        if isinstance(error, UserError):
+            raise
         advice = "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
         raise UserError(f"{what}: {name_failure(error)}{advice}") from error
 
@@ -124,7 +176,7 @@ def name_failure(error: BaseException) -> str:
         chain.append(error)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     for deepest in reversed(chain):
-        if match := _OPERATOR.search(str(deepest)) or _CALL.search(str(deepest)):
+        if match := _NAMED[0].search(str(deepest)) or _NAMED[1].search(str(deepest)):
             return f"operator {match[0].replace('::', '.')} ({_first_line(deepest)})"
     return _first_line(chain[-1])
 
@@ -133,3 +185,87 @@ def _first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return (lines[0][:200] if lines else type(error).__name__).rstrip(".;:")
+
+
+def check_onnx(model: nn.Module, opset: int | None) -> int:
+    """Return the operator set, by default 20.
+
+    Raises: UserError for one that cannot be written, and for a model with more weights than one ONNX file holds.
+    """
+    if opset is not None and opset not in OPSETS:
+        choices = f"{OPSETS[0]} to {OPSETS[-1]} (by default {DEFAULT_OPSET})"
+        raise UserError(f"opset {opset} cannot be written; give {choices}")
+    held = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
+    if held > 2**31 - 2**20:  # the format counts bytes in 31 bits
+        raise UserError(
+            f"the model has {held / 1e9:.1f} GB of weights, an ONNX file holds at most 2 GB; export a .pt2 file"
+        )
+    return opset or DEFAULT_OPSET
+
+
+@torch.no_grad()
+def to_onnx(
+    program: ExportedProgram, shapes: ExportShapes, opset: int, metadata: Mapping[str, str] = {}
+) -> "ModelProto":
+    """Convert a traced model to ONNX, with metadata by key.
+
+    Raises: UserError that names the operator when there is no ONNX form of it.
+    """
+    from onnx.helper import set_model_props
+    from onnxscript.optimizer import optimize_ir
+
+    options: dict[str, Any] = dict(dynamo=True, optimize=False, verbose=False, opset_version=opset)
+    try:
+        with quiet():
+            made = torch.onnx.export(program, input_names=shapes.names, output_names=[shapes.output], **options)
+            assert made is not None
+            optimize_ir(made.model, should_fold=_should_compute)
+            proto = made.model_proto
+    except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
+        raise UserError(f"ONNX cannot express the model: {name_failure(error)}; export a .pt2 file") from error
+    written = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    if written != opset:
+        raise UserError(f"the model cannot be written in opset {opset}, only in {written}; give that")
+    _name_parts(proto, shapes)
+    set_model_props(proto, dict(metadata))
+    return proto
+
+
+def _should_compute(node: "Node") -> bool | None:
+    """Return whether to compute a node whose inputs are constants; None leaves it to the rules of onnxscript.
+
+    A constant that is much larger than those stays a product of small ones, such as a map of position attention with
+    the maps along its two axes. onnxruntime computes it once, when it opens the file.
+    """
+    shape = node.outputs[0].shape
+    if shape is None or not shape.is_static():
+        return None
+    read = [(value.const_value.size, len(value.uses())) for value in node.inputs if value and value.const_value]
+    if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * sum(size for size, _ in read)):
+        return False
+    replaces = all(size <= _SMALL or uses == 1 for size, uses in read)  # instead of storing the weight twice
+    return True if node.op_type in _REARRANGING and replaces else None
+
+
+def _name_parts(proto: "ModelProto", shapes: ExportShapes) -> None:
+    """Name dynamic axes, such as batch, instead of the tracer's symbols, and nodes by their layers; remove all notes.
+
+    A node of a layer is called "blocks.0.attn.qkv/node_linear".
+    """
+    symbols = {
+        value.type.tensor_type.shape.dim[axis].dim_param: name
+        for value in proto.graph.input
+        for axis, name in shapes.axes[value.name].items()
+    }
+    pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols) or r"(?!)")
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = pattern.sub(lambda match: symbols[match[0]], dim.dim_param)
+    for node in proto.graph.node:
+        notes = {entry.key: entry.value for entry in node.metadata_props}
+        scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
+        weight = next((name for name in node.input[1:2] if name.endswith(".weight")), "")  # a folded norm has another
+        layer = weight.removesuffix(".weight") or (scopes[-2] if len(scopes) > 1 else "")
+        node.name = f"{layer}/{node.name}"
+        del node.metadata_props[:]

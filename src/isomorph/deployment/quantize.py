@@ -1,39 +1,40 @@
-"""Quantise a model to 8-bit integers, as an ONNX file that runs without isomorph."""
+"""Quantise a model to 8-bit integers, as an ONNX file that runs without isomorph, by onnxruntime's quantiser."""
 
 import copy
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.deployment.artefact import describe, load_artefact, require_packages
-from isomorph.deployment.export import ATOL, Progress, check_destination, encode
-from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
-from isomorph.deployment.program import prepare, trace
-from isomorph.deployment.quantize_graph import (
-    LAYER_OPERATORS,
-    layer_nodes,
-    layer_of,
-    quantize_activations,
-    quantize_weights,
-    weight_of,
-)
-from isomorph.deployment.shapes import ExportShapes, plan_shapes
+from isomorph.deployment.artefact import describe, load_artefact
+from isomorph.deployment.export import ATOL, Progress, check_exportable, encode
+from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
+from isomorph.deployment.shapes import INPUT, ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
-from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import verify
 from isomorph.surgery.where import nearest_names
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
+_LAYERS = ("Conv", "Gemm", "MatMul")
+"""Operators that multiply by weights."""
+_BETWEEN_LAYERS = (
+    *("Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "MaxPool", "Relu", "Reshape"),
+    *("Squeeze", "Transpose", "Unsqueeze"),
+)
+"""Operators between the layers of a convolutional network that runtimes have in 8 bits too."""
+_ATTENTION = ("LayerNormalization", "Softmax")
+"""Operators of networks where only layers are rounded: the sums between their blocks have too wide a range."""
 _BOOKKEEPING = {
     *("QuantizeLinear", "DequantizeLinear", "Constant", "Shape", "Gather", "Slice", "Split", "Expand", "Cast"),
     *("Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Flatten", "Concat", "Pad", "Range", "Where"),
@@ -91,19 +92,19 @@ class QuantizeReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        rounded = [layer for layer in self.layers if layer.precision != "float"]
-        lines = [_layer_table(self.layers)] if self.layers else []
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines = [f"{'layer':<{width}}  operator  precision"] if self.layers else []
+        lines += [f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision}" for layer in self.layers]
+        rounded = sum(layer.precision != "float" for layer in self.layers)
         kind = "weights" if self.mode == "weights" else "weights and activations"
-        lines.append(
-            f"{len(rounded)} of {len(self.layers)} layers have {kind} in int8 ({self.weight_bits}-bit weights)"
-        )
-        lines += [f"  float: {name} ({reason})" for name, reason in self._kept()]
+        lines.append(f"{rounded} of {len(self.layers)} layers have {kind} in int8 ({self.weight_bits}-bit weights)")
+        for reason in dict.fromkeys(layer.reason for layer in self.layers if layer.precision == "float"):
+            kept = dict.fromkeys(layer.name for layer in self.layers if layer.reason == reason)
+            lines.append(f"  float: {', '.join(kept)} ({reason})")
         if self.float_operators:
             lines.append("  float: " + ", ".join(f"{n} {name}" for name, n in self.float_operators.items()))
-        ratio = self.float_megabytes / self.megabytes
-        lines.append(
-            f"{self.megabytes:.2f} MB, {ratio:.1f} times smaller than in float ({self.float_megabytes:.2f} MB)"
-        )
+        smaller = f"{self.float_megabytes / self.megabytes:.1f} times smaller than in float"
+        lines.append(f"{self.megabytes:.2f} MB, {smaller} ({self.float_megabytes:.2f} MB)")
         lines.append(
             f"same class as the float model on {self.agreement:.1f}% of {self.images} calibration images; "
             f"outputs at {self.output_sqnr:.1f} dB"
@@ -111,20 +112,6 @@ class QuantizeReport:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _kept(self) -> list[tuple[str, str]]:
-        """Return the layers in float by reason, several of one kind in one row."""
-        by_reason: dict[str, list[str]] = {}
-        for layer in self.layers:
-            if layer.precision == "float":
-                by_reason.setdefault(layer.reason, []).append(layer.name)
-        return [(", ".join(dict.fromkeys(names)), reason) for reason, names in by_reason.items()]
-
-
-def _layer_table(layers: Sequence[QuantizedLayer]) -> str:
-    width = max(len(layer.name) for layer in layers)
-    rows = [f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision}" for layer in layers]
-    return "\n".join([f"{'layer':<{width}}  operator  precision", *rows])
 
 
 def quantize(
@@ -172,27 +159,40 @@ def quantize(
         torch.Size([4, 1000])
     """
     path = Path(path)
-    bits, opset = _check_bits(path, weights_only, weight_bits), check_opset(opset)
-    check_destination(path, overwrite)
-    require_packages()
-    check_onnx_size(model := check_model(model))
+    if path.suffix != ".onnx":
+        raise UserError(f"{path} must end in .onnx, the format of quantised models")
+    if weight_bits not in (None, 7, 8):
+        raise UserError(f"weight_bits={weight_bits} is not possible; give 7 or 8")
+    bits, mode = weight_bits or (8 if weights_only else 7), "weights" if weights_only else "static"
+    model, opset = check_exportable(model, path, overwrite, opset)
+    from onnx.helper import set_model_props
+
     progress("fusing")
-    prepared, shapes = _prepare(model, dynamic, opset)
+    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
+    if shapes.named:
+        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
+    if shapes.near:
+        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
     progress("converting to onnx")
-    before = convert(trace(prepared, shapes), shapes, opset)
-    add_metadata(before, describe(model, shapes))
+    metadata = describe(model, shapes)
+    before = to_onnx(trace(prepared, shapes), shapes, opset, metadata)
     kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
-    rounded = (before, list(kept), bits)
-    after = quantize_weights(*rounded) if weights_only else quantize_activations(*rounded, batches)
-    mode = "weights" if weights_only else "static"
-    add_metadata(after, {"quantization": f"int8 {mode}"})
+    after = (_round_weights if weights_only else _round_all)(before, list(kept), bits, batches)
+    set_model_props(after, metadata | {"quantization": f"int8 {mode}"})
     progress("comparing")
-    layers, measured = _describe_layers(before, after, kept), _measure(prepared, before, after, batches, shapes)
-    report = QuantizeReport(path=str(path), mode=mode, weight_bits=bits, layers=layers, **measured)
+    measured = _measure(prepared, before, after, batches, shapes)
+    report = QuantizeReport(
+        path=str(path),
+        mode=mode,
+        weight_bits=bits,
+        layers=_describe_layers(before, after, kept),
+        float_operators=_float_operators(after),
+        **measured,
+    )
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()))
     return report
@@ -208,10 +208,10 @@ def _measure(
 
     Raises: UserError if an output is not finite.
     """
-    both = {
+    both: dict[str, nn.Module] = {
         name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in (("float", before), ("int8", after))
     }
-    exact, rounded = (torch.cat([run(batch) for batch in batches]).double() for run in (model, both["int8"]))
+    exact, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in (model, both["int8"]))
     if not rounded.isfinite().all():
         raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
     speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
@@ -219,31 +219,11 @@ def _measure(
         "images": len(exact),
         "megabytes": after.ByteSize() / 1e6,
         "float_megabytes": before.ByteSize() / 1e6,
-        "float_operators": _float_operators(after),
         "images_per_second": speed["int8"].median,
         "float_images_per_second": speed["float"].median,
         "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
         "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
     }
-
-
-def _prepare(model: nn.Module, dynamic: str | Iterable[str], opset: int) -> tuple[nn.Module, ExportShapes]:
-    """Return the fused model, and the shapes that its graph is right for. Raises: UserError as `encode`."""
-    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
-    if shapes.named:
-        raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
-    if shapes.near:
-        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
-    return prepared, shapes
-
-
-def _check_bits(path: Path, weights_only: bool, bits: int | None) -> int:
-    """Return the bits of a weight. Raises: UserError for another ending than .onnx, or another number of bits."""
-    if path.suffix != ".onnx":
-        raise UserError(f"{path} must end in .onnx, the format of quantised models")
-    if bits not in (None, 7, 8):
-        raise UserError(f"weight_bits={bits} is not possible; give 7 or 8")
-    return bits or (8 if weights_only else 7)
 
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
@@ -261,76 +241,144 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
             batches.append(images.detach().cpu().float())
     if not batches:
         raise UserError("there are no calibration images; give a loader with at least one batch")
-    if "batch" not in shapes.dynamic:
-        return [image for batch in batches for image in batch.split(1)]
-    return batches
+    return batches if "batch" in shapes.dynamic else [image for batch in batches for image in batch.split(1)]
 
 
 def _check_images(images: object, shapes: ExportShapes) -> None:
     """Raise UserError for a batch that the model cannot be calibrated on."""
-    channels, height, width = shapes.shape
-    wanted = f"B x {channels} x {height} x {width}"
+    channels, *own = shapes.shape
+    wanted = f"B x {channels} x {own[0]} x {own[1]}"
     if not isinstance(images, Tensor):
         raise UserError(f"calibration images are {type(images).__name__}; give tensors of {wanted}")
-    given, multiple = "x".join(map(str, images.shape)), shapes.size_multiple or 1
     if not images.is_floating_point():
         raise UserError(f"calibration images are {images.dtype}; give normalised float images, as eval_loader makes")
-    sides = zip(images.shape[2:], (height, width), strict=False)
-    any_size = "size" in shapes.dynamic
-    if (
-        images.ndim != 4
-        or images.shape[1] != channels
-        or any((side - own) % multiple if any_size else side != own for side, own in sides)
-    ):
-        steps, more = f", or heights and widths in steps of {multiple}", '; give dynamic="batch,size" for other sizes'
-        raise UserError(f"calibration images have shape {given}, the model takes {wanted}{steps if any_size else more}")
+    multiple = (shapes.size_multiple or 1) if "size" in shapes.dynamic else None
+    apart = [side - least for side, least in zip(images.shape[2:], own, strict=False)]
+    wrong_size = any(apart) if multiple is None else any(difference % multiple for difference in apart)
+    if images.ndim != 4 or images.shape[1] != channels or wrong_size:
+        steps = f", or heights and widths in steps of {multiple}"
+        more = '; give dynamic="batch,size" for other sizes' if multiple is None else steps
+        given = "x".join(map(str, images.shape))
+        raise UserError(f"calibration images have shape {given}, the model takes {wanted}{more}")
     if not images.isfinite().all():
         raise UserError("calibration images have values that are not finite")
 
 
+def _layer_nodes(proto: "ModelProto") -> dict[str, "NodeProto"]:
+    """Return the convolutions and matrix products of a graph by node name, which is LAYER/NODE."""
+    return {node.name: node for node in proto.graph.node if node.op_type in _LAYERS}
+
+
+def _layer_of(node_name: str) -> str:
+    return node_name.rpartition("/")[0]
+
+
 def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:
     """Return the nodes that stay in float, with the reason. Raises: UserError for a glob that matches no layer."""
-    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
-    nodes = layer_nodes(proto)
-    layers = list(dict.fromkeys(map(layer_of, nodes)))
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    nodes = _layer_nodes(proto)
+    layers = list(dict.fromkeys(map(_layer_of, nodes)))
     for glob in float_layers:
         if not any(fnmatchcase(layer, glob) for layer in layers):
             raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}")
     kept = {}
     for name, node in nodes.items():
-        if any(fnmatchcase(layer_of(name), glob) for glob in float_layers):
+        if any(fnmatchcase(_layer_of(name), glob) for glob in float_layers):
             kept[name] = "chosen by float_layers"
-        elif weight_of(node, weights) is None:
+        elif sum(source in weights for source in node.input[:2]) != 1:
             kept[name] = "a product of two activations"
     return kept
 
 
+def _dequantized(graph: "ModelProto") -> Callable[[str], bool]:
+    """Return whether a tensor of a quantised graph, by name, was rounded."""
+    return {
+        name for node in graph.graph.node if node.op_type == "DequantizeLinear" for name in node.output
+    }.__contains__
+
+
 def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
     """Return every layer of the float graph, with its precision in the quantised one. `kept`: reasons by node."""
-    made_by = {name: node for node in after.graph.node for name in node.output}
-    now = layer_nodes(after)
-    rows = []
-    for name, node in layer_nodes(before).items():
-        reads = [_dequantize(made_by.get(source)) for source in now[name].input[:2]] if name in now else []
+    now, rounded, rows = _layer_nodes(after), _dequantized(after), []
+    for name, node in _layer_nodes(before).items():
+        reads = [rounded(source) for source in now[name].input[:2]] if name in now else []
         in_float = name in kept or not any(reads)
         precision = "float" if in_float else "int8" if all(reads) else "int8 w"
         reason = kept.get(name, "not supported") if in_float else ""
-        rows.append(QuantizedLayer(layer_of(name), node.op_type, precision, reason))
+        rows.append(QuantizedLayer(_layer_of(name), node.op_type, precision, reason))
     return tuple(rows)
-
-
-def _dequantize(node: "NodeProto | None") -> bool:
-    return node is not None and node.op_type == "DequantizeLinear"
 
 
 def _float_operators(after: "ModelProto") -> dict[str, int]:
     """Count the operators of a quantised graph that compute in float, other than layers, by kind."""
-    made_by = {name: node for node in after.graph.node for name in node.output}
-    counts = Counter(
-        node.op_type
-        for node in after.graph.node
-        if node.op_type not in _BOOKKEEPING
-        and node.op_type not in LAYER_OPERATORS
-        and not any(_dequantize(made_by.get(name)) for name in node.input)
+    rounded, silent = _dequantized(after), {*_BOOKKEEPING, *_LAYERS}
+    kinds = (x.op_type for x in after.graph.node if x.op_type not in silent and not any(map(rounded, x.input)))
+    return dict(sorted(Counter(kinds).items()))
+
+
+def _round_all(proto: "ModelProto", kept: Sequence[str], bits: int, batches: Sequence[Tensor]) -> "ModelProto":
+    """Return a graph with 8-bit weights and activations, in ONNX's QDQ form.
+
+    Weights are signed, with one scale for each output channel. Activations are unsigned, with the range that they have
+    on the batches. In networks with attention or LayerNorm, only the inputs of layers are rounded. `kept` are nodes
+    that stay in float, `bits` those of the weights, 7 or 8.
+
+    Raises: UserError when temporary files cannot be written.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_static
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+
+    source = copy.deepcopy(proto)  # the quantiser changes what it is given
+    add_pre_process_metadata(source)  # torch's exporter has done this work
+    attends = any(node.op_type in _ATTENTION for node in proto.graph.node)
+    images = iter([{INPUT: batch.numpy()} for batch in batches])
+    try:
+        with tempfile.TemporaryDirectory(prefix="isomorph-") as folder, quiet():
+            quantize_static(
+                source,
+                path := Path(folder) / "model.onnx",
+                SimpleNamespace(get_next=lambda: next(images, None)),
+                op_types_to_quantize=[*_LAYERS, *(() if attends else _BETWEEN_LAYERS)],
+                per_channel=True,
+                reduce_range=bits == 7,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=list(kept),
+                extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]} if attends else {},
+            )
+            return onnx.load(path)
+    except OSError as error:
+        raise UserError(f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror or error}") from None
+
+
+def _round_weights(proto: "ModelProto", kept: Sequence[str], bits: int, _: Sequence[Tensor]) -> "ModelProto":
+    """Return a graph with 8-bit weights, one scale for each output channel (column of a map), that computes in float.
+
+    Arguments as in `_round_all`.
+    """
+    from onnxruntime.quantization import QDQQuantizer, QuantType
+
+    class WeightQuantizer(QDQQuantizer):
+        """onnxruntime's quantiser, which leaves activations and biases as they are."""
+
+        def quantize_activation_tensor(self, tensor_name: str) -> None:
+            pass
+
+        def quantize_bias_tensor(self, *arguments: Any) -> None:
+            pass
+
+    quantizer = WeightQuantizer(
+        copy.deepcopy(proto),
+        per_channel=True,
+        reduce_range=bits == 7,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=None,
+        nodes_to_quantize=[],
+        nodes_to_exclude=list(kept),
+        op_types_to_quantize=list(_LAYERS),
+        extra_options={"QDQOpTypePerChannelSupportToAxis": {"MatMul": -1}},
     )
-    return dict(sorted(counts.items()))
+    with quiet():
+        return quantizer.quantize_model()
