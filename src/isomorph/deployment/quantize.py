@@ -165,8 +165,6 @@ def quantize(
         raise UserError(f"weight_bits={weight_bits} is not possible; give 7 or 8")
     bits, mode = weight_bits or (8 if weights_only else 7), "weights" if weights_only else "static"
     model, opset = check_exportable(model, path, overwrite, opset)
-    from onnx.helper import set_model_props
-
     progress("fusing")
     prepared, shapes = prepare(model), plan_shapes(model, dynamic)
     if shapes.named:
@@ -182,17 +180,12 @@ def quantize(
     kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
     after = (_round_weights if weights_only else _round_all)(before, list(kept), bits, batches)
-    set_model_props(after, metadata | {"quantization": f"int8 {mode}"})
+    del after.metadata_props[:]
+    for key, value in (metadata | {"quantization": f"int8 {mode}"}).items():
+        after.metadata_props.add(key=key, value=value)
     progress("comparing")
-    measured = _measure(prepared, before, after, batches, shapes)
-    report = QuantizeReport(
-        path=str(path),
-        mode=mode,
-        weight_bits=bits,
-        layers=_describe_layers(before, after, kept),
-        float_operators=_float_operators(after),
-        **measured,
-    )
+    measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
+    report = QuantizeReport(path=str(path), mode=mode, weight_bits=bits, **measured)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()))
     return report
@@ -217,6 +210,7 @@ def _measure(
     speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
     return {
         "images": len(exact),
+        "float_operators": _float_operators(after),
         "megabytes": after.ByteSize() / 1e6,
         "float_megabytes": before.ByteSize() / 1e6,
         "images_per_second": speed["int8"].median,
