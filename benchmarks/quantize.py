@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import isomorph as iso
 from interleave import RESULTS, show, write
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.suites.test_data import sample_images
+from isomorph.evaluation.model_data import sample_images
 from quantize_models import trained
 
 FORMS: dict[str, dict[str, Any]] = {

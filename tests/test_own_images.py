@@ -1,22 +1,27 @@
 """A folder of one's own images as data: with train/ and val/ or not, split, in the order of the model's classes."""
 
+import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image, ImageOps
+from torch import nn
 
 import isomorph as iso
+from command_line import isomorph
 from isomorph.checkpoints.model import record_data
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
 from isomorph.data.sources import decode, image_name, read_image, upright_size
+from isomorph.errors import DataWarning, NotFinite
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.model_data import evaluation_data, open_split, open_test_images, sample_images
 from isomorph.evaluation.suites.robustness.images import prepare_inputs
-from isomorph.evaluation.suites.test_data import evaluation_data, open_split, open_test_images, sample_images
 from isomorph.recipes import parse_overrides
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table
@@ -182,6 +187,75 @@ def test_evaluate_takes_a_folder_a_name_a_source_and_a_loader(tmp_path):
     results = [iso.evaluate(model, data) for data in (photos, str(photos), source, loader)]
     assert results == [results[0]] * 4
     refused("leave it out for a source or a loader", iso.evaluate, model, source, test_fraction=0.2)
+
+
+class Own(nn.Module):
+    """A classifier that says nothing about itself, whose outputs have the form of another library's."""
+
+    def __init__(self, form, classes=3):
+        super().__init__()
+        self.net, self.form = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)), form
+
+    def forward(self, x):
+        return self.form(self.net(x))
+
+
+FORMS = {
+    "tensor": lambda logits: logits,
+    "attribute": lambda logits: SimpleNamespace(logits=logits),
+    "mapping": lambda logits: {"logits": logits},
+    "first of several": lambda logits: (logits, logits[:, :, None]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_classifiers_of_other_libraries(form, tmp_path):
+    photos = iso.data.open_source(images(tmp_path / "photos"), "test")
+    model = Own(FORMS[form])
+    found = iso.evaluate(model, photos, size=(24, 24))
+    loader = iso.data.eval_loader(photos, evaluation_config(model, (24, 24)))
+    assert found == iso.evaluate(model, loader) == iso.evaluate(model.net, loader)
+    assert "top5" not in found
+    refused("has 4 classes, the data has 3", iso.evaluate, Own(FORMS[form], 4), photos)
+    refused("leave it out for a loader", iso.evaluate, model, loader, size=(24, 24))
+    for value in (float("nan"), float("inf")):
+        model.net[2].bias.data[1] = value
+        with pytest.raises(NotFinite, match="not finite"):
+            iso.evaluate(model, loader)
+    for wrong in (lambda logits: logits[:, :, None, None], lambda logits: {"features": logits}, lambda logits: None):
+        refused("does not classify images", iso.evaluate, Own(wrong), photos)
+
+
+def test_the_command_ends_with_1_for_a_network_of_nan_and_names_the_certainty(tmp_path):
+    photos, model = images(tmp_path / "photos"), network()
+    iso.save(model, tmp_path / "m.safetensors", base=dict(name="cifar_resnet20", num_classes=3))
+    run = isomorph("evaluate", tmp_path / "m.safetensors", "--data", photos, "--no-cost")
+    assert re.search(r"top-1 of so few images \(15\): [\d.]+ to [\d.]+ % with 95 %", run.stdout), run.stderr
+    model.linear.bias.data[2] = float("nan")
+    iso.save(model, tmp_path / "nan.safetensors", base=dict(name="cifar_resnet20", num_classes=3))
+    for command in (["evaluate", "--data", photos], ["predict", "--image", photos / "plum/1.png"]):
+        run = isomorph(command[0], tmp_path / "nan.safetensors", *command[1:])
+        assert (run.returncode, run.stdout) == (1, "")
+        assert re.fullmatch("isomorph: .*outputs are not finite.*\n", run.stderr)
+
+
+def test_the_names_in_a_config_of_transformers_number_the_classes(tmp_path):
+    photos, model = images(tmp_path / "photos", ("crane", "pear")), Own(FORMS["attribute"], 2)
+    model.config = SimpleNamespace(id2label={0: "pear", 1: "crane"}, image_size=32)
+    model.net[2].weight.data.zero_()
+    model.net[2].bias.data = torch.tensor([1.0, 0.0])
+    (photos / "pear/0.png").unlink()
+    assert iso.evaluate(model, photos)["top1"] == pytest.approx(100 * 4 / 9)
+    model.config.id2label = {0: "LABEL_0", 1: "LABEL_1"}
+    assert iso.evaluate(model, photos)["top1"] == pytest.approx(100 * 5 / 9)
+
+
+def test_images_far_smaller_than_the_input_are_said(tmp_path):
+    photos = images(tmp_path / "photos", each=1)
+    Image.new("RGB", (9, 7)).save(photos / "plum/0.png")
+    for measure, data in ((iso.evaluate, photos), (CLASSIFICATION.predict, photos / "plum/0.png")):
+        with pytest.warns(DataWarning, match="images of 9 x 7 pixels are enlarged to 32 x 32"):
+            measure(network(), data)
 
 
 def test_a_vit_built_for_96_is_measured_at_96(tmp_path):

@@ -29,9 +29,9 @@ from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.model_data import sample_images
 from isomorph.evaluation.suites.robustness.cells import _IDENTITY_KEYS, CellFile, read_results, weights_hash
 from isomorph.evaluation.suites.robustness.scores import robustness_summary
-from isomorph.evaluation.suites.test_data import sample_images
 from isomorph.report import (
     AnalyzeOptions,
     Bars,
@@ -558,7 +558,7 @@ def test_models_are_told_apart():
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
     pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
     source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
-    monkeypatch.setattr("isomorph.evaluation.suites.test_data.open_source", lambda *_: source)
+    monkeypatch.setattr("isomorph.evaluation.model_data.open_source", lambda *_: source)
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")

@@ -12,7 +12,7 @@ from isomorph.cli import main
 from isomorph.cli.analyze import open_page_model
 from isomorph.cli.options import OpenOptions
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
-from isomorph.evaluation.suites.test_data import evaluation_data
+from isomorph.evaluation.model_data import evaluation_data
 
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)
 CUTTING = {

@@ -176,7 +176,7 @@ def _test_images(
     """
     from isomorph.analysis import feature_evolution
     from isomorph.analysis.evolution import random_draw_indices
-    from isomorph.evaluation.suites.test_data import default_data, images_on_device, open_test_images
+    from isomorph.evaluation.model_data import default_data, images_on_device, open_test_images
 
     sampled = f"{test.max_images} images of {test.data or default_data(models[0].model)}, drawn at random"
     if not (test.data or test.root):
@@ -193,7 +193,7 @@ def open_image_loaders(
     models: list["PageModel"], data: str | None, root: Path | None, samples: int
 ) -> dict[str, Iterable[Any]]:
     """Return a loader for each model of the same random test images, which are the same at every call."""
-    from isomorph.evaluation.suites.test_data import open_test_images, sample_images
+    from isomorph.evaluation.model_data import open_test_images, sample_images
 
     source = open_test_images(models[0].model, data, root, test_fraction=1)
     return _same_image_loaders(models, sample_images(source, samples))

@@ -111,7 +111,7 @@ def _open_images(log: Any, test: ImageOptions) -> Any:
     """Open the images for a run. Raises: UserError when its data is unknown or missing."""
     from isomorph.data.formats.registry import open_source
     from isomorph.data.sources import first_classes
-    from isomorph.evaluation.suites.test_data import sample_images
+    from isomorph.evaluation.model_data import sample_images
 
     own = log.recipe.get("data") or {}
     name, root = test.data or own.get("source"), test.root or own.get("root")

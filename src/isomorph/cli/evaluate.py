@@ -95,8 +95,8 @@ def evaluate_(
     with loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
+        from isomorph.evaluation.model_data import default_data
         from isomorph.evaluation.suites.imagenet import find_suites
-        from isomorph.evaluation.suites.test_data import default_data
         from isomorph.training.task import EvaluationOptions, task_of
     if of.per_class:
         _check_csv(of.per_class, overwrite)
@@ -161,9 +161,9 @@ def _measure(
     Raises: UserError for data of other classes than the model's.
     """
     from isomorph.checkpoints.files import write_atomically
+    from isomorph.evaluation.model_data import evaluation_data
     from isomorph.evaluation.suites.imagenet import NUM_CLASSES, open_located
     from isomorph.evaluation.suites.sweep import Sweep, measure_costs, run_sweep, write_csv
-    from isomorph.evaluation.suites.test_data import evaluation_data
     from isomorph.evaluation.suites.test_set import TestSet, check_num_classes, no_progress
 
     if locations:
@@ -185,6 +185,18 @@ def _measure(
     return rows, measure_costs(net, sizes, images, exported)
 
 
+_MANY_IMAGES = 1000
+"""From this number on, the accuracy is shown without its confidence interval: that is about 3 points to each side."""
+
+
+def _describe_certainty(row: dict[str, Any]) -> str:
+    """Return between which values the top-1 accuracy is likely to be for other images."""
+    from isomorph.evaluation.accuracy import accuracy_interval
+
+    low, high = accuracy_interval(row["top1"], row["images"])
+    return f"top-1 of so few images ({row['images']}): {low:.1f} to {high:.1f} % with 95 % confidence"
+
+
 def _show_rows(
     head: dict[str, str], rows: list[dict[str, Any]], costs: list[dict[str, Any]], many: bool, json_: bool
 ) -> None:
@@ -196,7 +208,8 @@ def _show_rows(
     single_cost = costs[0] if len(costs) == 1 else {}
     if len(rows) == 1 and not many:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
-        show(json_, head | rows[0] | single_cost, metric_table(model + rfc, rows[0] | single_cost))
+        few = [_describe_certainty(rows[0])] if rows[0]["images"] < _MANY_IMAGES else []
+        show(json_, head | rows[0] | single_cost, metric_table(model + rfc, rows[0] | single_cost), *few)
         return
     found = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows], **single_cost}
     table, cost = grid_table(rows), grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost)

@@ -179,7 +179,7 @@ def _open_images(
     """
     from isomorph.data.loaders import eval_loader
     from isomorph.data.sources import spaced_images
-    from isomorph.evaluation.suites.test_data import evaluation_data, open_split, sample_images
+    from isomorph.evaluation.model_data import evaluation_data, open_split, sample_images
 
     test, config = evaluation_data(net, data, root)
     train = sample_images(open_split(net, "train", data, root), images)

@@ -19,7 +19,7 @@ from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import random_inputs, training_config
-from isomorph.evaluation.suites.test_data import record_root
+from isomorph.evaluation.model_data import record_root
 from isomorph.surgery import notes
 from isomorph.surgery.model_inputs import Inputs
 from isomorph.terminal_tables import say

@@ -125,8 +125,8 @@ def _measure(
     net: Any, name: str, suite: str, seed: int, of: ClassifierOptions, given: Any, cells: Any, runtime: Any
 ) -> dict[str, Any]:
     """Return the result of a model: of a classifier on published images, or on those of its data source."""
+    from isomorph.evaluation.model_data import open_test_images
     from isomorph.evaluation.suites.robustness import measure_classifier
-    from isomorph.evaluation.suites.test_data import open_test_images
     from isomorph.tasks.robustness import measure_task
     from isomorph.training.task import task_of
 

@@ -146,7 +146,7 @@ def _recalibrate(net: Any, data: str | None, root: Path | None, batches: int, ba
     """Return a copy with BatchNorm statistics of random training images, by default of the model's own data source."""
     from isomorph.data.loaders import eval_loader
     from isomorph.evaluation.input_sizes import training_config
-    from isomorph.evaluation.suites.test_data import images_on_device, open_split, sample_images
+    from isomorph.evaluation.model_data import images_on_device, open_split, sample_images
 
     source = sample_images(open_split(net, "train", data, root), batches * batch_size)
     return iso.recalibrate(net, images_on_device(eval_loader(source, training_config(net), batch_size), net))

@@ -1,7 +1,8 @@
 """Accuracy and calibration of classifiers, from counts that are added up batch by batch."""
 
 import copy
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import add
 from typing import Any, Self, TypeVar
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode, require_finite
 
 _ECE_BINS = 15
 _STEP = 2.0**-28
@@ -81,12 +82,16 @@ class PredictionCounts(_Counts):
         self.nll += nll.sum()
 
     def metrics(self) -> dict[str, float]:
-        """Return top1 and top5 (%), nll (nats), ece (%), images. Raises: UserError when no image was counted."""
+        """Return top1, top5 of more than five classes (%), nll (nats), ece (%), images.
+
+        Raises: UserError when no image was counted.
+        """
         images = _require_images(int(self.total.sum()))
         _, confidence, correct = self.bins
+        top5 = {"top5": 100 * self.correct_top5.sum().item() / images} if len(self.total) > 5 else {}
         return {
             "top1": 100 * self.correct.sum().item() / images,
-            "top5": 100 * self.correct_top5.sum().item() / images,
+            **top5,
             "nll": self.nll.item() / images,
             "ece": 100 * (correct - confidence).abs().sum().item() / images,
             "images": images,
@@ -114,6 +119,21 @@ class MultiLabelCounts(_Counts):
         return {"top1": 100 * self.correct / _require_images(self.images), "images": self.images}
 
 
+def accuracy_interval(percent: float, images: int) -> tuple[float, float]:
+    """Return the 95 % confidence interval of an accuracy (%) measured on this many images.
+
+    Source: Wilson (1927), which has a width also where no image or every image is right
+
+    >>> from isomorph.evaluation.accuracy import accuracy_interval
+    >>> [round(end, 1) for end in accuracy_interval(100, 40)]
+    [91.2, 100.0]
+    """
+    share, z = percent / 100, 1.96
+    middle, scale = share + z * z / (2 * images), 1 + z * z / images
+    half = z * math.sqrt(share * (1 - share) / images + (z / (2 * images)) ** 2)
+    return 100 * (middle - half) / scale, 100 * (middle + half) / scale
+
+
 def _require_images(images: int) -> int:
     if not images:
         raise UserError("there is nothing to evaluate: no image has a label")
@@ -128,17 +148,32 @@ def sum_counts(counts: list[Counts]) -> Counts:
     return reduce(add, counts)
 
 
+def class_logits(outputs: Any) -> Tensor:
+    """Return the logits in a classifier's outputs: the tensor, the first of several, or `logits` as in transformers.
+
+    Shape: -> (B, K) float32
+    Raises: UserError for outputs without logits of images, NotFinite for NaN or infinite ones.
+    """
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    logits = logits[0] if isinstance(logits, tuple | list) and logits else logits
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        given = f"has shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"is a {type(outputs).__name__}"
+        raise UserError(f"the model does not classify images: its output {given}, not (images, classes)")
+    require_finite(logits)
+    return logits.float()
+
+
 @torch.no_grad()
 def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]) -> None:
     """Call `handle(logits, labels)` for every batch; labels are as the loader yields them.
 
-    The model runs in eval mode on its own device and in its own precision, and logits are float32; every module gets
-    its mode back.
+    The model runs in eval mode on its own device and in its own precision; every module gets its mode back. Logits and
+    errors: `class_logits`.
     """
     parameter = next(model.parameters())
     with eval_mode(model):
         for images, labels in loader:
-            handle(model(images.to(parameter, non_blocking=True)).float(), labels)
+            handle(class_logits(model(images.to(parameter, non_blocking=True))), labels)
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:
@@ -164,7 +199,8 @@ def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
 
     `loader` yields images and labels. Images labelled -1 do not count. Memory does not grow with the number of images.
 
-    Raises: UserError when the loader yields no batch, no image has a label, or a label is outside the model's classes.
+    Raises: UserError when the loader yields no batch, no image has a label, a label is outside the model's classes, or
+    the outputs are not logits; NotFinite for NaN or infinite ones.
 
     >>> model = timm.create_model("cifar_resnet20")
     >>> source = iso.data.open_source("digits", "test").subset(range(20))

@@ -14,8 +14,9 @@ from timm.models import get_model_input_config, get_model_traits
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.evaluation.accuracy import class_logits
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.surgery.model_inputs import Inputs
+from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.record import record
 
 ImageSize = tuple[int, int]
@@ -81,6 +82,8 @@ def built_size(model: nn.Module) -> ImageSize | None:
     size counts for more where isomorph recorded it, since the model was trained with it (`record_data`).
     """
     size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
+    if (side := getattr(getattr(model, "config", None), "image_size", None)) and not size:  # of transformers
+        size = (side, side) if isinstance(side, int) else side
     if size is None or tuple(config.get("input_size") or ())[-2:] == tuple(size):
         return None
     if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
@@ -272,9 +275,28 @@ def label_names(model: nn.Module) -> list[str]:
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
-def check_own_classes(model: nn.Module, classes: Sequence[str], where: str = "", more: str = "") -> None:
-    """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
-    own = len(label_names(model)) or getattr(model, "num_classes", len(classes))
+@torch.no_grad()
+def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
+    """Return the number of a classifier's classes: its `num_classes`, else that of its outputs for an image.
+
+    Raises: UserError as `class_logits`, and for a model that does not run on images of this size or its own.
+    """
+    known = getattr(model, "num_classes", None)
+    if isinstance(known, int):
+        return known
+    shape = evaluation_config(model, size)["input_size"]
+    with eval_mode(model):
+        return class_logits(run_model(model, inputs_like(model, 1, shape, next(model.parameters()).device))).shape[1]
+
+
+def check_own_classes(
+    model: nn.Module, classes: Sequence[str], where: str = "", more: str = "", size: ImageSize | None = None
+) -> None:
+    """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps.
+
+    `size` is that of the images, of a model that does not tell how many classes it has.
+    """
+    own = len(label_names(model)) or class_count(model, size)
     if len(classes) != own:
         raise UserError(
             f"the model has {own} classes, the data{where} has {len(classes)} ({shorten(classes)}); give data with the "

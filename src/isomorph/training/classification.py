@@ -16,9 +16,9 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import read_image
 from isomorph.data.streams.stream import STREAMS
 from isomorph.distributed import Runtime
-from isomorph.errors import UserError
-from isomorph.evaluation.accuracy import count_predictions, sum_counts
+from isomorph.evaluation.accuracy import class_logits, count_predictions, sum_counts
 from isomorph.evaluation.input_sizes import check_image_size, class_namer, evaluation_config
+from isomorph.evaluation.model_data import warn_of_small_images
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation
@@ -92,14 +92,13 @@ class Classification(Task):
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         image = read_image(path)
-        parameter = next(model.parameters())
+        parameter, config = next(model.parameters()), evaluation_config(model)
+        warn_of_small_images(image, config["input_size"][-2:])
         with eval_mode(model):
-            x = eval_transform(evaluation_config(model))(image)[None].to(parameter.device, parameter.dtype)
-            logits = model(x)
-        if logits.ndim != 2:
-            raise UserError(f"{type(model).__name__} does not classify images: its output has shape {logits.shape}")
+            x = eval_transform(config)(image)[None].to(parameter.device, parameter.dtype)
+            logits = class_logits(model(x))
         name_of = class_namer(model, logits.shape[1])
-        likeliest = logits[0].float().softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
+        likeliest = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
         rows = [
             {"class": name_of(i), "probability": 100 * share}
             for share, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)

@@ -15,7 +15,7 @@ from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.suites.test_data import images_on_device
+from isomorph.evaluation.model_data import images_on_device
 
 
 def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:

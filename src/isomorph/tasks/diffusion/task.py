@@ -19,7 +19,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
-from isomorph.evaluation.suites.test_data import open_split
+from isomorph.evaluation.model_data import open_split
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.diffusion.noise_schedule import (
     NoiseSchedule,

@@ -1,6 +1,7 @@
 """The test images of a model, with its labels, and its accuracy on them."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,16 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from isomorph.data.formats import registry
-from isomorph.data.formats.naming import ImageFiles
+from isomorph.data.formats.naming import ImageFiles, composed
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes, random_indices
-from isomorph.errors import UserError
+from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
-from isomorph.evaluation.input_sizes import check_own_classes, evaluation_config, label_names, shorten
+from isomorph.evaluation.input_sizes import (
+    check_own_classes,
+    evaluation_config,
+    fit_to_size,
+    label_names,
+    shorten,
+)
 from isomorph.surgery.record import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")
@@ -123,8 +131,8 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
     Raises: UserError when a model has classes of other names than a folder of images, or a name stands for several.
     """
-    own = tuple(label_names(model))
-    if len(own) != getattr(model, "num_classes", 0) or own == source.classes:
+    own = tuple(map(composed, label_names(model))) or _names_in_config(model, source.classes)
+    if not own or own == source.classes:
         return source
     unknown = [name for name in source.classes if name not in own]
     if not unknown:
@@ -142,6 +150,13 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
             f"({shorten(source.classes)}); {todo}"
         )
     return source
+
+
+def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the classes in the config of a model of transformers, if the data has one of them."""
+    names = getattr(getattr(model, "config", None), "id2label", None)
+    own = tuple(composed(str(name)) for name in names.values()) if isinstance(names, Mapping) else ()
+    return own if set(own) & set(classes) else ()
 
 
 def _check_unambiguous(whose: str, names: Sequence[str], used: Sequence[str]) -> None:
@@ -181,8 +196,23 @@ def evaluation_data(
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
     where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))}"
-    check_own_classes(model, source.classes, where)
+    check_own_classes(model, source.classes, where, size=size)
+    warn_of_small_images(source, config["input_size"][-2:])
     return source, config
+
+
+def warn_of_small_images(source: Source | Image.Image, size: Sequence[int]) -> None:
+    """Warn if the smallest of a few image files, or the one image, is shown to the model much larger than it is."""
+    if isinstance(source, Source):
+        if not len(source) or isinstance(source.images[0], Image.Image):  # of a data set that is known to be small
+            return
+        few = [source.image(i).size for i in range(0, len(source), len(source) // 8 + 1)]
+    else:
+        few = [source.size]
+    width, height = min(few, key=min, default=(1024, 1024))
+    if min(width, height) < min(16, min(size) / 4):
+        shown = f"{size[1]} x {size[0]} for the model"
+        warnings.warn(f"images of {width} x {height} pixels are enlarged to {shown}", DataWarning, stacklevel=2)
 
 
 def evaluate_classifier(
@@ -190,6 +220,7 @@ def evaluate_classifier(
     data: Iterable[Any] | Source | str | Path | None,
     *,
     test_fraction: float | None = None,
+    size: tuple[int, int] | None = None,
     batch_size: int = 100,
     workers: int = 0,
 ) -> dict[str, float]:
@@ -198,11 +229,16 @@ def evaluate_classifier(
     Raises: UserError when the data is missing, empty, or has not the model's classes.
     """
     if data is None or isinstance(data, str | Path):
-        data, _ = evaluation_data(model, str(data) if data else None, test_fraction=test_fraction)
+        source, config = evaluation_data(model, str(data) if data else None, size=size, test_fraction=test_fraction)
     elif test_fraction is not None:
         raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
-    if isinstance(data, Source):
-        data = with_model_labels(data, model)
-        check_own_classes(model, data.classes)
-        data = eval_loader(data, evaluation_config(model), batch_size, workers)
-    return evaluate_loader(model, data)
+    elif isinstance(data, Source):
+        source, config = with_model_labels(data, model), evaluation_config(model, size)
+        check_own_classes(model, source.classes, size=size)
+        warn_of_small_images(source, config["input_size"][-2:])
+    elif size:
+        raise UserError("size is that of images from a folder or a source; leave it out for a loader")
+    else:
+        return evaluate_loader(model, data)
+    fitted = fit_to_size(model, size) if size else model
+    return evaluate_loader(fitted, eval_loader(source, config, batch_size, workers))
