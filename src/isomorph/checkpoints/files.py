@@ -18,6 +18,7 @@ from timm.models import is_model
 from torch import Tensor
 from torch.serialization import add_safe_globals, get_safe_globals, safe_globals
 
+from isomorph.checkpoints.paths import move_into_place
 from isomorph.errors import UserError
 
 
@@ -41,10 +42,10 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
     """Call `write` on a temporary file, flush it to disk and rename it, so that readers see the old or the new file.
 
-    Raises: UserError when the file cannot be written; the old file is then unchanged.
+    Raises: UserError when the file cannot be written, or must be `new` and exists; the old file is then unchanged.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -53,7 +54,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write(partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        move_into_place(partial, path, new)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"cannot write {path}: {reason}") from error

@@ -3,6 +3,8 @@
 On the hub a model is OWNER/NAME, as a model of a command hf-hub:OWNER/NAME@REVISION.
 """
 
+import errno
+import os
 import re
 import tempfile
 from pathlib import Path, PurePath
@@ -52,3 +54,50 @@ def require_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+NEW_PATHS: set[Path] = set()
+"""Files and folders that the running command found free and must not replace, should another one write them first."""
+
+
+def require_new(path: Path, overwrite: bool, option: str) -> None:
+    """Raise UserError for a path that exists, unless it may be replaced; then and later, until it is written."""
+    if not overwrite and os.path.lexists(path):
+        raise UserError(f"{option} {path} exists; give --overwrite to replace it, or another name")
+    (NEW_PATHS.discard if overwrite else NEW_PATHS.add)(path.absolute())
+
+
+def must_be_new(path: Path) -> bool:
+    """True for a path that the running command must not replace, or one in such a folder."""
+    return not NEW_PATHS.isdisjoint((path.absolute(), path.absolute().parent))
+
+
+def move_into_place(partial: Path, path: Path, new: bool = False) -> None:
+    """Give a finished file or folder its name; in the place of an old one, unless it must be `new`.
+
+    Raises: UserError for a new one whose name was taken since, OSError.
+    """
+    try:
+        if not new and not must_be_new(path):
+            os.replace(partial, path)
+        elif partial.is_dir():
+            partial.rename(path)  # fails for a folder with files
+        else:
+            _link(partial, path)
+            partial.unlink(missing_ok=True)
+            NEW_PATHS.discard(path.absolute())
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise UserError(f"{path} exists now: another command wrote it; give --overwrite, or another name") from None
+
+
+def _link(partial: Path, path: Path) -> None:
+    """Give a file a second name, which must be free, or on a disk without links its only one. Raises: OSError."""
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.replace(partial, path)

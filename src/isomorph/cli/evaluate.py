@@ -118,10 +118,10 @@ def evaluate_(
 
 def _check_csv(path: Path, overwrite: bool) -> None:
     """Check that a CSV file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
-    from isomorph.checkpoints.paths import require_writable
+    from isomorph.checkpoints.paths import require_new, require_writable
 
-    if path.is_file() and not overwrite:
-        raise UserError(f"--per-class {path} exists; give --overwrite to replace it, or another file")
+    if not path.is_dir():
+        require_new(path, overwrite, "--per-class")
     if path.suffix != ".csv":
         raise UserError(f"cannot write {path}; give a file that ends in .csv")
     require_writable(path)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 from cyclopts import App, Parameter, Token
 
 import isomorph as iso
-from isomorph.checkpoints.paths import parse_hub_name, require_writable
+from isomorph.checkpoints.paths import parse_hub_name, require_new, require_writable
 from isomorph.errors import UserError
 from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
 
@@ -275,12 +275,10 @@ def check_out(
     Raises: UserError for another suffix than these, the file it is made from, or one that exists.
     """
     _check_suffix("--out", out, suffixes)
-    if not out.exists():
-        return
-    if source and source.exists() and out.samefile(source):
+    if source and source.exists() and out.exists() and out.samefile(source):
         raise UserError(f"--out {out} is the model that is changed; give another file")
-    if out.is_file() and not overwrite:
-        raise UserError(f"--out {out} exists; give --overwrite to replace it, or another file")
+    if not out.is_dir():
+        require_new(out, overwrite, "--out")
 
 
 def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "") -> Path:
@@ -299,6 +297,7 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
             what = out if out.exists() else out.with_name(out.stem + folder)
             raise UserError(f"--out: {what} exists; give --overwrite to replace it, or another file")
         path, number = Path(usual).with_stem(f"{Path(usual).stem}-{number}"), number + 1
+    require_new(path, overwrite, "--out")
     require_writable(path)
     return path
 
@@ -308,8 +307,7 @@ def check_page(page: Path | None, overwrite: bool) -> None:
     if page is None:
         return
     _check_suffix("--page", page, (".html",))
-    if page.exists() and not overwrite:
-        raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
+    require_new(page, overwrite, "--page")
     require_writable(page)
 
 

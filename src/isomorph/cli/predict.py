@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from isomorph.checkpoints.paths import require_new
 from isomorph.cli.options import Device, Json, Model, OpenOptions, Overwrite, command, loading
 from isomorph.cli.output import show
 from isomorph.errors import UserError
@@ -63,9 +64,8 @@ def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[P
     if out.suffix not in kinds:
         raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
     files = {out.with_name(out.stem + ending): value for ending, value in values.items()}
-    existing = [path for path in files if path.exists()]
-    if existing and not overwrite:
-        raise UserError(f"--out: {existing[0]} exists; give --overwrite to replace it, or another file")
+    for path in files:
+        require_new(path, overwrite, "--out")
     return files
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from isomorph.checkpoints.paths import check_repository
+from isomorph.checkpoints.paths import NEW_PATHS, check_repository
 from isomorph.cli.options import CheckpointOptions, Json, Overwrite, command, loading
 from isomorph.cli.output import show
 from isomorph.errors import UserError
@@ -73,3 +73,5 @@ def _check_out(out: Path | None, overwrite: bool, others: dict[str, object]) -> 
         raise UserError(f"--out uploads nothing; leave {' and '.join(given)} out")
     if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
         raise UserError(f"--out {out} exists; give --overwrite to replace the files in it, or another folder")
+    if not overwrite:
+        NEW_PATHS.add(out.absolute())

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from cyclopts import CycloptsError
 
+from isomorph.checkpoints.paths import NEW_PATHS
 from isomorph.cli import (  # noqa: F401 (each adds commands)
     analyze,
     bench,
@@ -171,6 +172,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     try:
         with SafeChildProcesses(), _output_written(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            NEW_PATHS.clear()
             app(tokens)
     except Stopped as stopped:
         _print_error(str(stopped))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from isomorph.checkpoints.paths import require_new
 from isomorph.cli.options import (
     CheckpointOptions,
     Device,
@@ -100,5 +101,4 @@ def _check_out(out: Path, images: int, overwrite: bool) -> None:
         raise UserError(f"--out {out} is a folder; give a file in it, or a name without .png")
     if not out.suffix and out.is_file():
         raise UserError(f"--out {out} is a file; give a folder")
-    if out.exists() and not overwrite:
-        raise UserError(f"--out {out} exists; give --overwrite to replace it, or another name")
+    require_new(out, overwrite, "--out")

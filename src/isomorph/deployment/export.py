@@ -130,7 +130,7 @@ def export(
     if not deviation.passed:
         raise NotEqual(deviation)
     progress("writing")
-    write_atomically(path, lambda file: file.write_bytes(contents))
+    write_atomically(path, lambda file: file.write_bytes(contents), new=not overwrite)
     return ExportReport(
         path=str(path),
         format=kind,

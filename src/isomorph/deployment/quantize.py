@@ -187,7 +187,7 @@ def quantize(
     measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
     report = QuantizeReport(path=str(path), mode=mode, weight_bits=bits, **measured)
     progress("writing")
-    write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()))
+    write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite)
     return report
 
 

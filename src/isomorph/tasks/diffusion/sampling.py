@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
+from isomorph.checkpoints.paths import move_into_place, must_be_new
 from isomorph.distributed import derive_seed
 from isomorph.errors import UserError, optional_module
 from isomorph.layers.eval_mode import eval_mode, require_finite
@@ -177,9 +178,9 @@ def write_folder(images: Tensor, folder: Path) -> None:
         partial.mkdir(parents=True)
         for number, image in enumerate(images):
             to_image(image).save(partial / f"{number:06d}.png")
-        if folder.exists():
+        if folder.exists() and not must_be_new(folder):
             shutil.rmtree(folder)
-        partial.rename(folder)
+        move_into_place(partial, folder)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
     finally:
