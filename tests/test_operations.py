@@ -118,14 +118,14 @@ partial = functools.partial
 
 LAYERS = {
     "timm's attention": Row(attention, TOKENS, 3, 9, 3, 0.74),
-    "attention -> gated": Row(partial(attention, iso.AttentionToGPSA(init="paper")), TOKENS, 35, 48, 35, 0.91),
-    "attention -> refined": Row(partial(attention, iso.AttentionToRefined()), TOKENS, 14, 25, 14, 4.44),
-    "attention -> relative": Row(partial(attention, iso.AttentionToRelative()), TOKENS, 28, 20, 4, 3.08),
+    "attention -> gated": Row(partial(attention, iso.AttentionToGPSA(init="paper")), TOKENS, 16, 38, 10, 0.91),
+    "attention -> refined": Row(partial(attention, iso.AttentionToRefined()), TOKENS, 11, 21, 9, 4.44),
+    "attention -> relative": Row(partial(attention, iso.AttentionToRelative()), TOKENS, 11, 18, 3, 3.08),
     "conv": Row(conv, MAP, 1, 1, 1, 0.39),
     "conv -> gated": Row(partial(conv, iso.ConvToGPSA(init="paper")), MAP, 49, 68, 49, 11.0),
     "conv -> gated, window": Row(partial(conv, iso.ConvToGPSA(init="paper", content="window")), MAP, 69, 68, 69, 11.0),
     "conv -> position": Row(partial(conv, iso.ConvToGPSA(init="paper", content="none")), MAP, 51, 120, 51, 0.43),
-    "ConViT-Ti": Row(partial(timm.create_model, "convit_ti"), IMAGE, 435, 587, 435, 30.1),
+    "ConViT-Ti": Row(partial(timm.create_model, "convit_ti"), IMAGE, 245, 507, 185, 30.1),
     "block with pyramids": Row(block, TOKENS, 312, 377, 247, 17.8),
 }
 """REDESIGN's layers; the plain ones show what is counted."""

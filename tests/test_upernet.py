@@ -8,7 +8,7 @@ from timm.layers import gen_relative_position_index
 from torch import nn
 
 import isomorph as iso
-from isomorph.layers.relative.attention import add_prefix_bias
+from isomorph.layers.relative.attention import expand_table
 from isomorph.models.task_networks.upernet import UPerHead, average_cells
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
@@ -110,7 +110,8 @@ def test_prefix_bias_is_that_of_beit():
     table = torch.randn((2 * H - 1) * (2 * W - 1) + 3, heads)
     index = gen_relative_position_index((H, W), class_token=True).view(-1)
     beit = table[index].view(H * W + 1, H * W + 1, heads).permute(2, 0, 1)
-    torch.testing.assert_close(add_prefix_bias(beit[:, 1:, 1:], table[-3:], 1), beit)
+    positions = table[:-3].T.unflatten(1, (2 * H - 1, 2 * W - 1))
+    torch.testing.assert_close(expand_table(positions, (H, W), 1, table[-3:]), beit)
 
 
 def test_surgery_and_files_of_the_whole_network(network, tmp_path):

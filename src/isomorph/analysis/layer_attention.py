@@ -149,7 +149,7 @@ def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
 def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
     """Return the scores of PSA, with position as bias. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
-    return Scores(q * q.shape[-1] ** -0.5, k, layer.position_bias(x, grid_size).to(q.dtype))
+    return Scores(q * q.shape[-1] ** -0.5, k, layer.position_bias(layer.check_grid(x, grid_size), q.dtype))
 
 
 def has_attention_method(layer: nn.Module) -> bool:

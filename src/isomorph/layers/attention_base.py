@@ -2,13 +2,38 @@
 
 from typing import Any
 
+import torch
 from timm.layers import Attention
 from torch import Tensor
+
+from isomorph.layers.eager import is_eager
 
 
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the device and dtype in `arguments`, to create a submodule with."""
     return {name: arguments.get(name) for name in ("device", "dtype")}
+
+
+class _ContiguousHeads(torch.autograd.Function):
+    """Split the joint projection into contiguous queries, keys and values in one copy; so are their gradients joined.
+
+    Shape: projected (B, N, 3 nh hd) -> three of (B, nh, N, hd)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(projected: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+        heads = projected.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, nh, N, hd)
+        return heads.contiguous().unbind(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=2).flatten(2), None  # (B, N, 3 nh hd)
 
 
 class AttentionBase(Attention):
@@ -19,16 +44,26 @@ class AttentionBase(Attention):
     Shape: x (B, N, C) -> (B, N, C)
     """
 
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values. Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
-        return self.split_projection(self.qkv(x))
+    scale: float
+    attn_drop: Any
+    qkv: Any
+    proj: Any
 
-    def split_projection(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def queries_keys_values(self, x: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values. Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
+        return self.split_projection(self.qkv(x), contiguous)
+
+    def split_projection(self, projected: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Split the output of `qkv` into heads, and normalise queries and keys.
+
+        `contiguous` copies all three at once, where products of matrices would copy each of them.
 
         Shape: projected (B, N, 3 nh hd) -> three of (B, nh, N, hd)
         """
-        q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if contiguous and is_eager():
+            q, k, v = _ContiguousHeads.apply(projected, self.num_heads)
+        else:
+            q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.q_norm(q), self.k_norm(k), v
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:

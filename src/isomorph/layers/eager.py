@@ -1,7 +1,13 @@
-"""What torch does with this call: whether it runs eagerly, under torch.func, and may overwrite a gradient."""
+"""What torch does with this call: which form a layer takes, and what it may keep or overwrite."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 CPU_DEVICE = "cpu"
 """Type of the device for which layers take the form of a CPU; a test of the other form names another."""
@@ -29,3 +35,35 @@ def can_write_into(gradient: Tensor) -> bool:
     """
     recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
     return not recorded and gradient.is_contiguous()
+
+
+def can_keep(*tensors: Tensor) -> bool:
+    """True if what is computed from these tensors may serve later calls.
+
+    Not so while something traces, transforms or captures this call, nor for tensors without memory of their own.
+    """
+    if not is_eager() or torch._C._functorch.peek_interpreter_stack() is not None or get_proxy_mode() is not None:
+        return False
+    if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta or each.is_inference() for each in tensors):
+        return False
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+LARGEST_CONSTANT = 2**23
+"""Bytes of the largest constant that is kept."""
+
+
+@functools.lru_cache(maxsize=128)
+def _made(make: Callable[..., Tensor], device: torch.device, arguments: tuple[Hashable, ...]) -> Tensor | None:
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        made = make(*arguments, device=torch.device("cpu"))
+        return made.to(device) if made.nbytes <= LARGEST_CONSTANT else None  # complete on return, for every stream
+
+
+def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tensor:
+    """Return `make(*arguments, device=...)` on the device of `like`: numbers that follow from sizes alone.
+
+    Small ones are made once for all layers and calls, and must not be written to. Graphs make them anew.
+    """
+    kept = _made(make, like.device, arguments) if can_keep(like) else None
+    return kept if kept is not None else make(*arguments, device=like.device)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.eager import is_eager, is_functorch_tensor
-from isomorph.layers.gated.positions import gated_mix, geometry_dtype, kronecker, quadratic_axis_scores
+from isomorph.layers.gated.positions import axis_scores, gated_mix, geometry_dtype, kronecker, mix_weights
 from isomorph.layers.gated.token_heads import PositionGates
 from isomorph.layers.grid import squarest_window, window_centres
-from isomorph.layers.map_grid import GridSize, fit_grid, key_offsets
+from isomorph.layers.map_grid import GridSize, fit_grid
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
 BLOCKED_SCORE = -100.0
@@ -200,17 +200,21 @@ class GatedMap(PositionGates):
 
         Shape: allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
         """
-        kind: Any = dict(device=self.position.device, dtype=geometry_dtype(self.position))
-        rows, columns = (key_offsets(*axis, **kind) for axis in zip(queries, keys, strict=True))
-        along_x, along_y, square = self.position.to(rows.dtype).unbind(1)
-        row_scores, column_scores = (
-            quadratic_axis_scores(rows, along_y, square),
-            quadratic_axis_scores(columns, along_x, square),
-        )
+        rows, columns = axis_scores(self.position, queries, keys)
         if allowed is None:
-            return kronecker(row_scores.softmax(-1), column_scores.softmax(-1))
-        scores = row_scores[:, :, None, :, None] + column_scores[:, None, :, None]  # (nh, Hq, Wq, H, W)
+            return kronecker(rows.softmax(-1), columns.softmax(-1))
+        scores = rows[:, :, None, :, None] + columns[:, None, :, None]  # (nh, Hq, Wq, H, W)
         return masked_softmax(scores.flatten(3).flatten(1, 2), allowed)  # (B, nh, Nq, Nk)
+
+    def scaled_map(
+        self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the position map times its share in the mix, and the share of content; it is 0 for `prefix` keys.
+
+        Shape: -> (nh, Nq, prefix + Nk) or (B, nh, Nq, prefix + Nk), (nh, 1, 1)
+        """
+        share, rest = mix_weights(self.gate).to(dtype)[:, :, None, None]
+        return F.pad(self.position_map(queries, keys, allowed), (prefix, 0)).to(dtype) * share, rest
 
     def place_map(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return position attention between places (row, column) in steps of the keys, to the allowed keys only.
@@ -219,8 +223,8 @@ class GatedMap(PositionGates):
         """
         kind: Any = dict(device=self.position.device, dtype=geometry_dtype(self.position))
         rows, columns = (keys.to(**kind) - queries.to(**kind)[:, None]).unbind(-1)  # (Nq, Nk) each
-        along_x, along_y, square = self.position.to(rows.dtype).unbind(1)
-        scores = quadratic_axis_scores(rows, along_y, square) + quadratic_axis_scores(columns, along_x, square)
+        along_x, along_y, square = self.position.to(rows.dtype)[:, :, None, None].unbind(1)  # (nh, 1, 1) each
+        scores = along_x * columns + along_y * rows + square * (rows.square() + columns.square())
         return masked_softmax(scores, allowed)
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
@@ -234,8 +238,10 @@ class GatedMap(PositionGates):
         else:
             queries, prefix = fit_grid(maps.shape[-2], call.shapes, call.prefix)
             keys, p = fit_grid(maps.shape[-1], (queries,), prefix)
-        allowed = None if call.mask is None else allowed_pairs(call.mask, maps)[..., prefix:, p:]
-        position = self.position_map(queries, keys, allowed)
-        position = F.pad(position, (p, 0)).to(maps.dtype)
-        mixed = gated_mix(maps[..., prefix:, :], position, self.gate)
+        if call.mask is None:
+            scaled, rest = self.keep((self.position, self.gate), self.scaled_map, queries, keys, p, maps.dtype)
+        else:
+            allowed = allowed_pairs(call.mask, maps)[..., prefix:, p:]
+            scaled, rest = self.scaled_map(queries, keys, p, maps.dtype, allowed)
+        mixed = torch.addcmul(scaled, maps[..., prefix:, :], rest)
         return torch.cat([maps[..., :prefix, :], mixed], dim=-2) if prefix else mixed

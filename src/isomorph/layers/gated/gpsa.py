@@ -19,7 +19,7 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.eval_mode import relative_deviation
-from isomorph.layers.gated.positions import attend_positions, gated_mix, gated_mix_by_axis, kronecker
+from isomorph.layers.gated.positions import attend_positions, gated_mix, kronecker, mix_positions
 from isomorph.layers.gated.token_heads import PositionGates, TokenHeads, ViTCall, softmax_map
 from isomorph.layers.grid import squarest_window, window_centres
 
@@ -65,8 +65,9 @@ class PositionalAttention(TokenHeads):
         return self.normalise(q.transpose(1, 2), k.transpose(1, 2))
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        rows, columns = self.axis_maps(self.check_grid(x, grid_size))
+        grid_size = self.check_grid(x, grid_size)
         v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
+        rows, columns = self.keep((self.position,), self.positions, grid_size, v.dtype)
         attended = attend_positions(v[:, p:], rows, columns)  # (B, H W, nh, hd)
         if p:
             q, k = self.prefix_queries_keys(x)
@@ -146,13 +147,12 @@ class GPSA(TokenHeads, PositionGates):
         self.set_gating(gate=gate)
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        rows, columns = self.axis_maps(self.check_grid(x, grid_size))
+        grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
-        v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
+        v = self.split_heads(self.v(x))  # (B, N, nh, hd)
+        rows, columns, weights = self.keep((self.position, self.gate), self.positions, grid_size, v.dtype)
         content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
-        mixed = gated_mix_by_axis(content[:, p:], v[:, p:], rows, columns, self.gate)
-        if p:
-            mixed = torch.cat([content[:, :p], mixed], dim=1)
+        mixed = mix_positions(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
         return self.proj_drop(self.proj(mixed.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:

@@ -2,23 +2,24 @@
 
 A position score that is quadratic in the offset, a dx^2 + b dx + a dy^2 + c dy, is the sum of a row part and a column
 part, so softmax(scores) = rows (x) columns exactly. Applied axis by axis it costs O(N (H + W)) work and
-O(H^2 + W^2) memory instead of O(N^2); multiplied out (the Kronecker product) it is one matrix product, which is
-faster on very small grids. Neither depends on the image, so only the values have a batch axis.
+O(H^2 + W^2) memory instead of O(N^2). It does not depend on the image, so only the values have a batch axis.
 
-Content and position are mixed with few saved tensors, y_h = w_h content_h + (rows_h (x) columns_h) values_h, where w is
-1 - sigma(gate) and the rows contain sigma(gate). Plain autograd would store four more tensors of the size of x: the
-values in product layout, intermediate products, the position output, and the arguments of the mix. None is needed: the
-gradient of the gate needs <dy, P v> = <P^T dy, v>, and P^T dy is the gradient of the values; the intermediate products
-are recomputed with one small product.
+Content and position are mixed with few saved tensors, y_h = (1 - s_h) content_h + s_h (rows_h (x) columns_h) values_h,
+with s = sigma(gate). Plain autograd would store four more tensors of the size of x: the values in product layout,
+intermediate products, the position output, and the arguments of the mix. None is needed: the gradient of the gate
+follows from that of the rows, and the intermediate products are recomputed with one small product.
 
-Letters: nh heads, Hq Wq query grid, H W key grid, hd head width, C channels.
+Letters: nh heads, Hq Wq query grid, H W key grid, hd head width, C channels, p prefix tokens.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from isomorph.layers.eager import constant
+from isomorph.layers.map_grid import GridSize, key_offsets
 
 
 def geometry_dtype(parameter: Tensor) -> torch.dtype:
@@ -47,18 +48,36 @@ def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) ->
     return torch.softmax(-locality[:, None, None] * squared, dim=-1)
 
 
-def quadratic_axis_scores(offsets: Tensor, linear: Tensor, square: Tensor) -> Tensor:
-    """Return the scores of quadratic_axis_attention. Shape: offsets (Nq, Nk), linear, square (nh,) -> (nh, Nq, Nk)"""
-    return linear[:, None, None] * offsets + square[:, None, None] * offsets.square()
+def _signs(device: torch.device) -> Tensor:
+    return torch.tensor([[1.0], [-1.0]], device=device)
 
 
-def quadratic_axis_attention(offsets: Tensor, linear: Tensor, square: Tensor) -> Tensor:
-    """Return attention along one axis with any quadratic score: softmax(linear offset + square offset^2).
+def mix_weights(gate: Tensor) -> Tensor:
+    """Return sigma(gate), the share of position attention, and 1 - sigma(gate), exact for gates far from 0.
 
-    Shape: offsets (Nq, Nk), linear (nh,), square (nh,) -> (nh, Nq, Nk)
-    Source: ConViT eq. 4 with r = (dx, dy, dx^2 + dy^2)
+    Shape: gate (nh,) -> (2, nh)
     """
-    return torch.softmax(quadratic_axis_scores(offsets, linear, square), dim=-1)
+    return torch.sigmoid(gate * constant(_signs, gate))
+
+
+def _axis_features(queries: GridSize, keys: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (dx, dy, dx^2 + dy^2) along the rows, where dx is 0, then along the columns. Shape: -> (Hq H + Wq W, 3)"""
+    dy, dx = (key_offsets(*axis, device, dtype).flatten() for axis in zip(queries, keys, strict=True))
+    rows, columns = (torch.stack(each, 1) for each in ((0 * dy, dy, dy.square()), (dx, 0 * dx, dx.square())))
+    return torch.cat([rows, columns])
+
+
+def axis_scores(position: Tensor, queries: GridSize, keys: GridSize) -> tuple[Tensor, Tensor]:
+    """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) between two grids on the same image, axis by axis.
+
+    Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
+    Source: ConViT eq. 4
+    """
+    (Hq, Wq), (H, W) = queries, keys
+    features = constant(_axis_features, position, queries, keys, geometry_dtype(position))
+    scores = (position[:, None] * features).sum(-1)  # not a product of matrices, which may be in low precision
+    rows, columns = scores.split([Hq * H, Wq * W], dim=1)
+    return rows.unflatten(1, (Hq, H)), columns.unflatten(1, (Wq, W))
 
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
@@ -122,17 +141,6 @@ def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     return from_head_grid(attend_columns(columns, attend_rows(rows, grid)))
 
 
-def attend_dense(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Apply position attention to values that differ by head, through the Kronecker product.
-
-    Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)
-    """
-    B, N, nh, hd = values.shape
-    flat = values.permute(2, 1, 0, 3).reshape(nh, N, B * hd)
-    out = torch.bmm(kronecker(rows, columns), flat)  # (nh, Hq Wq, B hd)
-    return out.view(nh, out.shape[1], B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
-
-
 def attend_shared_values(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Apply the position attention of every head to the same values, one axis after the other.
 
@@ -144,34 +152,22 @@ def attend_shared_values(rows: Tensor, columns: Tensor, values: Tensor) -> Tenso
     return out.permute(3, 0, 1, 2, 4).flatten(2, 3)
 
 
-MAX_DENSE_TOKENS = 32
-"""Most tokens for which the position map is multiplied out. Above, and for sizes that an export leaves open, it is
-applied axis by axis, which is faster there (measured by benchmarks/gpsa.py)."""
+def _position_gradients(
+    grad: Tensor, values: Tensor, rows: Tensor, columns: Tensor, trained: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the values, and of the axis maps if they are trained.
 
-
-class _GatedMixByAxis(torch.autograd.Function):
-    """Compute content_weight content + (rows (x) columns) values, in the layout of the values.
-
-    Shape: content, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W), content_weight (nh,) -> as content
+    Shape: grad, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W) -> as values, rows, columns
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, content_weight: Tensor) -> Tensor:
-        return (content * content_weight[:, None]).add_(_attend(rows, columns, values))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        content, values, rows, columns, content_weight = ctx.saved_tensors
-        trained = any(ctx.needs_input_grad[2:])  # otherwise position parameters and gates are frozen
-        d_position = _position_gradients(grad, values, rows, columns, trained)
-        d_weight = (grad * content).sum((0, 1, 3)) if trained else None
-        return grad * content_weight[:, None], *d_position, d_weight
+    dy = to_head_grid(grad, (rows.shape[1], columns.shape[1]))  # (nh, H, W, B, hd)
+    halfway = attend_columns(columns.mT, dy)
+    d_values = from_head_grid(attend_rows(rows.mT, halfway))
+    if not trained:
+        return d_values, None, None
+    v = to_head_grid(values, (rows.shape[2], columns.shape[2]))  # (nh, H, W, B, hd)
+    d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).mT)  # (nh, H, H)
+    left, right = (t.flatten(3).flatten(0, 1) for t in (dy, attend_rows(rows, v)))  # (nh H, W, B hd)
+    return d_values, d_rows, torch.bmm(left, right.mT).unflatten(0, dy.shape[:2]).sum(1)
 
 
 class _AttendPositions(torch.autograd.Function):
@@ -184,7 +180,7 @@ class _AttendPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        return _attend(rows, columns, values)
+        return attend_by_axis(rows, columns, values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -196,37 +192,46 @@ class _AttendPositions(torch.autograd.Function):
         return _position_gradients(grad, values, rows, columns, any(ctx.needs_input_grad[1:]))
 
 
-def _attend(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Apply position attention in the form that is faster for this number of tokens."""
-    attend = attend_dense if statically_known_true(values.shape[1] <= MAX_DENSE_TOKENS) else attend_by_axis
-    return attend(rows, columns, values)
+class _MixPositions(torch.autograd.Function):
+    """Mix content with (rows (x) columns) values by their weights; prefix tokens keep their content.
 
+    The derivative by the gate is returned as a whole: `weights`, from which it is computed, get none of their own, but
+    second derivatives pass through them.
 
-def _position_gradients(
-    grad: Tensor, values: Tensor, rows: Tensor, columns: Tensor, trained: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of the values, and of the axis maps if they are trained.
-
-    Shape: grad, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W) -> as values, rows, columns
+    Shape: content, values (B, p + H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,), weights (2, nh) -> as
+        content
     """
-    grid_size = (rows.shape[1], columns.shape[1])
-    dy = to_head_grid(grad, grid_size)  # (nh, H, W, B, hd)
-    halfway = attend_columns(columns.transpose(1, 2), dy)
-    d_values = from_head_grid(attend_rows(rows.transpose(1, 2), halfway))
-    if not trained:
-        return d_values, None, None
-    v = to_head_grid(values, grid_size)  # (nh, H, W, B, hd)
-    d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).transpose(1, 2))  # (nh, H, H)
-    return d_values, d_rows, _axis_gradient(dy, attend_rows(rows, v))
 
+    generate_vmap_rule = True
 
-def _axis_gradient(grad: Tensor, grid: Tensor) -> Tensor:
-    """Sum the outer products along a row over rows, images and width.
+    @staticmethod
+    def forward(
+        content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor, p: int
+    ) -> Tensor:
+        mixed = torch.lerp(content[:, p:], attend_by_axis(rows, columns, values[:, p:]), weights[0, :, None])
+        return torch.cat([content[:, :p], mixed], dim=1) if p else mixed
 
-    Shape: grad (nh, H, Wq, B, hd), grid (nh, H, W, B, hd) -> (nh, Wq, W)
-    """
-    left, right = (t.flatten(3).flatten(0, 1) for t in (grad, grid))  # (nh H, W, B hd)
-    return torch.bmm(left, right.transpose(1, 2)).unflatten(0, grad.shape[:2]).sum(1)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.prefix = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        content, values, rows, columns, _, weights = ctx.saved_tensors
+        p, (share, rest) = ctx.prefix, weights
+        dy, trained = grad[:, p:], any(ctx.needs_input_grad[2:5])  # if not, position parameters and gates are frozen
+        scaled = rows * share[:, None, None]
+        d_values, d_rows, d_columns = _position_gradients(dy, values[:, p:], scaled, columns, trained)
+        d_content, d_gate = dy * rest[:, None], None
+        if p:
+            d_content = torch.cat([grad[:, :p], d_content], dim=1)
+            d_values = F.pad(d_values, (0, 0, 0, 0, p, 0))
+        if d_rows is not None:
+            d_rows = d_rows * share[:, None, None]
+            by_position, by_content = (rows * d_rows).sum((1, 2)), (dy * content[:, p:]).sum((0, 1, 3))
+            d_gate = torch.addcmul(by_position, share, by_content, value=-1) * rest
+        return d_content, d_values, d_rows, d_columns, d_gate, None, None
 
 
 def gated_mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
@@ -234,20 +239,23 @@ def gated_mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
 
     Shape: content (..., nh, Nq, n), position (nh, Nq, n) or as content, gate (nh,) -> as content
     """
-    gate = gate[:, None, None].to(content.dtype)
-    return torch.addcmul(position * torch.sigmoid(gate), content, torch.sigmoid(-gate))
+    share, rest = mix_weights(gate).to(content.dtype)[:, :, None, None]
+    return torch.addcmul(position * share, content, rest)
 
 
-def gated_mix_by_axis(content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor) -> Tensor:
-    """Return (1 - sigma(gate)) content + sigma(gate) (rows (x) columns) values, exact for gates far from 0.
+def mix_positions(
+    content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor, prefix: int = 0
+) -> Tensor:
+    """Return (1 - sigma(gate)) content + sigma(gate) (rows (x) columns) values; `weights` are those of the gate.
 
-    Shape: content, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,) -> (B, H W, nh, hd)
+    The first `prefix` tokens keep their content.
+
+    Shape: content, values (B, p + H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,), weights (2, nh)
+        -> as content
     """
-    gate = gate.to(rows.dtype)
-    gated = rows * torch.sigmoid(gate)[:, None, None]
-    return _GatedMixByAxis.apply(content, values, *(t.to(values.dtype) for t in (gated, columns, torch.sigmoid(-gate))))
+    return _MixPositions.apply(content, values, rows, columns, gate, weights, prefix)
 
 
 def attend_positions(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return (rows (x) columns) values. Shape: values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W)"""
-    return _AttendPositions.apply(values, rows.to(values.dtype), columns.to(values.dtype))
+    return _AttendPositions.apply(values, rows, columns)

@@ -13,22 +13,8 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
-from isomorph.layers.gated.positions import geometry_dtype
+from isomorph.layers.gated.positions import axis_scores
 from isomorph.layers.gated.token_heads import TokenHeads
-from isomorph.layers.grid import axis_offsets
-
-
-def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
-    """Return v_pos . (dx, dy, dx^2 + dy^2) for every query and key, as the sum of a row part and a column part.
-
-    Shape: position (nh, 3) -> (nh, H W, H W)
-    """
-    dtype, device = geometry_dtype(position), position.device
-    along_x, along_y, square = position.to(dtype)[:, :, None, None].unbind(1)  # (nh, 1, 1) each
-    dy, dx = (axis_offsets(size, size, device=device, dtype=dtype) for size in grid_size)
-    rows, columns = along_y * dy + square * dy.square(), along_x * dx + square * dx.square()
-    bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
-    return bias.flatten(3).flatten(1, 2)  # (nh, H W, H W)
 
 
 @register_notrace_module
@@ -66,15 +52,18 @@ class PSA(TokenHeads):
     ) -> None:
         super().__init__(dim, num_heads, grid_size, qkv_bias, proj_drop=proj_drop)
 
-    def position_bias(self, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
-        """Return the position scores, which are the same for all images. Shape: x (B, N, C) -> (1, nh, N, N)"""
-        return _quadratic_bias(self.position, self.check_grid(x, grid_size))[None]
+    def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return v_pos . r for every query and key, which is the same for all images. Shape: -> (1, nh, N, N)"""
+        rows, columns = axis_scores(self.position, grid_size, grid_size)
+        bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
+        return bias.flatten(3).flatten(1, 2)[None].to(dtype)
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        bias = self.position_bias(x, grid_size)
+        grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))  # (B, nh, N, hd)
+        bias = self.keep((self.position,), self.position_bias, grid_size, q.dtype)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, nh, N, hd)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
@@ -82,6 +71,6 @@ class PSA(TokenHeads):
 
         Shape: x (B, N, C) -> (B, nh, N, N)
         """
-        bias = self.position_bias(x, grid_size)
+        bias = self.position_bias(self.check_grid(x, grid_size), x.dtype)
         q, k = self.queries_keys(x)
-        return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias.to(q.dtype), dim=-1)
+        return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias, dim=-1)

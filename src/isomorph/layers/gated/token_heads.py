@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import geometry_dtype, quadratic_axis_attention
-from isomorph.layers.grid import axis_offsets, square_window, window_centres
+from isomorph.layers.eval_mode import KeepsInEval
+from isomorph.layers.gated.positions import axis_scores, mix_weights
+from isomorph.layers.grid import square_window, window_centres
 
 
-class TokenPositions(nn.Module):
+class TokenPositions(KeepsInEval):
     """Base of the layers whose heads attend by position: the parameter `position`, read per head.
 
     It holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
@@ -50,10 +51,13 @@ class TokenPositions(nn.Module):
 
         Source: ConViT eq. 4
         """
-        dtype, device = geometry_dtype(self.position), self.position.device
-        along_x, along_y, square = self.position.to(dtype).unbind(1)
-        rows, columns = (axis_offsets(size, size, device=device, dtype=dtype) for size in grid_size)
-        return quadratic_axis_attention(rows, along_y, square), quadratic_axis_attention(columns, along_x, square)
+        rows, columns = axis_scores(self.position, grid_size, grid_size)
+        return rows.softmax(-1), columns.softmax(-1)
+
+    def positions(self, grid_size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what position attention on a grid consists of: the axis maps."""
+        rows, columns = self.axis_maps(grid_size)
+        return rows.to(dtype), columns.to(dtype)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
@@ -88,6 +92,10 @@ class PositionGates(TokenPositions):
     def position_share(self) -> Tensor:
         """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
         return torch.sigmoid(self.gate)
+
+    def positions(self, grid_size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what gated position attention on a grid consists of: the axis maps, and the weights of the mix."""
+        return *super().positions(grid_size, dtype), mix_weights(self.gate).to(dtype)
 
 
 class TokenHeads(TokenPositions):

@@ -96,6 +96,7 @@ class RefinedAttention(AttentionBase):
     """
 
     default_refiner: ClassVar[Callable[..., nn.Module]] = Refiner
+    forms_maps: ClassVar[bool] = True
 
     def __init__(
         self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
@@ -132,7 +133,7 @@ class RefinedAttention(AttentionBase):
         Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)
         """
         token_mask = _padding_mask(x, attn_mask, is_causal)
-        q, k, v = self.queries_keys_values(x)
+        q, k, v = self.queries_keys_values(x, self.forms_maps)
         if return_maps:
             maps = self.refined_maps(q, k, token_mask, **more)
             return self.project_output(maps @ v, x), maps
@@ -348,6 +349,7 @@ class LocalAttention(RefinedAttention):
 
     refine: MapConvolution
     default_refiner = MapConvolution
+    forms_maps = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
         """Return the convolved maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""

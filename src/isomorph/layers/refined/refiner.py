@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isomorph.layers.eval_mode import KeepsInEval
 from isomorph.layers.pyramid.moments import disable_autocast
 
 Init = Literal["same-function", "paper"]
@@ -114,7 +115,7 @@ class MapConvolution(nn.Module):
         return F.conv2d(maps, self.kernel(), padding=self.local.kernel_size // 2, groups=maps.shape[1])
 
 
-class Expansion(nn.Module):
+class Expansion(KeepsInEval):
     """Turn the attention maps of H heads into ratio H maps: mixtures of all heads, convolved locally.
 
     A'_m = D_m * sum_i E[m, i] A_i. Map m starts as the map of head m // ratio, to whose values `ExpandedAttention`
@@ -157,7 +158,11 @@ class Expansion(nn.Module):
             self.expand.copy_(torch.eye(self.num_heads).repeat_interleave(self.ratio, 0))
 
     def kernel(self) -> Tensor:
-        """Return the kernel of the equivalent convolution. Shape: -> (M, H, k, k)"""
+        """Return the kernel of the equivalent convolution, which eval mode keeps. Shape: -> (M, H, k, k)"""
+        return self.keep(tuple(self.parameters()), self.combine)
+
+    def combine(self) -> Tensor:
+        """Return the product of the weights, the kernel of the equivalent convolution. Shape: -> (M, H, k, k)"""
         with disable_autocast(self.expand.device):
             return self.expand[:, :, None, None] * self.local()[:, None]
 
@@ -208,12 +213,12 @@ class Refiner(Expansion):
             self.expand.copy_(nn.init.orthogonal_(directions))
             self.reduce.copy_(self.expand.mT)
 
-    def kernel(self) -> Tensor:
-        """Return the kernel of the equivalent convolution. Shape: -> (H, H, k, k)"""
+    def combine(self) -> Tensor:
+        """Return the product of the weights, the kernel of the equivalent convolution. Shape: -> (H, H, k, k)"""
         k = self.local.kernel_size
         with disable_autocast(self.reduce.device):
-            taps = self.local().flatten(1).mT[:, None]  # (k k, 1, M)
-            return ((self.reduce * taps) @ self.expand).permute(1, 2, 0).unflatten(2, (k, k))  # (H, H, k, k)
+            expanded = self.expand[:, :, None] * self.local().flatten(1)[:, None]  # (M, H, k k)
+            return (self.reduce @ expanded.flatten(1)).unflatten(1, (-1, k, k))  # (H, H, k, k)
 
 
 class SpatialRefiner(Refiner):

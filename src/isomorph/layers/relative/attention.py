@@ -7,7 +7,7 @@ rectangular size; the table of scalars is resized to it.
 Letters: B batch, H W grid, N = H W, C channels, nh heads, hd head width, P table.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs
-from isomorph.layers.eager import is_eager, is_functorch_tensor, on_cpu
-from isomorph.layers.eval_mode import relative_deviation
+from isomorph.layers.eager import constant, is_eager, is_functorch_tensor
+from isomorph.layers.eval_mode import KeepsInEval, relative_deviation
 from isomorph.layers.grid import axis_offsets
+from isomorph.layers.map_grid import GridSize
 from isomorph.layers.refined.attention import attention_kwargs, copy_parts
 
 MIN_FLEX_TOKENS = 512
@@ -40,26 +41,48 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
 
 
-def expand_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
-    """Return the entry P[i - i', j - j'] for every query (i, j) and key (i', j').
+def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
+    """Return the entry of the flat table for every query and key; in front of the table are those of prefix tokens.
 
-    Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, N, N)
+    These are three: from a prefix token to a position, from a position to a prefix token, and between prefix tokens.
+
+    Shape: -> (p + N, p + N)
     """
     H, W = grid_size
-    rows, columns = (n - 1 - axis_offsets(n, n, device=table.device, dtype=torch.long) for n in grid_size)
+    rows, columns = (n - 1 - axis_offsets(n, n, device=device, dtype=torch.long) for n in grid_size)
     entries = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
-    return table.flatten(1).index_select(1, entries.flatten()).view(-1, H * W, H * W)
+    entries = entries.view(H * W, H * W)
+    if prefix:
+        entries = F.pad(F.pad(entries + 3, (0, 0, prefix, 0), value=0), (prefix, 0), value=1)
+        entries[:prefix, :prefix] = 2
+    return entries
+
+
+def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: Tensor | None = None) -> Tensor:
+    """Return the entry P[i - i', j - j'] for every query (i, j) and key (i', j').
+
+    From and to `prefix` tokens, which come first, the bias is 0 or one of three scalars per head.
+
+    Shape: table (nh, 2 H - 1, 2 W - 1), scalars (3, nh) -> (nh, p + N, p + N)
+    Source of the scalars: BEiT (Bao et al., 2022), as published: class token to positions, positions to class token,
+        both
+    """
+    flat = table.flatten(1)
+    if prefix:
+        flat = F.pad(flat, (3, 0)) if scalars is None else torch.cat([scalars.mT.to(flat.dtype), flat], 1)
+    entries = constant(_entries, table, grid_size, prefix)
+    return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
 
 def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(hd) + bias) v.
 
-    If the bias needs a gradient on a CPU, torch's kernel would form the maps too, and take 1.1 to 1.3 times as long.
-    Otherwise that kernel needs a bias with four axes for its fast path.
+    Where the bias needs a gradient, only CUDA has a fused kernel; elsewhere torch would form the maps too, and take 1.1
+    to 1.3 times as long. The fast path of the kernel needs a bias with four axes.
 
     Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
     """
-    forms_maps = is_eager() and on_cpu(q) and torch.is_grad_enabled() and bias.requires_grad
+    forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
         # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
@@ -70,6 +93,11 @@ def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor)
     # in place where allowed: allocating another map for the sum is slow
     maps = (logits + bias if is_functorch_tensor(bias) else logits.add_(bias)).softmax(-1)
     return (F.dropout(maps, drop) if drop else maps) @ v
+
+
+def trains_bias(bias: Tensor) -> bool:
+    """True in eager mode if a bias, or the table of one, needs a gradient."""
+    return is_eager() and torch.is_grad_enabled() and bias.requires_grad
 
 
 def uses_flex_attention(tokens: int, drop: float) -> bool:
@@ -91,37 +119,8 @@ def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor,
     return flex_attention(q, k, v, score_mod=add_bias)
 
 
-class _CachedBias(NamedTuple):
-    """A position bias and what it was computed from: on a CPU a copy of the table, elsewhere the table itself."""
-
-    key: tuple[Any, ...]
-    table: Tensor
-    bias: Tensor
-
-    def matches(self, key: tuple[Any, ...], table: Tensor) -> bool:
-        """True if the bias is still valid. Comparing the whole table on a CPU costs next to nothing."""
-        if self.key != key:
-            return False
-        return torch.equal(self.table, table) if on_cpu(table) else self.table is table
-
-
-def storage_version(table: Tensor) -> tuple[int, int]:
-    """Return a value that changes with the storage, and with every write that autograd can see."""
-    return table.data_ptr(), 0 if table.is_inference() else table._version
-
-
-def _cuda_stream(table: Tensor) -> int:
-    """Return the CUDA stream of this call: a result of one stream may not be ready yet in another."""
-    return torch.cuda.current_stream(table.device).cuda_stream if table.is_cuda else 0
-
-
-def _can_cache(table: Tensor) -> bool:
-    """True if this call's bias may be reused: no gradient, compiler or function transform is involved."""
-    return is_eager() and not is_functorch_tensor(table) and not (torch.is_grad_enabled() and table.requires_grad)
-
-
 @register_notrace_module
-class RelativeAttention(AttentionBase):
+class RelativeAttention(AttentionBase, KeepsInEval):
     """Self-attention on feature maps that knows how far apart positions are, and accepts any image size (CoAtNet).
 
     Each head adds a learnt scalar for the offset between two positions to their attention score:
@@ -129,9 +128,8 @@ class RelativeAttention(AttentionBase):
         y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
 
     `relative_bias` is P, one table per head, created for `grid_size` and resized to other feature maps at any call. The
-    other arguments are those of timm's Attention. In eval mode without gradients the N x N bias is cached until the
-    table changes (on a CPU in any way, elsewhere by a write that autograd sees), or the size, dtype or device of the
-    input; `train()` and `eval()` clear the cache.
+    other arguments are those of timm's Attention. In eval mode without gradients the N x N bias is kept until the table
+    or the size of the input changes (writes to the table through `.data` are not seen; `eval()` drops it).
 
     Shape: x (B, H, W, C) -> (B, H, W, C)
     Source: CoAtNet eq. 3 (pre), A.1; differs: the initialisation N(0, .02) of P and its exemption from weight decay are
@@ -154,7 +152,6 @@ class RelativeAttention(AttentionBase):
         super().__init__(dim, num_heads, **kwargs)
         H, W = grid_size
         self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs)))
-        self.cached_bias: _CachedBias | None = None
         self.reset_bias()
 
     def reset_bias(self) -> None:
@@ -176,27 +173,22 @@ class RelativeAttention(AttentionBase):
         """Resize the table to another grid permanently."""
         table = resize_table(self.relative_bias, grid_size)
         self.relative_bias = nn.Parameter(table.clone(), self.relative_bias.requires_grad)
-        self.cached_bias = None
 
     def resized_table(self, grid_size: tuple[int, int]) -> Tensor:
         """Return the table P for a grid. Shape: -> (nh, 2 H - 1, 2 W - 1)"""
         return resize_table(self.relative_bias, grid_size)
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return P for every pair of positions, from the cache where possible. Shape: -> (nh, N, N)"""
-        table = self.relative_bias
-        if self.training or not _can_cache(table):
-            return expand_table(self.resized_table(grid_size), grid_size).to(dtype)
-        cpu = on_cpu(table)
-        version = None if cpu else storage_version(table)
-        table_state = (table.dtype, table.device, version, _cuda_stream(table))
-        key = (grid_size, dtype, torch.is_inference_mode_enabled(), *table_state)
-        cached = self.cached_bias  # read once: another thread may replace it at any time
-        if cached is None or not cached.matches(key, table):
-            bias = expand_table(self.resized_table(grid_size), grid_size).to(dtype).detach()
-            cached = _CachedBias(key, table.detach().clone() if cpu else table, bias)
-            self.cached_bias = cached
-        return cached.bias
+        """Return P for every pair of positions, which eval mode keeps. Shape: -> (nh, N, N)"""
+        return self.keep(self.bias_parameters(), self.expand_bias, grid_size, dtype)
+
+    def bias_parameters(self) -> tuple[Tensor, ...]:
+        """Return the parameters of the position bias."""
+        return (self.relative_bias,)
+
+    def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of positions. Shape: -> (nh, N, N)"""
+        return expand_table(self.resized_table(grid_size), grid_size).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
@@ -210,22 +202,13 @@ class RelativeAttention(AttentionBase):
             raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
-        mixed = self.attend(*self.queries_keys_values(tokens), grid_size)
+        mixed = self.attend(*self.queries_keys_values(tokens, trains_bias(self.relative_bias)), grid_size)
         return self.project_output(mixed, tokens).unflatten(1, grid_size)
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
         q, k, _ = self.queries_keys_values(x.flatten(1, 2))
         return ((q * self.scale) @ k.mT + self.position_bias((x.shape[1], x.shape[2]), q.dtype)).softmax(-1)
-
-    def train(self, mode: bool = True) -> "RelativeAttention":
-        """Set the mode and clear the cached bias."""
-        self.cached_bias = None
-        return super().train(mode)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the cached bias out of copies and pickles."""
-        return self.__dict__ | {"cached_bias": None}
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
@@ -268,21 +251,6 @@ def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
     B, nh, N, hd = v.shape
     side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
     return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)
-
-
-GridSize = tuple[int, int]
-
-
-def add_prefix_bias(bias: Tensor, scalars: Tensor, prefix: int) -> Tensor:
-    """Return the bias of positions with the bias of prefix tokens, which come first, around it.
-
-    Shape: bias (nh, n, n), scalars (3, nh) -> (nh, prefix + n, prefix + n)
-    Source: BEiT (Bao et al., 2022), as published: class token to positions, positions to class token, both
-    """
-    nh, n, _ = bias.shape
-    to_positions, to_prefix, within = scalars[:, :, None, None].unbind()  # (nh, 1, 1) each
-    above = torch.cat([within.expand(nh, prefix, prefix), to_positions.expand(nh, prefix, n)], dim=2)
-    return torch.cat([above, torch.cat([to_prefix.expand(nh, n, prefix), bias], dim=2)], dim=1)
 
 
 @register_notrace_module
@@ -345,13 +313,14 @@ class ViTRelativeAttention(RelativeAttention):
     def grid_size(self, grid_size: GridSize) -> None:
         self.token_grid = grid_size
 
-    def position_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
-        """Return P for every pair of tokens, from and to prefix tokens 0 or their bias. Shape: -> (nh, N, N)"""
-        p = self.prefix_tokens
-        bias = super().position_bias(grid_size, dtype)
-        if self.prefix_bias is not None:
-            return add_prefix_bias(bias, self.prefix_bias.to(dtype), p)
-        return F.pad(bias, (p, 0, p, 0)) if p else bias
+    def bias_parameters(self) -> tuple[Tensor, ...]:
+        """Return the table and the bias of prefix tokens, if there is one."""
+        return (self.relative_bias,) if self.prefix_bias is None else (self.relative_bias, self.prefix_bias)
+
+    def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of positions, from and to prefix tokens 0 or their bias. Shape: -> (nh, N, N)"""
+        table = self.resized_table(grid_size)
+        return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
         """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
@@ -364,7 +333,8 @@ class ViTRelativeAttention(RelativeAttention):
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
     ) -> Tensor:
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        return self.project_output(self.attend(*self.queries_keys_values(x), grid_size), x)
+        mixed = self.attend(*self.queries_keys_values(x, trains_bias(self.relative_bias)), grid_size)
+        return self.project_output(mixed, x)
 
     def attention(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None

@@ -17,6 +17,7 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs
+from isomorph.layers.eager import constant
 from isomorph.layers.map_grid import GridSize
 from isomorph.layers.refined.attention import copy_parts
 
@@ -31,8 +32,12 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
     if table.shape[0] != 2 * size - 1:
         exact = table.to(torch.promote_types(table.dtype, torch.float32))
         table = F.interpolate(exact.T[None], 2 * size - 1, mode="linear")[0].T.to(table.dtype)
-    positions = torch.arange(size, device=table.device)
-    return table[positions[:, None] - positions + size - 1]
+    return table[constant(_offset_entries, table, size)]
+
+
+def _offset_entries(size: int, device: torch.device) -> Tensor:
+    positions = torch.arange(size, device=device)
+    return positions[:, None] - positions + size - 1
 
 
 def attend_decomposed(
@@ -62,11 +67,15 @@ def decomposed_queries(q: Tensor, rows: Tensor, columns: Tensor, grid_size: Grid
 
 def decomposed_keys(k: Tensor, grid_size: GridSize) -> Tensor:
     """Return [k, row as one-hot, column as one-hot]. Shape: k (B, nh, N, hd) -> (B, nh, N, hd + H + W)"""
-    H, W = grid_size
-    rows = torch.eye(H, dtype=k.dtype, device=k.device)[:, None].expand(H, W, H)
-    columns = torch.eye(W, dtype=k.dtype, device=k.device).expand(H, W, W)
-    positions = torch.cat([rows, columns], -1).flatten(0, 1)  # (N, H + W)
+    positions = constant(_one_hot_positions, k, grid_size, k.dtype)  # (N, H + W)
     return torch.cat([k, positions.expand(*k.shape[:2], -1, -1)], -1)
+
+
+def _one_hot_positions(grid_size: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
+    H, W = grid_size
+    rows = torch.eye(H, dtype=dtype, device=device)[:, None].expand(H, W, H)
+    columns = torch.eye(W, dtype=dtype, device=device).expand(H, W, W)
+    return torch.cat([rows, columns], -1).flatten(0, 1)  # (N, H + W)
 
 
 def split_windows(x: Tensor, window: GridSize) -> Tensor:
