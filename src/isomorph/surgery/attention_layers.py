@@ -213,7 +213,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _functions_of(kind: type) -> Iterator[Any]:
+def functions_of(kind: type) -> Iterator[Any]:
     """Yield the forward of a class, and the methods and functions of its module that it uses."""
     waiting, seen = [getattr(kind, "forward", None)], set()
     while waiting:
@@ -233,7 +233,7 @@ def _functions_of(kind: type) -> Iterator[Any]:
 def _names_used(kind: type) -> set[str]:
     """Return the names that the forward of a class uses, and "@" if it multiplies matrices."""
     names: set[str] = set()
-    for function in _functions_of(kind):
+    for function in functions_of(kind):
         names.update(function.__code__.co_names)
         names |= {"@"} & {step.argrepr for step in dis.get_instructions(function)}
     return names

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.operations import unwrap
+from isomorph.surgery.parents import make_parents_call, reading_parent
 from isomorph.surgery.plain_layers import check_attached
 from isomorph.surgery.record import Edit, add_notes, copy_model, edits, record, update_record
 from isomorph.surgery.rule import Rule
@@ -88,7 +89,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         selection = f"{describe_where(where)} matches only other classes ({', '.join(sorted(set(others)))})"
         raise UserError(f"{type(rule).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
     for name, module in candidates:
-        if reason := rule.reason(module):
+        if reason := _reason(model, rule, name, module):
             raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
     _check_not_nested([name for name, _ in candidates])
     return [name for name, _ in candidates]
@@ -111,6 +112,12 @@ def _check_not_nested(names: Sequence[str]) -> None:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
         if inner:
             raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
+
+
+def _reason(model: nn.Module, rule: Rule, name: str, module: Any) -> str | None:
+    """Return why a rule cannot recast a module where it is, or None."""
+    joint = module.joint_name if isinstance(module, JointPart) else name
+    return rule.reason(module) or (reading_parent(model, joint) if name else None)
 
 
 class Acceptance(NamedTuple):
@@ -144,7 +151,7 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     for name, module in model.named_modules():
         if not matches_where(where, name, module):
             continue
-        reason = rule.reason(module)
+        reason = _reason(model, rule, name, module)
         if reason is None:
             accepted.append(name)
         elif isinstance(module, rule.kind):
@@ -226,9 +233,23 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
         model = replace_module(model, path, original, match_original(replacement, original))
     add_notes(model, *restore_ties(model, tied))
     update_record(model, edits=(*edits(model), edit))
-    for applied in edits(model):
-        applied.rule.attach(model)
+    attach(model)
     return model
+
+
+def attach(model: nn.Module, *reverted: str) -> None:
+    """Connect the layers of all edits to the rest of the model, and let their parents call them."""
+    for edit in edits(model):
+        edit.rule.attach(model)
+    make_parents_call(model, [*reverted, *(name for edit in edits(model) for name in edit.names)])
+
+
+def edited_names(model: nn.Module, since: int = 0) -> list[str]:
+    """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer."""
+    parts, present = joint_parts(model), dict(model.named_modules(remove_duplicate=False))
+    names = [name for edit in edits(model)[since:] for name in edit.names]
+    whole = [parts[name].joint_name if name in parts else name for name in names]
+    return [name for name in dict.fromkeys(whole) if name in present]
 
 
 def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import check_model, replace_module, restore_ties, tied_parameters
+from isomorph.surgery.recast import attach, check_model, replace_module, restore_ties, tied_parameters
 from isomorph.surgery.record import Edit, add_notes, copy_model, edits, update_record
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import Where, describe_where, list_names, matches_where
@@ -89,12 +89,11 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
             raise
         model = replace_module(model, name, layer, original)
     add_notes(model, *restore_ties(model, tied))
-    for edit in edits(model):
-        edit.rule.attach(model)
     kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
     last = Edit(Revert(), tuple(name for name in names if name in kept))
     changed = [*_without(edits(model), reverted - kept), last]
     update_record(model, edits=tuple(edit for edit in changed if edit.names))
+    attach(model, *names)
     return model
 
 

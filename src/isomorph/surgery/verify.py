@@ -33,9 +33,9 @@ from isomorph.surgery.outputs import (
     noise_of,
     relative,
 )
-from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import edits_since, notes
-from isomorph.surgery.where import joint_parts, list_names
+from isomorph.surgery.recast import check_model, edited_names
+from isomorph.surgery.record import edits, edits_since, notes
+from isomorph.surgery.where import list_names
 
 ROUNDING = 8
 """Differences up to this many times what a model differs from itself in float64 are rounding."""
@@ -250,10 +250,9 @@ def compare_outputs(
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     pair = _Pair(original, recast, atol)
-    names = [name for name in pair.edited if name in dict(recast.named_modules())]
-    with count_calls(pair.models[torch.float32][1], names) as calls:
+    with count_calls(pair.models[torch.float32][1], pair.edited) as calls:
         rows = tuple(pair.row(batch, name) for name, batch in named)
-    not_called, unused = pair.uncalled([name for name in names if not calls[name]], batches[0])
+    not_called, unused = pair.uncalled([name for name in pair.edited if not calls[name]], batches[0])
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     tried, said = pair.thorough(batches[0], rows[0]) if thorough else ((), [])
     limits = [f"not compared besides tensors: {', '.join(sorted(pair.others))}"] if pair.others else []
@@ -340,9 +339,7 @@ class _Pair:
         self.models = {
             dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
         }
-        parts = joint_parts(original)
-        edited = (name for edit in edits_since(recast, original) for name in edit.names)
-        self.edited = list(dict.fromkeys(parts[name].joint_name if name in parts else name for name in edited))
+        self.edited = edited_names(recast, len(edits(original)))
 
     @torch.no_grad()
     def row(self, batch: Inputs, what: str) -> InputDeviation:
@@ -396,8 +393,8 @@ class _Pair:
             rounding = min(self.atol, ROUNDING * torch.finfo(torch.float32).eps * x.abs().max().item())
             found[name] = TargetDeviation(name, type(module).__name__, deviation, scale, rounding)
 
-        present, left = dict(original.named_modules()), dict(recast.named_modules())
-        names = [name for name in self.edited if name in present and name in left]  # merging branches removes modules
+        present = dict(original.named_modules())
+        names = [name for name in self.edited if name in present]
         handles = [present[name].register_forward_hook(partial(compare, name), with_kwargs=True) for name in names]
         try:
             run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below

@@ -2,7 +2,8 @@
 
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.snapshot import rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
+from isomorph.operations import count_calls, is_compiled
+from isomorph.surgery.recast import edited_names
+from isomorph.surgery.where import list_names
 from isomorph.terminal_tables import count_of
 from isomorph.training.classification import recipe_task
 from isomorph.training.optim import group_table
@@ -144,7 +148,8 @@ def train_epoch(
     run.task.train()
     while progress.step < progress.closed * run.order.steps + steps:
         begin = time.perf_counter()
-        waited, images = train_step(run)
+        with _replaced_called(run, journal):
+            waited, images = train_step(run)
         progress.step += 1
         progress.seconds += time.perf_counter() - begin
         monitor.after_step(waited, images)
@@ -155,6 +160,17 @@ def train_epoch(
         advice = f"raise data.workers (now {run.recipe.data.workers})"
         journal.say(f"{monitor.waited / seconds:.0%} of the time was spent waiting for images; {advice}")
     return run.runtime.mean(run.total) / steps
+
+
+@contextmanager
+def _replaced_called(run: Run, journal: Journal) -> Iterator[None]:
+    """Context of a step: after the first step of the recast network, say which recast layers it did not call."""
+    begins = run.progress.step == run.recipe.model.recast_epoch * run.order.steps
+    names = edited_names(run.trained) if begins and run.progress.recast and not is_compiled(run.trained) else []
+    with count_calls(run.trained, names) as calls:
+        yield
+    if idle := [name for name in names if not calls[name]]:
+        journal.say(f"recast, but not called in the first step: {list_names(idle)}; does a parent read the weights?")
 
 
 def train_step(run: Run) -> tuple[float, Any]:
