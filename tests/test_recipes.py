@@ -33,6 +33,20 @@ def one_line(error):
     return "\n" not in str(error) and len(str(error)) < 400
 
 
+def test_arguments_of_a_backbone_leave_with_it():
+    recipe = iso.load_recipe("upernet_camvid", ["model.kwargs.backbone=resnet18", "task.crop=64"])
+    assert "backbone_kwargs" not in recipe.model.kwargs
+    assert recipe.shortened == "the backbone is resnet18, so depth of tdrl_vit_ti is left out"
+    assert iso.models.create("upernet", **recipe.model.kwargs, num_classes=2)
+    kept = ["model.kwargs.backbone=tdrl_vit_s", "model.kwargs.backbone_kwargs={depth: 2}"]
+    for overrides in (kept, kept[::-1], ["model.kwargs.backbone_kwargs.depth=2", kept[0]]):
+        recipe = iso.load_recipe("upernet_camvid", overrides)
+        assert recipe.model.kwargs["backbone_kwargs"] == {"depth": 2}
+        assert not recipe.shortened
+    same = iso.load_recipe("mask_rcnn_bccd", ["model.kwargs.backbone=resnet18"])
+    assert same.model.kwargs["backbone_kwargs"]["channels"] == [16, 32, 64, 128]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
     recipe = iso.load_recipe(name)

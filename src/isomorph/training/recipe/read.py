@@ -98,6 +98,8 @@ def _load_yaml(text: str) -> Any:
 def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     """Return a recipe from its values and assignments `field=value`, with schedules shortened for fewer epochs.
 
+    If the backbone of the network is another one, the recipe's arguments of its own are left out.
+
     Raises: UserError for an assignment without `=`, or, with all problems in one line, for invalid fields.
     """
     changed = apply_overrides(values, assignments)
@@ -105,7 +107,21 @@ def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     unit = "iterations" if values.get("iterations") else "epochs"
     usual = values.get(unit, Recipe.model_fields[unit].default)
     shortened = shorten_schedules(changed, usual, given, unit)
-    return validate(changed).with_note(shortened)
+    replaced = _leave_out_arguments(values, changed, given)
+    return validate(changed).with_note("; ".join(filter(None, (shortened, replaced))))
+
+
+def _leave_out_arguments(values: dict[str, Any], changed: dict[str, Any], given: Sequence[str]) -> str:
+    """Leave out the recipe's arguments of a backbone that an override replaces; return what was left out."""
+    groups = (
+        each["model"].get("kwargs") if isinstance(each.get("model"), dict) else None for each in (values, changed)
+    )
+    before, after = (group if isinstance(group, dict) else {} for group in groups)
+    own, name = before.get("backbone_kwargs"), after.get("backbone")
+    if not own or name == before.get("backbone") or any(n.startswith("model.kwargs.backbone_kwargs") for n in given):
+        return ""
+    after.pop("backbone_kwargs", None)
+    return f"the backbone is {name}, so {', '.join(own)} of {before.get('backbone')} is left out"
 
 
 def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:

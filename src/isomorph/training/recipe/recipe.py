@@ -196,11 +196,11 @@ class Recipe(Part):
 
     @property
     def shortened(self) -> str:
-        """Which schedules `iso.load_recipe` shortened for fewer epochs than the recipe has; empty if none."""
+        """What `iso.load_recipe` changed besides: schedules for fewer epochs, arguments of another backbone."""
         return self._shortened
 
     def with_note(self, shortened: str) -> "Recipe":
-        """Note on this recipe which schedules were shortened, and return it."""
+        """Note on this recipe what was changed besides the overrides, and return it."""
         self._shortened = shortened
         return self
 
