@@ -26,8 +26,8 @@ from isomorph.tasks.diffusion.image_distance import (
     open_extractor,
     open_real_images,
 )
-from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times, write_folder
-from isomorph.tasks.diffusion.task import DenoisingTask, denoising_errors
+from isomorph.tasks.diffusion.sampling import denoise, next_images, spaced_times, write_folder
+from isomorph.tasks.diffusion.task import DenoisingLoss, denoising_errors
 from isomorph.training.task import task_of
 from tiny_runs import same_snapshots, stopped_run
 
@@ -80,13 +80,13 @@ class TestLoss:
     def test_it_is_the_sum_over_a_batch_divided_by_1000_whichever_part_is_taken(self):
         net, images = PixelNoise(NoiseSchedule(10)), torch.zeros(6, 1, 4, 4)
         torch.manual_seed(3)
-        loss = DenoisingTask(net, net.schedule, 6, torch.device("cpu"))(images)["loss"]
+        loss = DenoisingLoss(net, net.schedule, 6, torch.device("cpu"))(images)["loss"]
         torch.manual_seed(3)
         t, noise = torch.randint(10, (6,)), torch.randn(6, 1, 4, 4)
         expected = (net(net.schedule.add_noise(images, noise, t), t) - noise).square().sum() / 1000
         torch.testing.assert_close(loss, expected)
         torch.manual_seed(3)
-        half = DenoisingTask(net, net.schedule, 12, torch.device("cpu"))(images)["loss"]
+        half = DenoisingLoss(net, net.schedule, 12, torch.device("cpu"))(images)["loss"]
         torch.testing.assert_close(half, 2 * expected)  # the mean of two such parts is the sum over twelve images
 
     def test_errors_on_test_images_depend_on_the_image_alone(self):
@@ -110,19 +110,29 @@ class TestSampling:
         images = denoise(net, range(3), (1, 4, 4), sampler, net.schedule, steps, seed=0)
         torch.testing.assert_close(images, torch.full((3, 1, 4, 4), 0.5), atol=1e-4, rtol=0)
 
-    def test_ddim_is_diffusers_where_its_steps_meet_their_times(self):
-        from diffusers import DDIMScheduler
+    @pytest.mark.parametrize(("sampler", "steps"), [("ancestral", 12), ("ancestral", 5), ("ddim", 12)])
+    def test_steps_are_those_of_diffusers(self, sampler, steps):
+        """DDIM where their steps meet our times: theirs have equal lengths."""
+        from diffusers import DDIMScheduler, DDPMScheduler
 
         schedule, x = NoiseSchedule(12, 0.01, 0.3), torch.randn(2, 1, 4, 4)
-        theirs = DDIMScheduler(12, 0.01, 0.3, "linear", clip_sample=False)
-        theirs.set_timesteps(12)
-        times = spaced_times(12, 12)
-        assert times == theirs.timesteps.tolist()
-        step = ddim_step(schedule, times)
+        times = spaced_times(12, steps)
+        if sampler == "ddim":
+            theirs = DDIMScheduler(12, 0.01, 0.3, "linear", clip_sample=False)
+            theirs.set_timesteps(steps)
+            assert times == theirs.timesteps.tolist()
+        else:
+            theirs = DDPMScheduler(12, 0.01, 0.3, "linear", variance_type="fixed_large", clip_sample=False)
+            theirs.set_timesteps(timesteps=times)
+        ours, other = ([torch.Generator().manual_seed(seed) for seed in range(2)] for _ in range(2))
+        signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
         for number, t in enumerate(times):
             noise, t_each = torch.randn(2, 1, 4, 4), torch.tensor([t, t])
             torch.testing.assert_close(schedule.add_noise(x, noise, t_each), theirs.add_noise(x, noise, t_each))
-            torch.testing.assert_close(step(noise, number, x), theirs.step(noise, t, x).prev_sample)
+            expected = theirs.step(noise, t, x, generator=other).prev_sample
+            found = next_images(x, noise, (signal[number], signal[number + 1]), sampler, ours)
+            torch.testing.assert_close(found, expected)
+            x = expected
         assert spaced_times(1000, 4) == [999, 666, 333, 0]
 
     def test_ancestral_steps_are_the_published_ones(self):
@@ -188,7 +198,7 @@ def test_outputs_that_are_not_finite_have_neither_images_nor_metrics(run, tmp_pa
         "the network's outputs are not finite (NaN or infinite); check its weights and the inputs\n"
     )
     assert not (tmp_path / "x.png").exists()
-    features = Extractor("other", nn.Conv2d(3, 1, 1), "")
+    features = Extractor("other", nn.Conv2d(3, 1, 1))
     features.network.bias.data[:] = float("inf")
     for call in (
         lambda: sample(model, 1, "ddim", 2, size=(8, 8)),
@@ -253,33 +263,12 @@ class TestDistance:
             **dict(input1=str(one), input2=str(two), feature_extractor="colours", fid=True, kid=True, prc=True),
             **dict(kid_subset_size=30, cuda=False, verbose=False, cache=False, save_cpu_ram=True, batch_size=16),
         )
-        extractor = Extractor("inception", Colours(), "")
-        ours = compare_folder(one, open_real_images(str(two), "train"), extractor, batch_size=7, cache=tmp_path / "c")
+        extractor = Extractor("inception", Colours())
+        ours = compare_folder(one, open_real_images(str(two), "train"), extractor, batch_size=7)
         assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], abs=1e-6)
         assert ours["kid"] == pytest.approx(theirs["kernel_inception_distance_mean"], abs=1e-6)
         assert (ours["precision"], ours["recall"]) == (theirs["precision"], theirs["recall"])
         assert (ours["images"], ours["real_images"]) == (30, 40)
-
-    def test_features_of_real_images_are_cached_until_anything_changes(self, tmp_path):
-        one, two, cache = write_images(tmp_path / "one", 6, 0), write_images(tmp_path / "two", 6, 1), tmp_path / "cache"
-
-        def compare(fingerprint="a"):
-            passes = []
-            extractor = Extractor("other", Colours(), fingerprint)
-            found = compare_folder(
-                one, open_real_images(str(two), "train"), extractor, 3, cache, lambda *x: passes.append(x[2])
-            )
-            return found, passes.count("real images")
-
-        first, passes = compare()
-        assert passes == 2
-        assert compare() == (first, 0)
-        assert compare("other weights") == (first, 2)
-        write_images(tmp_path / "three", 1, 2)
-        (tmp_path / "three" / "000.png").replace(two / "000.png")
-        changed, passes = compare()
-        assert passes == 2
-        assert changed["frechet_distance"] != first["frechet_distance"]
 
     def test_other_features_are_not_called_fid(self):
         features = torch.randn(20, 3)
@@ -296,9 +285,9 @@ class TestDistance:
     def test_images_of_several_sizes_and_folders_without_any(self, tmp_path):
         one = write_images(tmp_path / "one", 5, 0)
         Image.new("RGB", (4, 8)).save(one / "999.png")
-        extractor = Extractor("other", Colours(), "")
+        extractor = Extractor("other", Colours())
         with pytest.raises(iso.UserError, match=r"999.png is 8 x 4, and .*000.png is 8 x 8; give images of one size"):
-            compare_folder(one, open_real_images(str(one), "train"), extractor, 3, tmp_path)
+            compare_folder(one, open_real_images(str(one), "train"), extractor, 3)
         (tmp_path / "empty").mkdir()
         with pytest.raises(iso.UserError, match="no images in"):
             open_real_images(str(tmp_path / "empty"), "train")
@@ -380,7 +369,7 @@ class TestCommands:
         assert sorted(path.name for path in (tmp_path / "images").iterdir())[5] == "000005.png"
         weights = tmp_path / "net.safetensors"
         iso.save(timm.create_model("cifar_resnet20"), weights)
-        shared = dict(data="digits", features=str(weights), max_images=12, cache=tmp_path / "cache")
+        shared = dict(data="digits", features=str(weights), max_images=12)
         capsys.readouterr()
         fid(tmp_path / "images", **shared, json_=True)
         found = json.loads(capsys.readouterr().out)

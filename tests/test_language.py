@@ -22,12 +22,18 @@ from isomorph.errors import NotFinite
 from isomorph.recipes import RECIPES
 from isomorph.recipes.language import TABLE_6
 from isomorph.tasks.language import glue
-from isomorph.tasks.language.attention_page import attention_of, choose_examples
-from isomorph.tasks.language.classify import TextClassificationPart, compute_metrics
-from isomorph.tasks.language.glue import GLUE, open_root, read_examples, read_parquet, read_tsv, training_sentences
+from isomorph.tasks.language.glue import (
+    GLUE,
+    Sentences,
+    TextClassificationPart,
+    compute_metrics,
+    open_root,
+    read_examples,
+    read_file,
+    training_sentences,
+)
 from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
-from isomorph.tasks.language.sentences import PadBatch, Sentences, open_tokenizer
-from isomorph.tasks.language.task import LanguageTask
+from isomorph.tasks.language.text import LanguageTask, PadBatch, attention_of, choose_examples, open_tokenizer
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import find_task
 from isomorph.training.task import EvaluationOptions, task_of
@@ -264,7 +270,7 @@ class TestRuns:
         options = EvaluationOptions(str(root / "text.txt"), page=tmp_path / "page.html", max_images=3)
         task_of(model).evaluate(model, options, ALONE)
         page = (tmp_path / "page.html").read_text()
-        assert "example 3" in page
+        assert "Example 3, head 2" in page
         assert "Layer 1 of 1" in page
 
     def test_a_regression_and_a_split(self, root, tmp_path):
@@ -384,12 +390,12 @@ def write_parquet(path, name, first, /, **changes):
 )
 def test_counts(data_root, name, train, dev, first):
     task = GLUE[name]
-    rows = read_tsv(data_root / "glue" / task.folder / "train.tsv", task)
+    rows = read_file(data_root / "glue" / task.folder / "train.tsv", task)
     assert (len(rows), rows[0][1]) == (train, first)
     assert {len(texts) for texts, _ in rows} == {len(task.texts)}
     assert {label for _, label in rows} == {0, 1}
     if dev:
-        assert len(read_tsv(data_root / "glue" / task.folder / "dev.tsv", task)) == dev
+        assert len(read_file(data_root / "glue" / task.folder / "dev.tsv", task)) == dev
 
 
 def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
@@ -410,15 +416,15 @@ def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
 
 
 def test_columns_by_name_and_number(root):
-    assert read_tsv(root / "CoLA/dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
-    assert read_tsv(root / "STS-B/dev.tsv", GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
+    assert read_file(root / "CoLA/dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
+    assert read_file(root / "STS-B/dev.tsv", GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
     assert len(training_sentences(root)) == 12 * (2 * 2 + 2 + 2 * 2)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rte", "", "is empty, and RTE needs the column 'sentence1'"),
+        ("rte", "", "is empty: it has no examples of RTE"),
         ("rte", "index\tlabel\n", "has the columns index, label, and RTE needs .*'sentence1'"),
         ("rte", RTE, "is empty: it has no examples of RTE"),
         ("rte", f"{RTE}0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
@@ -434,7 +440,7 @@ def test_what_is_wrong_is_said(tmp_path, name, content, message):
     path = tmp_path / "train.tsv"
     path.write_text(content)
     with pytest.raises(iso.UserError, match=message):
-        read_tsv(path, GLUE[name])
+        read_file(path, GLUE[name])
 
 
 def test_the_recipes_name_all_tasks():
@@ -457,7 +463,7 @@ def test_files_as_on_the_hub(hub, name):
         ("rte", 1, dict(sentence2=None), "has the columns sentence1, label, idx, and RTE needs the column 'sentence2'"),
         ("rte", 2, {}, r"label 2 is unknown; use 0 \(entailment\), 1 \(not_entailment\)"),
         ("sst2", -1, {}, "label -1 is unknown.*the hub's test files have no labels"),
-        ("sst2", 1, dict(label=["good", "bad"]), "label 'good' is not a number"),
+        ("sst2", 1, dict(label=["good", "bad"]), "label 'good' is unknown; use 0, 1"),
         ("sst2", 1, dict(sentence=["a", None]), "has empty cells"),
         *(
             ("stsb", n, dict(label=[n, 1.0]), "is not a score; give a number from 0 to 5")
@@ -470,16 +476,16 @@ def test_what_is_wrong_with_parquet_files_is_said(tmp_path, name, label, changes
     path = tmp_path / "data" / "train-00000-of-00001.parquet"
     write_parquet(path, name, label, **changes)
     with pytest.raises(iso.UserError, match=message):
-        read_parquet([path], GLUE[name])
+        read_file(path, GLUE[name])
 
 
 def test_damaged_and_missing_files(tmp_path, monkeypatch):
     path = tmp_path / "train-0.parquet"
     path.write_text("sentence\tlabel")
     with pytest.raises(iso.UserError, match=r"train-0.parquet cannot be read"):
-        read_parquet([path], GLUE["sst2"])
+        read_file(path, GLUE["sst2"])
     with pytest.raises(iso.UserError, match=r"no MNLI/dev_matched.tsv in .*, nor mnli/validation_matched-\*.parquet"):
         read_examples(tmp_path, "mnli", "test")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(iso.UserError, match=r"reading parquet files needs pyarrow; run pip install -e '.\[data\]'"):
-        read_parquet([path], GLUE["sst2"])
+        read_file(path, GLUE["sst2"])

@@ -21,7 +21,6 @@ def fid(
     weights: Path | None = None,
     max_images: MaxImages = None,
     batch_size: WholeNumber = 100,
-    cache: Path | None = None,
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
@@ -47,9 +46,6 @@ def fid(
         Use only this many real images, evenly spaced.
     batch_size
         Images per pass of the features' network.
-    cache
-        Folder in which the features of real images are stored; by default isomorph/features below $XDG_CACHE_HOME or
-        ~/.cache.
     """
     if not images.is_dir():
         raise UserError(f"there is no folder {images}; `isomorph sample --out FOLDER` makes one of generated images")
@@ -68,7 +64,7 @@ def fid(
     real = open_real_images(data, split, root, max_images)
     extractor = open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:
-        found = compare_folder(images, real, extractor, batch_size, cache, update)
+        found = compare_folder(images, real, extractor, batch_size, update)
     source = "" if features == "inception" else f", features of {features}"
     result = {"generated": str(images), "data": data, "split": split, **found}
     show(json_, result, metric_table(f"{images}, {split} images of {data}{source}", found))

@@ -67,8 +67,7 @@ def sample(
     with loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
-        from isomorph.tasks.diffusion.noise_schedule import require_denoiser
-        from isomorph.tasks.diffusion.sampling import check_replaceable, write_folder, write_grid
+        from isomorph.tasks.diffusion.sampling import check_replaceable, require_denoiser, write_folder, write_grid
         from isomorph.tasks.diffusion.sampling import sample as generate
     target = open_runtime(device).device
     net = open_given(model, checkpoint)

@@ -1,7 +1,6 @@
 """Denoising diffusion: training, sampling, and the distance of generated images from real ones."""
 
 from isomorph.tasks.diffusion.image_distance import image_distances
-from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
-from isomorph.tasks.diffusion.sampling import sample
+from isomorph.tasks.diffusion.sampling import NoiseSchedule, sample
 
 __all__ = ["NoiseSchedule", "image_distances", "sample"]

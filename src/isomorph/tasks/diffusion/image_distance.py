@@ -3,8 +3,6 @@
 Features, distances, precision and recall are torch-fidelity's.
 """
 
-import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,12 +11,9 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.transforms.functional import normalize
 
-from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.imagefolder import find_splits
 from isomorph.data.formats.naming import ImageFiles, is_image_name
@@ -27,7 +22,6 @@ from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.suites.robustness.cells import weights_hash
 from isomorph.layers.eval_mode import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 
@@ -104,12 +98,11 @@ class PooledFeatures(nn.Module):
 
 
 class Extractor(NamedTuple):
-    """A network that turns images into features, with the name and a hash of its weights."""
+    """A network that turns images into features, and its name."""
 
     name: str
     network: nn.Module
     """Called with (B, 3, H, W) uint8; returns (B, features)."""
-    fingerprint: str
 
     @torch.no_grad()
     def extract(self, batches: Iterable[Tensor]) -> Tensor:
@@ -132,8 +125,7 @@ def open_extractor(features: str, weights: Path | None, device: torch.device) ->
         network: nn.Module = InceptionFeatures(weights)
     else:
         network = PooledFeatures(open_model(features, weights))
-    network = network.requires_grad_(False).eval().to(device)
-    return Extractor(features, network, weights_hash(network))
+    return Extractor(features, network.requires_grad_(False).eval().to(device))
 
 
 def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) -> dict[str, Any]:
@@ -214,66 +206,21 @@ def _batches(
         progress(done, len(starts))
 
 
-def cached_features(
-    extractor: Extractor, source: Source, size: tuple[int, int], batch_size: int, folder: Path, progress: Progress
-) -> Tensor:
-    """Return the features of all images of a data source, read from the cache folder if they are there.
-
-    An entry belongs to the weights of the network, the size, and the images' files: their bytes, or their paths, sizes
-    and times of change.
-    """
-    text = f"{extractor.name} {extractor.fingerprint} {size} {_fingerprint(source)}"
-    path = folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.safetensors"
-    try:
-        features = load_file(path)["features"]
-        if len(features) == len(source):
-            return features
-    except (OSError, SafetensorError, KeyError):
-        pass
-    features = extractor.extract(_batches(source, size, batch_size, progress))
-    write_atomically(path, lambda file: save_file({"features": features}, file))
-    return features
-
-
-def _fingerprint(source: Source) -> str:
-    """Return a hash of the images of a source, by their bytes, or by path, size and time of change."""
-    digest = hashlib.blake2b(digest_size=16)
-    for i in range(len(source)):
-        image = source.images[i]
-        if isinstance(image, Path):
-            status = image.stat()
-            digest.update(f"{image.resolve()} {status.st_size} {status.st_mtime_ns}".encode())
-        else:
-            digest.update(image if isinstance(image, bytes) else np.ascontiguousarray(image).tobytes())
-    return digest.hexdigest()
-
-
-def default_cache() -> Path:
-    """Return the folder of cached features: isomorph/features below $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isomorph" / "features"
-
-
 def compare_folder(
     folder: Path,
     real: Source,
     extractor: Extractor,
     batch_size: int = 100,
-    cache: Path | None = None,
     progress: Callable[[float, int, str], None] = lambda done, total, step: None,
 ) -> dict[str, Any]:
     """Return the distances of the images of a folder from real ones, as `image_distances` does.
 
-    The features of the real images are read from the folder `cache`, or stored there.
-
-    Raises: UserError for a folder without images, unreadable images, or images of several sizes.
+    Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite as
+        `Extractor.extract`.
     """
-    own = open_folder(folder)
+    own, features = open_folder(folder), []
     width, height = own.image(0).size
-
-    def report(what: str) -> Progress:
-        return lambda done, total: progress(done, total, what)
-
-    size, step = (height, width), report("real images")
-    generated = extractor.extract(_batches(own, size, batch_size, report("generated images"), exact=True))
-    others = cached_features(extractor, real, size, batch_size, cache or default_cache(), step)
-    return image_distances(generated, others, extractor.name)
+    for source, title in ((own, "generated images"), (real, "real images")):
+        report = partial(lambda title, done, total: progress(done, total, title), title)
+        features.append(extractor.extract(_batches(source, (height, width), batch_size, report, source is own)))
+    return image_distances(*features, extractor.name)

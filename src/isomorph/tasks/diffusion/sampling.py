@@ -1,10 +1,14 @@
-"""Images from a trained diffusion model, step by step from noise; and files of them: a grid, or a folder of PNGs."""
+"""Diffusion of images into noise, and images from a trained network, step by step from noise; files of them.
+
+A network predicts the noise in images at time steps.
+"""
 
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,14 +21,70 @@ from torchvision.utils import make_grid
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import move_into_place, must_be_new
 from isomorph.distributed import derive_seed
-from isomorph.errors import UserError, optional_module
+from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.surgery import fuse, fusible_modules
-from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule, noise_schedule, require_denoiser
+from isomorph.training.task import task_record
 
 Sampler = Literal["ancestral", "ddim"]
 DDIM_STEPS = 50
 """Steps of the fast sampler by default."""
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Diffusion of images into noise in `time_steps` steps, whose variances beta rise linearly.
+
+        x_t = sqrt(a_t) x + sqrt(1 - a_t) noise,  a_t = product over s <= t of (1 - beta_s)
+
+    Source: Ho et al. (2020) eq. 4 and section 4
+
+    >>> from isomorph.tasks.diffusion import NoiseSchedule
+    >>> round(NoiseSchedule(time_steps=1000).signal()[-1].item(), 6)
+    4e-05
+    """
+
+    time_steps: int = 1000
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+
+    def signal(self) -> Tensor:
+        """Return a_t, the part of the image's variance that is left, in float64. Shape: -> (time_steps,)"""
+        betas = torch.linspace(self.beta_start, self.beta_end, self.time_steps, dtype=torch.float64)
+        return (1 - betas).cumprod(0)
+
+    def add_noise(self, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """Return images x at time steps t. Shape: (B, C, H, W), the same, (B,) -> (B, C, H, W)"""
+        signal = self.signal()
+        factors = torch.stack([signal.sqrt(), (1 - signal).sqrt()]).to(x)[:, t]  # (2, B)
+        kept, added = factors[..., None, None, None]
+        return kept * x + added * noise
+
+
+def require_denoiser(model: nn.Module, name: str) -> None:
+    """Raise UserError for a model that does not predict the noise in images at time steps."""
+    if not isinstance(getattr(model, "time_steps", None), int):
+        raise UserError(f"{name} does not predict the noise in images at time steps; give a ddpm_unet")
+
+
+@torch.no_grad()
+def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
+    """Raise UserError if the model does not take images of this size (channels, height, width)."""
+    parameter = next(model.parameters())
+    try:
+        model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype), 0)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the network does not take images of {'x'.join(map(str, size))}: {reason}") from None
+
+
+def noise_schedule(model: nn.Module) -> NoiseSchedule:
+    """Return the noise schedule that a network was trained with; the published one for a network of another program."""
+    recorded = task_record(model)
+    betas = {name: float(recorded[name]) for name in ("beta_start", "beta_end") if name in recorded}
+    return NoiseSchedule(int(model.time_steps), **betas)  # type: ignore[arg-type]
 
 
 def sample(
@@ -50,7 +110,7 @@ def sample(
 
     Shape: -> (images, C, H, W), uint8
     Source: Ho et al. (2020), algorithm 2, without clipping before the end; Song et al. (2021), eq. 12 with sigma = 0
-    Raises: UserError for a model that does not predict noise, without diffusers, for a number of images or steps that
+    Raises: UserError for a model that does not predict noise, for a number of images or steps that
         is too small or too large, an unknown sampler, or a size that the model does not take; NotFinite for images with
         NaN or infinite values.
 
@@ -92,41 +152,27 @@ def spaced_times(time_steps: int, steps: int) -> list[int]:
     return torch.linspace(time_steps - 1, 0, steps, dtype=torch.float64).round().int().tolist()
 
 
-Step = Callable[[Tensor, int, Tensor], Tensor]
-"""(predicted noise, number of the step, x) -> the next x."""
+def next_images(
+    x: Tensor, noise: Tensor, signal: tuple[float, float], sampler: str, generators: list[torch.Generator]
+) -> Tensor:
+    """Return the images of the next time step, given the noise predicted in those of this one.
 
+    `signal` is a_t now and then, 1 after the last step. `ddim`: the image that the noise implies, with the same noise
+    at the next time. `ancestral`: the model's mean, with new noise of variance 1 - a_now / a_then but in the end.
 
-def ancestral_step(schedule: NoiseSchedule, times: Sequence[int], generators: list[torch.Generator]) -> Step:
-    """Return the random step of Ho et al., diffusers' `DDPMScheduler`: it adds noise of variance beta but in the end.
-
-    Raises: UserError without diffusers.
+    Shape: (B, C, H, W), the same -> the same
+    Source: Ho et al. (2020), algorithm 2; Song et al. (2021), eq. 12 with sigma = 0
     """
-    diffusers = optional_module("diffusers", "sampling needs diffusers", "diffusion")
-    scheduler = diffusers.DDPMScheduler(
-        num_train_timesteps=schedule.time_steps,
-        beta_start=schedule.beta_start,
-        beta_end=schedule.beta_end,
-        beta_schedule="linear",
-        variance_type="fixed_large",
-        clip_sample=False,
-    )
-    scheduler.set_timesteps(timesteps=list(times))
-    return lambda noise, number, x: scheduler.step(noise, times[number], x, generator=generators).prev_sample
-
-
-def ddim_step(schedule: NoiseSchedule, times: Sequence[int]) -> Step:
-    """Return the step of Song et al. without noise: the image that the noise implies, with the noise of the next time.
-
-    diffusers' `DDIMScheduler` takes steps of equal length, which miss their times unless they divide all time steps.
-    """
-    signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
-
-    def step(noise: Tensor, number: int, x: Tensor) -> Tensor:
-        now, then = signal[number], signal[number + 1]
+    now, then = signal
+    if sampler == "ddim":
         image = (x - (1 - now) ** 0.5 * noise) / now**0.5
         return then**0.5 * image + (1 - then) ** 0.5 * noise
-
-    return step
+    beta = 1 - now / then
+    mean = (x - beta / (1 - now) ** 0.5 * noise) / (1 - beta) ** 0.5
+    if then == 1:
+        return mean
+    new = [torch.randn(x.shape[1:], generator=generator) for generator in generators]
+    return mean + beta**0.5 * torch.stack(new).to(x)
 
 
 @torch.no_grad()
@@ -147,9 +193,10 @@ def denoise(
     parameter, times = next(net.parameters()), spaced_times(schedule.time_steps, steps)
     generators = [torch.Generator().manual_seed(derive_seed("sample", seed, number)) for number in numbers]
     x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(parameter)
-    step = ancestral_step(schedule, times, generators) if sampler == "ancestral" else ddim_step(schedule, times)
-    for number, t in enumerate(times):
-        x = step(net(x, torch.full((len(x),), t, device=x.device)), number, x)
+    signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
+    for t, *now_then in zip(times, signal[:-1], signal[1:], strict=True):
+        noise = net(x, torch.full((len(x),), t, device=x.device))
+        x = next_images(x, noise, tuple(now_then), sampler, generators)  # type: ignore[arg-type]
         after_step()
     require_finite(x)
     return x

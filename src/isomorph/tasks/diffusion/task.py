@@ -21,12 +21,7 @@ from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError
 from isomorph.evaluation.model_data import open_split
 from isomorph.layers.eval_mode import eval_mode, require_finite
-from isomorph.tasks.diffusion.noise_schedule import (
-    NoiseSchedule,
-    check_denoiser_size,
-    noise_schedule,
-    require_denoiser,
-)
+from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.training.build import build_model, build_share_loader, build_test_loader, open_sources
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.fields import AugmentPart, Part
@@ -53,7 +48,7 @@ class DiffusionPart(Part):
         return self
 
 
-class DenoisingTask(PretrainingTask):
+class DenoisingLoss(PretrainingTask):
     """Noise prediction: the sum over a batch and its pixels of (predicted - noise)^2 / 1000, at uniform time steps.
 
     The sum is that of the whole batch of `batch_size` images, whichever part of it a process or an accumulation step
@@ -179,7 +174,7 @@ class Diffusion(Task):
         def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
             return mean_error(denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime))
 
-        task = DenoisingTask(model, schedule, recipe.data.batch_size, device)
+        task = DenoisingLoss(model, schedule, recipe.data.batch_size, device)
         return Objective(task, measure, lambda metrics: -metrics["denoising"])
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:

@@ -1,16 +1,31 @@
-"""GLUE: its tasks, and their examples from the published TSV files or from parquet files as on the Hugging Face hub."""
+"""Fine-tuning on a task of GLUE: classes of sentences or sentence pairs, or a score of two sentences.
 
+Examples are read from the published TSV files, or from parquet files as on the Hugging Face hub.
+"""
+
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from isomorph.data.formats.registry import data_root
+from isomorph.distributed import ALONE, REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
+from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
+from isomorph.tasks.language.text import LanguagePart, LanguageTask, read_lines, read_text
+from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import Objective, Prediction
 
 Column = str | int
 """A column by its name in the header, or by its number in a file without header."""
@@ -20,8 +35,6 @@ Split = Literal["train", "test"]
 """Examples to train on, or the development set."""
 HUB_NAME = "nyu-mll/glue"
 """GLUE on the hub; its tasks are folders, with files such as rte/train-00000-of-00001.parquet."""
-
-
 MAX_SCORE = 5
 """Largest score of STS-B."""
 
@@ -68,91 +81,71 @@ GLUE: dict[str, GlueTask] = {
 """The eight tasks of the paper's table, by name; WNLI is left out, as usual."""
 
 
-def read_tsv(path: Path, task: GlueTask) -> list[Row]:
-    """Return the examples of a published file.
+def read_file(path: Path, task: GlueTask) -> list[Row]:
+    """Return the examples of a published TSV file, or of a parquet file of the hub.
 
-    Raises: UserError, with file and line, for missing columns, unknown labels or an empty file.
+    Raises: UserError, with file and line, for missing columns, unknown labels or an empty file, or without pyarrow.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    lines = [(n, line.rstrip("\r").split("\t")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    columns, wanted = [], (*task.texts, task.label)
-    if isinstance(task.label, str):
-        header = [name.strip() for name in lines[0][1]] if lines else [""]
-        for column in wanted:
-            if column not in header:
-                what = "is empty" if header == [""] else f"has the columns {', '.join(header)}"
-                raise UserError(
-                    f"{path} {what}, and {task.folder} needs the column {column!r}; give the published file"
-                )
-        columns, lines = [header.index(str(column)) for column in wanted], lines[1:]
-    else:
-        columns = [int(column) for column in wanted]
-    rows: list[Row] = []
-    for number, cells in lines:
-        if len(cells) > max(columns):
-            *texts, label = (cells[column].strip() for column in columns)
-            rows.append((tuple(texts), _parse_label(label, task, f"{path}, line {number}")))
-        elif not task.tolerant:
-            raise UserError(f"{path}, line {number}: {len(cells)} columns, and {max(columns) + 1} are needed")
-    return _filled(rows, path, task)
-
-
-def _parse_label(label: str, task: GlueTask, where: str) -> float:
-    """Return the number of a class, or a score. Raises: UserError for another label."""
-    if task.labels and label not in task.labels:
-        raise UserError(f"{where}: label {label!r} is unknown; use {', '.join(task.labels)}")
-    with suppress(ValueError):
-        score = task.labels.index(label) if task.labels else float(label)
-        if task.labels or 0 <= score <= MAX_SCORE:
-            return score
-    raise UserError(f"{where}: label {label!r} is not a score; give a number from 0 to {MAX_SCORE}")
-
-
-def _filled(rows: list[Row], path: Path, task: GlueTask) -> list[Row]:
+    cells = _tsv_cells if path.suffix == ".tsv" else _parquet_cells
+    rows = [(tuple(map(str, texts)), _label_of(label, task, where)) for where, (*texts, label) in cells(path, task)]
     if not rows:
         raise UserError(f"{path} is empty: it has no examples of {task.folder}")
     return rows
 
 
-def read_parquet(files: Sequence[Path], task: GlueTask) -> list[Row]:
-    """Return the examples of a split's files.
+def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueTask) -> list[int]:
+    """Return the numbers of columns. Raises: UserError for one that the header does not have."""
+    if missing := [column for column in wanted if column not in header]:
+        has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
+        raise UserError(f"{path} {has}; give the published file, or the hub's")
+    return [header.index(str(column)) for column in wanted]
 
-    Raises: UserError, with the file, for missing columns, unknown labels or an empty file, or without pyarrow.
-    """
-    return _filled([row for path in files for row in _read_table(path, task)], files[0], task)
+
+def _tsv_cells(path: Path, task: GlueTask) -> Iterator[tuple[str, Sequence[Any]]]:
+    lines = [
+        (n, line.rstrip("\r").split("\t")) for n, line in enumerate(read_text(path).split("\n"), 1) if line.strip()
+    ]
+    wanted: Any = (*task.texts, task.label)
+    if isinstance(task.label, str) and lines:
+        wanted = _columns(path, [name.strip() for name in lines.pop(0)[1]], wanted, task)
+    for number, cells in lines:
+        if len(cells) > max(wanted):
+            yield f"{path}, line {number}", [cells[column].strip() for column in wanted]
+        elif not task.tolerant:
+            raise UserError(f"{path}, line {number}: {len(cells)} columns, and {max(wanted) + 1} are needed")
 
 
-def _read_table(path: Path, task: GlueTask) -> list[Row]:
-    """Return the examples of one parquet file."""
+def _parquet_cells(path: Path, task: GlueTask) -> Iterator[tuple[str, Sequence[Any]]]:
     needs = f"{path}: reading parquet files needs pyarrow"
     pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
-    wanted = (*(task.hub_texts or map(str, task.texts)), "label")
-    missing = [name for name in wanted if name not in table.column_names]
-    if missing:
-        has = f"has the columns {', '.join(table.column_names)}"
-        raise UserError(f"{path} {has}, and {task.folder} needs the column {missing[0]!r}; give the hub's file")
-    *texts, labels = (table.column(name).to_pylist() for name in wanted)
-    if any(value is None for column in (*texts, labels) for value in column):
+    wanted = _columns(path, table.column_names, (*(task.hub_texts or map(str, task.texts)), "label"), task)
+    columns = [table.column(number).to_pylist() for number in wanted]
+    if any(value is None for column in columns for value in column):
         raise UserError(f"{path} has empty cells; give the hub's file")
-    known = np.unique(labels)
-    if known.size and known.dtype.kind not in "iuf":
-        raise UserError(f"{path}: label {labels[0]!r} is not a number; give the hub's file")
-    unknown = [label for label in known if task.labels and label not in range(len(task.labels))]
-    if unknown:
-        which = ", ".join(f"{number} ({name})" for number, name in enumerate(task.classes))
-        hidden = "; the hub's test files have no labels" if unknown[0] == -1 else ""
-        raise UserError(f"{path}: label {unknown[0]} is unknown; use {which}{hidden}")
-    if not task.labels and not ((known >= 0) & (known <= MAX_SCORE)).all():
-        wrong = known[~((known >= 0) & (known <= MAX_SCORE))][0]
-        raise UserError(f"{path}: label {wrong} is not a score; give a number from 0 to {MAX_SCORE}")
-    return [(tuple(map(str, row)), float(label)) for row, label in zip(zip(*texts, strict=True), labels, strict=True)]
+    return ((str(path), row) for row in zip(*columns, strict=True))
+
+
+def _label_of(label: Any, task: GlueTask, where: str) -> float:
+    """Return the number of a class, given as in the published file or by this number, or a score.
+
+    Raises: UserError for another label.
+    """
+    if not task.labels:
+        with suppress(TypeError, ValueError):
+            if 0 <= float(label) <= MAX_SCORE:  # NaN is not
+                return float(label)
+        raise UserError(f"{where}: label {label!r} is not a score; give a number from 0 to {MAX_SCORE}")
+    if label in task.labels:
+        return task.labels.index(label)
+    if not isinstance(label, str) and label in range(len(task.labels)):
+        return label
+    known = ", ".join(task.labels if isinstance(label, str) else (f"{n} ({c})" for n, c in enumerate(task.classes)))
+    hidden = "; the hub's test files have no labels" * (label == -1)
+    raise UserError(f"{where}: label {label!r} is unknown; use {known}{hidden}")
 
 
 def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
@@ -166,12 +159,12 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
     import huggingface_hub
 
     wanted = [f"{task}/*.parquet" for task in tasks]
-    command = f"hf download {name} --repo-type dataset --include {' '.join(map(repr, wanted))} --local-dir glue"
     try:
         with impatient_hub():
             return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
     except Exception as error:  # those of the hub's client and of the network
         what = "the hub does not answer" if is_connection_error(error) else " ".join(str(error).split())[:160]
+        command = f"hf download {name} --repo-type dataset --include {' '.join(map(repr, wanted))} --local-dir glue"
         raise UserError(
             f"data.root {name} is not a folder, and cannot be downloaded: {what}; run `{command}` where the network "
             "is, and give that folder, or one with the published TSV files"
@@ -197,15 +190,14 @@ def find_files(root: Path, name: str, split: Split) -> list[Path]:
 
 def read_examples(root: Path, name: str, split: Split) -> list[Row]:
     """Return the examples of a task's split. Raises: UserError if there are none, or the files are damaged."""
-    files = find_files(root, name, split)
-    if not files:
-        published, on_hub = (f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items())
-        other = "" if split == "train" else "; or data.split, the part of the training examples to test on"
-        raise UserError(
-            f"there is no {published} in {root}, nor {on_hub}; give data.root, the folder with GLUE's published files "
-            f"or the hub's, or {HUB_NAME}, which downloads them{other}"
-        )
-    return read_tsv(files[0], GLUE[name]) if files[0].suffix == ".tsv" else read_parquet(files, GLUE[name])
+    if files := find_files(root, name, split):
+        return [row for path in files for row in read_file(path, GLUE[name])]
+    published, on_hub = (f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items())
+    other = "" if split == "train" else "; or data.split, the part of the training examples to test on"
+    raise UserError(
+        f"there is no {published} in {root}, nor {on_hub}; give data.root, the folder with GLUE's published files "
+        f"or the hub's, or {HUB_NAME}, which downloads them{other}"
+    )
 
 
 def training_sentences(root: Path) -> list[str]:
@@ -213,7 +205,159 @@ def training_sentences(root: Path) -> list[str]:
     names = [name for name in GLUE if find_files(root, name, "train")]
     texts = [text for name in names for row in read_examples(root, name, "train") for text in row[0]]
     if not texts:
-        raise UserError(
-            f"there is no train.tsv or train-*.parquet of a GLUE task in {root}; give data.root, or {HUB_NAME}"
-        )
+        what = f"there is no train.tsv or train-*.parquet of a GLUE task in {root}"
+        raise UserError(f"{what}; give data.root, or {HUB_NAME}")
     return texts
+
+
+class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
+    """Examples as token sequences of their own lengths, cut at `length` tokens; of a pair, the longer text first.
+
+    An item is (inputs, label): input_ids and token_type_ids (N,), and a class or a score.
+    """
+
+    def __init__(self, rows: Sequence[Row], classes: tuple[str, ...], tokenizer: Any, length: int) -> None:
+        texts = [list(column) for column in zip(*(row[0] for row in rows), strict=True)]
+        encoded = tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True)
+        self.ids = [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        self.types = [np.array(types, dtype=np.int8) for types in encoded["token_type_ids"]]
+        regression = len(classes) == 1
+        self.labels = torch.tensor([row[1] for row in rows], dtype=torch.float32 if regression else torch.long)
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        ids, types = (torch.from_numpy(values[index]).long() for values in (self.ids, self.types))
+        return {"input_ids": ids, "token_type_ids": types}, self.labels[index]
+
+    def subset(self, indices: np.ndarray) -> "Sentences":
+        """Return some of the examples."""
+        part = copy.copy(self)
+        part.ids, part.types = ([values[i] for i in indices] for values in (self.ids, self.types))
+        part.labels = self.labels[torch.from_numpy(np.asarray(indices))]
+        return part
+
+
+class TextClassificationPart(LanguagePart):
+    """Options of the task text_classification: fine-tune on one task of GLUE."""
+
+    dataset: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
+    """Task of GLUE: cola, sst2, mrpc, stsb, qqp, mnli, qnli or rte."""
+
+
+class SentenceLoss(PretrainingTask):
+    """Fine-tuning on sentences: cross-entropy of the classes, or the squared error of a score."""
+
+    def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+        output = self.trainable_module(**input).float()  # (B, num_classes)
+        regression = target.is_floating_point()
+        loss = F.mse_loss(output[:, 0], target) if regression else F.cross_entropy(output, target)
+        return {"loss": loss, "output": output}
+
+
+def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return the named metrics of GLUE in percent, and the number of examples.
+
+    F1 is that of the second class. Correlations are 0 if all predictions, or all labels, are alike.
+    """
+    from scipy import stats
+    from sklearn import metrics
+
+    def correlation(found: Any) -> float:
+        return 0.0 if np.ptp(predicted) == 0 or np.ptp(labels) == 0 else found(predicted, labels).statistic
+
+    known = {
+        "accuracy": lambda: metrics.accuracy_score(labels, predicted),
+        "f1": lambda: metrics.f1_score(labels, predicted, zero_division=0),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, predicted),
+        "spearman": lambda: correlation(stats.spearmanr),
+        "pearson": lambda: correlation(stats.pearsonr),
+    }
+    return {name: 100 * float(known[name]()) for name in names} | {"examples": len(labels)}
+
+
+class TextClassification(LanguageTask):
+    """Fine-tuning of a text transformer on one task of GLUE, from its published files or the hub's."""
+
+    fields = TextClassificationPart
+    sources = ("glue",)
+    printed = dict.fromkeys(("accuracy", "f1", "matthews", "spearman"), ".2f")
+
+    @property
+    def glue(self) -> GlueTask:
+        """The columns, labels and metrics of the task of GLUE."""
+        return GLUE[self.options.dataset]
+
+    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
+        root = open_root(data_root(recipe.data.root), [self.options.dataset])
+        train = self._read(root, "train")
+        return self.split(recipe, train, None if recipe.data.split else self._read(root, "test"))
+
+    def _read(self, root: Path, split: Split) -> Sentences:
+        """Return the examples of a split as tokens."""
+        rows = read_examples(root, self.options.dataset, split)
+        return Sentences(rows, self.glue.classes, self.tokenizer, self.options.length)
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        super().check_model(recipe, model, config)
+        if model.num_classes != len(self.glue.classes):
+            what = f"the network has {model.num_classes} classes, and {self.options.dataset} {len(self.glue.classes)}"
+            raise UserError(f"{what}; leave model.num_classes out")
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        best = self.glue.metrics[0]
+        return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
+
+    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+        """Return the metrics of the task over the examples of all processes."""
+        outputs, labels = _predict(model, loader, runtime)
+        gathered = runtime.gather((outputs, labels))
+        outputs, labels = (np.concatenate(each) for each in zip(*gathered, strict=True))
+        predicted = outputs[:, 0] if len(self.glue.classes) == 1 else outputs.argmax(1)
+        return compute_metrics(self.glue.metrics, predicted, labels)
+
+    def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
+        return self._read(open_root(root, [self.options.dataset]), "test")
+
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the prediction for every line of a text file; the two texts of a pair are separated by a tab."""
+        columns = len(self.glue.texts)
+        texts = [tuple(line.split("\t")) for line in read_lines([path])]
+        for number, row in enumerate(texts, start=1):
+            if len(row) != columns:
+                what = f"{len(row)} columns, and {self.options.dataset} takes {columns}"
+                raise UserError(f"{path}, text {number}: {what}")
+        examples = Sentences([(row, 0.0) for row in texts], self.glue.classes, self.tokenizer, self.options.length)
+        loader = self.share_loader(examples, 32, 0, ALONE)
+        outputs = torch.from_numpy(_predict(model, loader, ALONE)[0])
+        rows = [self._describe(row, output) for row, output in zip(texts, outputs, strict=True)]
+        return Prediction(rows, {".json": rows})
+
+    def _describe(self, texts: tuple[str, ...], output: Tensor) -> dict[str, Any]:
+        """Return a prediction in plain values: texts, and the most probable class or the score."""
+        text = " | ".join(texts)
+        if len(self.glue.classes) == 1:
+            return {"text": text, self.glue.classes[0]: output[0].item()}
+        share = output.softmax(-1)
+        best = int(share.argmax())
+        return {"text": text, "class": self.glue.classes[best], "probability": 100 * share[best].item()}
+
+
+@torch.no_grad()
+def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple[np.ndarray, np.ndarray]:
+    """Return outputs and labels of a process's share of the examples. Raises: NotFinite for outputs that are not.
+
+    Shape: -> (examples, num_classes), (examples,)
+    """
+    device, outputs, labels = next(model.parameters()).device, [], []
+    with eval_mode(model):
+        for inputs, targets, *_ in runtime.pad_batches(loader):
+            with runtime.autocast():
+                output = model(**to_device(inputs, device))
+            require_finite(output)
+            own = targets != REPEATED
+            outputs.append(output.float().cpu()[own].numpy())
+            labels.append(targets[own].numpy())
+    return np.concatenate(outputs), np.concatenate(labels)

@@ -17,11 +17,11 @@ from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.language.glue import open_root, training_sentences
-from isomorph.tasks.language.task import LanguagePart, LanguageTask, divide, read_lines
+from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.recipe.fields import Rate
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import EvaluationOptions, Objective, Prediction
+from isomorph.training.task import Objective, Prediction
 
 IGNORED = -100
 """Target of a position that does not count."""
@@ -98,9 +98,7 @@ class PackedTexts(Dataset[Any]):
         other = torch.randint(self.vocabulary, (len(chosen),), generator=generator)
         shown = torch.where(kind < 0.8, self.mask_token, torch.where(kind < 0.9, other, ids[chosen]))
         lacking = (0, count - len(chosen))  # in a sequence of almost nothing but special tokens
-        positions = torch.nn.functional.pad(chosen, lacking)
-        targets = torch.nn.functional.pad(ids[chosen], lacking, value=IGNORED)
-        return positions, targets, ids.index_copy(0, chosen, shown)
+        return F.pad(chosen, lacking), F.pad(ids[chosen], lacking, value=IGNORED), ids.index_copy(0, chosen, shown)
 
     def subset(self, indices: np.ndarray) -> "PackedTexts":
         """Return some of the sequences."""
@@ -116,7 +114,7 @@ class MaskedLMPart(LanguagePart):
     """Share of the positions whose words are predicted: 80% of them are masked, 10% replaced, 10% shown."""
 
 
-class MaskedWords(PretrainingTask):
+class MaskedWordsLoss(PretrainingTask):
     """Masked language modelling: cross-entropy of the words at masked positions.
 
     Source: BERT (Devlin et al., 2018), section 3.1
@@ -151,9 +149,8 @@ class MaskedLM(LanguageTask):
         """Return texts as packed sequences. Raises: UserError if they fill no two sequences."""
         rows = pack(texts, self.tokenizer, self.options.length)
         if len(rows) < 2:
-            raise UserError(
-                f"the text in {root} fills {len(rows)} sequences of task.length {self.options.length}; give more text"
-            )
+            what = f"the text in {root} fills {len(rows)} sequences of task.length {self.options.length}"
+            raise UserError(f"{what}; give more text")
         return PackedTexts(rows, self.tokenizer, self.options.masked)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
@@ -161,12 +158,10 @@ class MaskedLM(LanguageTask):
         if model.num_classes:
             raise UserError(f"the network has {model.num_classes} classes, and masked_lm needs one that predicts words")
         if getattr(model.body.config, "is_decoder", False):  # type: ignore[union-attr]
-            raise UserError(
-                "the network is causal, but masked words are predicted from both sides; leave out is_decoder"
-            )
+            raise UserError("the network is causal, and masked words are read from both sides; leave out is_decoder")
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        return Objective(MaskedWords(model, device), self.measure, lambda metrics: -metrics["masked_loss"])
+        return Objective(MaskedWordsLoss(model, device), self.measure, lambda metrics: -metrics["masked_loss"])
 
     @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
@@ -179,12 +174,11 @@ class MaskedLM(LanguageTask):
                 require_finite(logits)
                 sums += _masked_sums(logits, targets.to(device)).cpu()
         loss, right, words, sequences = torch.stack(runtime.gather(sums)).sum(0).tolist()
-        mean = loss / max(words, 1)
+        mean, accuracy = loss / max(words, 1), 100 * right / max(words, 1)
         perplexity = math.exp(min(mean, 700))
-        accuracy = 100 * right / max(words, 1)
         return {"masked_loss": mean, "masked_accuracy": accuracy, "perplexity": perplexity, "sequences": sequences}
 
-    def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> PackedTexts:
+    def open_test(self, model: nn.Module, source: str, root: Path) -> PackedTexts:
         if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
             texts, whole = training_sentences(open_root(root)), True
         else:

@@ -32,7 +32,7 @@ class RecipeTask(Protocol):
 TASKS: dict[str, str | type[RecipeTask]] = {
     "detection": "isomorph.tasks.detection.task:Detection",
     "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
-    "text_classification": "isomorph.tasks.language.classify:TextClassification",
+    "text_classification": "isomorph.tasks.language.glue:TextClassification",
     "diffusion": "isomorph.tasks.diffusion.task:Diffusion",
     "segmentation": "isomorph.tasks.segmentation.task:Segmentation",
 }

@@ -1,0 +1,287 @@
+"""What all tasks on text share: tokenisers, padded batches, options, loaders, and a page of attention."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from isomorph.checkpoints.model import record_base
+from isomorph.data.formats.registry import data_root
+from isomorph.data.loaders import loader_of_share, seeded_loader
+from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import drawn_fraction, drawn_once
+from isomorph.distributed import Runtime, derive_seed
+from isomorph.errors import UserError, optional_module
+from isomorph.report.charts import Matrix
+from isomorph.report.html import Section, write_page
+from isomorph.terminal_tables import metric_table
+from isomorph.training.recipe.fields import Part
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import EvaluationOptions, Task
+
+UNUSED_EMBEDDINGS = 256
+"""Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256."""
+_NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+EXAMPLES = 3
+"""Examples on the page of attention: of the shortest, a middle and the longest that fits."""
+MAX_TOKENS = 32
+"""Most tokens of an example on the page, so that they can be read."""
+MAX_LAYERS = 6
+"""Layers on the page; of deeper networks this many, evenly spread."""
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises: UserError when it cannot be read, or is not text."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def read_lines(files: Iterable[Path]) -> list[str]:
+    """Return the lines of text files, without empty ones. Raises: UserError for an empty file or one without text."""
+    texts: list[str] = []
+    for path in files:
+        lines = [line for line in map(str.strip, read_text(path).splitlines()) if line]
+        if not lines:
+            raise UserError(f"{path} is empty; give a file with text, a sentence or paragraph a line")
+        texts += lines
+    return texts
+
+
+@cache
+def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> Any:
+    """Return a tokeniser of transformers: a vocabulary of BERT (vocab.txt), a folder, or a name on the hub.
+
+    `lower_case` is for vocabulary files alone: a folder says itself what its tokeniser does. Without `fetch`, for names
+    that a checkpoint gives, one on the hub must have been downloaded before. No code of a tokeniser is run.
+
+    Raises: UserError if it cannot be opened, or lacks a special token that masked words need.
+    """
+    transformers = optional_module("transformers", "tokenisers need the package transformers", "nlp")
+    title = f"task.tokenizer {source!r}"
+    if (path := Path(source)).is_file():
+        words = set(read_text(path).splitlines())
+        if lacking := [token for token in _NEEDED if token not in words]:
+            raise UserError(f"{title} is not a vocabulary of BERT, one token a line: it has no {lacking[0]}")
+        return transformers.BertTokenizerFast(vocab=source, do_lower_case=lower_case)
+    try:
+        options = dict(trust_remote_code=False, local_files_only=not fetch)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # those of the hub, of json, and of transformers
+        if not (fetch or path.exists()):
+            what = f"the checkpoint names the tokenizer {source!r}, which is not on this machine"
+            raise UserError(f"{what}; if you trust it, run `hf download {source}` first") from None
+        reason = "" if source.startswith((".", "/", "~")) else f" that answers: {' '.join(str(error).split())[:160]}"
+        raise UserError(f"{title} is not a vocabulary file, a folder or a name on the hub{reason}") from None
+    missing = [name for name in ("pad", "cls", "sep", "mask") if getattr(tokenizer, f"{name}_token_id") is None]
+    if missing:
+        raise UserError(f"{title} has no {missing[0]} token, so it is not that of an encoder of text")
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> None:
+    """Check that a tokeniser belongs to a network, and that the network takes sequences of this length.
+
+    Raises: UserError saying what to give instead.
+    """
+    if not hasattr(model, "max_length"):
+        kind = type(model).__name__
+        raise UserError(f"{kind} is not a network for text; give model.name bert_small or text_transformer")
+    if length > model.max_length:
+        what = f"task.length {length} is longer than the network's {model.max_length} positions"
+        raise UserError(f"{what}; lower it, or give model.kwargs.max_position_embeddings")
+    words, rows = len(tokenizer), model.table.shape[0]
+    padding, own = getattr(model.body.config, "pad_token_id", None), tokenizer.pad_token_id
+    if not rows - UNUSED_EMBEDDINGS <= words <= rows:
+        what = f"it has {words:,} tokens, and the network {rows:,} word embeddings"
+        instead = f"vocab_size {words}"
+    elif padding not in (None, own):
+        what, instead = f"its padding is token {own}, the network's {padding}", "pad_token_id"
+    else:
+        return
+    raise UserError(
+        f"task.tokenizer {source} does not belong to this network: {what}; give the network's own tokenizer, or "
+        f"model.kwargs.{instead}"
+    )
+
+
+class PadBatch:
+    """Collate examples to a batch, padded to its longest sequence, with a mask of the real tokens.
+
+    Shape: -> inputs of (B, N), targets (B, ...), messages
+    """
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(self, examples: Sequence[Any]) -> tuple[dict[str, Tensor], Tensor, list[str]]:
+        inputs, targets, *problems = zip(*examples, strict=True)
+        fill = {"input_ids": self.padding}
+        batch = {name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]}
+        lengths = torch.tensor([len(x["input_ids"]) for x in inputs])
+        if (lengths < lengths.max()).any():  # without padding there is nothing to mask
+            batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        return batch, torch.stack(targets), list(chain.from_iterable(problems[0])) if problems else []
+
+
+def divide(examples: Any, part: float) -> tuple[Any, Any]:
+    """Return the examples without a part of them, and this part, the same ones at every call."""
+    order = np.random.default_rng(derive_seed("test part")).permutation(len(examples))
+    count = max(1, round(part * len(examples)))
+    return examples.subset(np.sort(order[count:])), examples.subset(np.sort(order[:count]))
+
+
+class LanguagePart(Part):
+    """Options that all tasks on text have."""
+
+    tokenizer: str = "google-bert/bert-base-uncased"
+    """A vocabulary of BERT (vocab.txt), a folder with a tokenizer of transformers, or its name on the hub."""
+    lower_case: bool = True
+    """Convert texts to lower case, with a vocabulary file; a folder or hub name says itself what it does."""
+    length: Annotated[int, Field(ge=8, le=2**14)] = 128
+    """Most tokens of a sequence, special tokens included."""
+
+
+class LanguageTask(Task):
+    """Base of the tasks on text; its `open_test` returns the examples to test on, and `measure` their metrics."""
+
+    fields: ClassVar[type[Part]] = LanguagePart
+    unused: ClassVar[tuple[str, ...]] = (
+        *(*Task.unused, "monitor_every", "drop_path"),
+        *(f"data.{name}" for name in ("images", "classes", "size", "test_crop", "crop_pct", "shuffle_shards")),
+    )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokeniser of the options. Raises: UserError if it cannot be opened."""
+        return open_tokenizer(self.options.tokenizer, self.options.lower_case, fetch=not self.recorded)
+
+    def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
+        """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.
+
+        With data.split, or a `default` where there is no test file, a part of the training examples is tested on, the
+        same for every seed.
+        """
+        data = recipe.data
+        part, split = data.split or (default if test is None else None), None
+        if part:
+            split = (part, len(examples))
+            examples, test = divide(examples, part)
+        examples = drawn_fraction(examples, data.fraction, recipe.seed if data.draw == "seeded" else None)
+        examples.split = split  # recorded with the model
+        return examples, drawn_once(test, data.test_images)
+
+    def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
+        model: Any = super().build_model(recipe, train, recast_now)
+        if "config" in recipe.model.kwargs and hasattr(model, "arguments"):
+            record_base(model, {"name": recipe.model.name, **model.arguments})  # without the folder, which may move
+        return model
+
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        return {"padding": self.tokenizer.pad_token_id}
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
+
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        collate = PadBatch(config["padding"])
+        return seeded_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
+
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+        return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
+
+    def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
+        """Return the loader of one process's share of the test examples. Raises: UserError if there are too few."""
+        return loader_of_share(test, batch_size, workers, runtime, PadBatch(self.tokenizer.pad_token_id))
+
+    open_test: Any
+    measure: Any
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        if options.size:
+            raise UserError("--size is for images; leave it out for this model")
+        recorded = (getattr(model, "pretrained_cfg", None) or {}).get("source")
+        source = options.data if options.data in self.sources else recorded or self.sources[0]
+        folder = options.data if options.data not in self.sources else None
+        check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
+        test = self.open_test(model, source, data_root(options.root or folder))
+        test = drawn_once(test, options.max_images)
+        metrics = self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)
+        if options.page and runtime.is_main:
+            write_attention(options.page, model, test, self.tokenizer, metrics)
+        return [metrics]
+
+
+def write_attention(path: Path, model: nn.Module, examples: Any, tokenizer: Any, metrics: Mapping[str, float]) -> None:
+    """Write a page with the metrics of a test and the attention maps of some of its examples.
+
+    Raises: UserError when it cannot be written, or the network hands out no maps.
+    """
+    batch = choose_examples(examples, tokenizer.pad_token_id)
+    maps = attention_of(model, batch)
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    texts = [
+        tokenizer.convert_ids_to_tokens(ids[own].tolist()) for ids, own in zip(batch["input_ids"], real, strict=True)
+    ]
+    heads, shown = maps[0].shape[1], np.unique(np.linspace(0, len(maps) - 1, min(MAX_LAYERS, len(maps))).round())
+    sections = [Section("Metrics", "Over the whole test.", table=metric_table("test", metrics))]
+    for layer in shown.astype(int).tolist():
+        charts = [
+            _chart(maps[layer][i, head][own][:, own], f"Example {i + 1}, head {head + 1}", tokens)
+            for i, (tokens, own) in enumerate(zip(texts, real, strict=True))
+            for head in range(heads)
+        ]
+        sections.append(Section(f"Layer {layer + 1} of {len(maps)}", "", charts=charts))
+    lead = (
+        f"Attention of {len(maps)} layers with {heads} heads each, on {len(texts)} examples of the test, without their "
+        "padding. Each row is a query, each column a key that it attends to. Refined maps may have negative attention."
+    )
+    write_page(path, "Attention on text", lead, sections)
+
+
+def _chart(attention: Tensor, title: str, tokens: Sequence[str]) -> Matrix:
+    """Return a map as a chart, with the same colours on both sides of 0 if it has negative values. Shape: (N, N)"""
+    low, high = attention.min().item(), attention.max().item()
+    names = [f"{number} {token}" for number, token in enumerate(tokens, 1)]
+    bound = max(-low, high)
+    return Matrix(title, "query", "key", names, names, attention.tolist(), -bound if low < 0 else 0.0, bound)
+
+
+def choose_examples(examples: Any, padding: int) -> dict[str, Tensor]:
+    """Return a batch of some examples, from the shortest to the longest that fits the page; longer ones are cut."""
+    lengths = np.array([len(examples[i][0]["input_ids"]) for i in range(min(len(examples), 2000))])
+    order = np.argsort(lengths, kind="stable")
+    fitting = order[lengths[order] <= MAX_TOKENS]
+    pool = fitting if len(fitting) else order
+    chosen = pool[np.unique(np.linspace(0, len(pool) - 1, min(EXAMPLES, len(pool))).round().astype(int))]
+    cut = [({n: x[:MAX_TOKENS] for n, x in examples[int(i)][0].items() if n != "positions"}, Tensor()) for i in chosen]
+    return PadBatch(padding)(cut)[0]
+
+
+@torch.no_grad()
+def attention_of(model: Any, batch: dict[str, Tensor]) -> Sequence[Tensor]:
+    """Return the attention maps of every layer, as the network applies them. Shape: -> layers of (B, nh, N, N)
+
+    Raises: UserError for a network that does not form maps.
+    """
+    body = copy.deepcopy(model.body).eval()
+    body.set_attn_implementation("eager")  # the other implementations never form a map
+    inputs = {name: x.to(model.table.device) for name, x in batch.items()}
+    if getattr(body.config, "type_vocab_size", 0) <= 1:
+        inputs.pop("token_type_ids", None)
+    maps = getattr(body(**inputs, output_attentions=True), "attentions", None)
+    if not maps or maps[0] is None:
+        raise UserError(f"{type(body).__name__} does not return its attention maps, so it has no page")
+    return [layer.float().cpu() for layer in maps]
