@@ -6,8 +6,7 @@ import torch
 from torchvision.ops import roi_align
 
 import isomorph as iso
-from isomorph.models.task_networks.detection_heads import PyramidRoIAlign
-from isomorph.models.task_networks.detection_pyramids import WindowedViT
+from isomorph.models.task_networks.mask_rcnn import PyramidRoIAlign, WindowedViT
 
 SMALL = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)
 VIT = dict(embed_dim=12, num_heads=3, depth=2)

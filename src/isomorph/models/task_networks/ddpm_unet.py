@@ -6,7 +6,7 @@ convolutions are linear layers here, `to_q`, `to_k`, `to_v` and `to_out.0`, whic
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,30 +23,8 @@ if TYPE_CHECKING:
 ATTENTION_PROJECTIONS = ("unet.*.to_[qkv]", "unet.*.to_out.0")
 """Globs of the linear layers of all attention layers: 24 in `ddpm_unet`."""
 
-_RESIDUAL_NAMES = {
-    "block1.0": "norm1",
-    "block1.2": "conv1",
-    "temb_proj.1": "time_emb_proj",
-    "block2.0": "norm2",
-    "block2.3": "conv2",
-    "shortcut": "conv_shortcut",
-}
-_ATTENTION_NAMES = {
-    "attn.group_norm": "group_norm",
-    "attn.proj": "to_out.0",
-    "attn.proj_q": "to_q",
-    "attn.proj_k": "to_k",
-    "attn.proj_v": "to_v",
-}
-_OUTER_NAMES = {
-    "time_embedding.timembedding.0": "time_proj",
-    "time_embedding.timembedding.1": "time_embedding.linear_1",
-    "time_embedding.timembedding.3": "time_embedding.linear_2",
-    "head": "conv_in",
-    "tail.0": "conv_norm_out",
-    "tail.2": "conv_out",
-}
-"""Layers in the released code that TDRL names, and in diffusers: of a residual block, of attention, outside blocks."""
+_RELEASED_PARTS = ("time_embedding", "head", "downblocks", "middleblocks", "upblocks", "tail")
+"""The parts of a checkpoint of the code that TDRL names."""
 
 _SMALL_GAIN = 1e-5
 """Gain of the last layers of residual branches and of the network, which compute almost zero at initialisation."""
@@ -159,59 +137,40 @@ def sinusoids(steps: int, width: int) -> Tensor:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert a checkpoint of the code that TDRL names, whose blocks are numbered through, or of diffusers.
+    """Convert a checkpoint of the code that TDRL names, whose tensors have the same order, or of diffusers.
 
     1x1 convolutions become the matrices of linear layers.
     """
     state = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if "conv_in.weight" in state:
         return {f"unet.{name}": tensor for name, tensor in state.items()}
-    if "head.weight" not in state:
+    own = model.state_dict()
+    names = [name for part in _released_order(model.unet) for name in own if name.startswith(f"unet.{part}.")]
+    if "head.weight" not in state or len(names) != len(state):
         return state
-    unet: Any = model.unet
-    names = dict(_OUTER_NAMES)
-    names |= _released_names("downblocks", {f"down_blocks.{i}": block for i, block in enumerate(unet.down_blocks)})
-    names |= _released_names("middleblocks", {"mid_block": unet.mid_block})
-    names |= _released_names("upblocks", {f"up_blocks.{i}": block for i, block in enumerate(unet.up_blocks)})
-    own, renamed = model.state_dict(), {}
-    for old, tensor in state.items():
-        layer, _, kind = old.rpartition(".")
-        name = f"unet.{names[layer]}.{kind}" if layer in names else old
-        is_linear = name in own and own[name].ndim == 2 and tensor.shape[2:] == (1, 1)
-        renamed[name] = tensor.flatten(1) if is_linear else tensor
-    return renamed
-
-
-def _released_names(part: str, blocks: dict[str, Any]) -> dict[str, str]:
-    """Return the released names of the layers in a part of the network, and diffusers' names, of blocks by name."""
-    names: dict[str, str] = {}
-    number = 0
-    for own, block in blocks.items():
-        for i in range(len(block.resnets)):
-            names |= {f"{part}.{number}.{old}": f"{own}.resnets.{i}.{new}" for old, new in _RESIDUAL_NAMES.items()}
-            names |= {f"{part}.{number}.{old}": f"{own}.attentions.{i}.{new}" for old, new in _ATTENTION_NAMES.items()}
-            number += 1
-        for sampler in ("downsamplers", "upsamplers"):
-            if getattr(block, sampler, None):
-                names[f"{part}.{number}.main"] = f"{own}.{sampler}.0.conv"
-                number += 1
-    return names
-
-
-default_cfgs = generate_default_cfgs(
-    {
-        "ddpm_unet": image_cfg(
-            url="",
-            num_classes=0,
-            input_size=(3, 32, 32),
-            crop_pct=1.0,
-            interpolation="bilinear",
-            mean=(0.5, 0.5, 0.5),
-            std=(0.5, 0.5, 0.5),
-            first_conv="unet.conv_in",
-            classifier=None,
-        )
+    given = sorted(state, key=lambda name: _RELEASED_PARTS.index(name.partition(".")[0]))
+    return {
+        name: state[old].flatten(1) if own[name].ndim == 2 and state[old].shape[2:] == (1, 1) else state[old]
+        for name, old in zip(names, given, strict=True)
     }
-)
+
+
+def _released_order(unet: Any) -> Iterator[str]:
+    """Yield the parts of a network in the order of the released code: times, first convolution, blocks, last one."""
+    yield from ("time_proj", "time_embedding", "conv_in")
+    down, up = (
+        [(f"{way}_blocks.{i}", block) for i, block in enumerate(unet.get_submodule(f"{way}_blocks"))]
+        for way in ("down", "up")
+    )
+    for name, block in [*down, ("mid_block", unet.mid_block), *up]:
+        for i in range(len(block.resnets)):
+            yield from (f"{name}.resnets.{i}", f"{name}.attentions.{i}")
+        yield from (f"{name}.downsamplers", f"{name}.upsamplers")
+    yield from ("conv_norm_out", "conv_out")
+
+
+_PIXELS = dict(input_size=(3, 32, 32), crop_pct=1.0, interpolation="bilinear", mean=(0.5,) * 3, std=(0.5,) * 3)
+_CFG = image_cfg(url="", num_classes=0, first_conv="unet.conv_in", classifier=None, **_PIXELS)
+default_cfgs = generate_default_cfgs({"ddpm_unet": _CFG})
 _DESCRIPTION = "DDPM U-Net: 83.1M parameters, 103.2M with pyramids in training; FID 10.4, 9.2 with them (TDRL Table 3)."
 register_variants(__name__, partial(build_variant, DDPMUNet), {"ddpm_unet": Variant({}, _DESCRIPTION)})

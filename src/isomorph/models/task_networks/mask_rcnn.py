@@ -2,9 +2,11 @@
 
     timm.create_model("mask_rcnn", backbone="tdrl_vit_ti", num_classes=80, masks=True)
 
-Proposals, matching, losses and the selection of detections are torchvision's.
+Proposals, matching, losses and the selection of detections are torchvision's; heads have LayerNorm after convolutions,
+and outputs in float32 at least.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,12 +15,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
-from timm.models import generate_default_cfgs
+from timm.layers import Attention, LayerNorm2d, resample_abs_pos_embed, to_2tuple
+from timm.models import checkpoint_seq, generate_default_cfgs
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
 from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+from torchvision.ops import Conv2dNormActivation, FeaturePyramidNetwork, roi_align
 
 from isomorph.errors import UserError
+from isomorph.layers import DecomposedAttention
 from isomorph.layers.eval_mode import require_finite
 from isomorph.models.task_networks.backbone import (
     BackboneNetwork,
@@ -27,21 +38,248 @@ from isomorph.models.task_networks.backbone import (
     create_network,
     feature_maps,
 )
-from isomorph.models.task_networks.detection_heads import Target, build_regions, build_rpn, fixed_boxes
-from isomorph.models.task_networks.detection_pyramids import (
-    SimpleFeaturePyramid,
-    StagePyramid,
-    WindowedViT,
-    is_windowable,
+from isomorph.models.variants import (
+    Mixin,
+    Variant,
+    check_counts,
+    image_cfg,
+    own_filter,
+    register_variants,
+    require_images,
 )
-from isomorph.models.variants import Variant, check_counts, image_cfg, register_variants, require_images
+
+Target = dict[str, Tensor]
+"""Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""
+
+_RATIOS = (0.5, 1.0, 2.0)
+_PRE_NMS_TRAIN, _RPN_SAMPLES, _RPN_IOU, _RPN_NMS = 2, 256, (0.7, 0.3), 0.7
+"""Proposals before suppression in training, as a multiple of those after it; anchors trained with; thresholds."""
+CANONICAL_SIZE, CANONICAL_STRIDE = 224, 16
+"""A box of this size in pixels is read from the map with this stride; one of twice the size from the next."""
+
+
+class Float32Outputs(Mixin):
+    """Mixin for a head with outputs in float32 at least: under autocast coordinates would be rounded to 8 bits."""
+
+    def forward(self, x: Any) -> Any:
+        return tree_map(lambda y: y.to(torch.promote_types(y.dtype, torch.float32)), super().forward(x))
+
+
+class ProposalHead(Float32Outputs, RPNHead):
+    """torchvision's RPNHead. Shape: maps -> objectness, deltas of every map"""
+
+
+class BoxPredictor(Float32Outputs, FastRCNNPredictor):
+    """torchvision's FastRCNNPredictor. Shape: (n, C) -> (n, K), (n, 4 K)"""
+
+
+class MaskPredictor(Float32Outputs, MaskRCNNPredictor):
+    """torchvision's MaskRCNNPredictor. Shape: (n, C, 14, 14) -> (n, K, 28, 28)"""
+
+
+class StrideAnchors(AnchorGenerator):
+    """Anchors of three shapes at every position of the maps, `strides` pixels apart.
+
+    torchvision's generator derives the strides from the sizes of image and maps, which are wrong where the image was
+    padded, and rounded where a stride is a fraction.
+    """
+
+    def __init__(self, strides: Sequence[float], scale: float) -> None:
+        super().__init__(tuple((stride * scale,) for stride in strides), (_RATIOS,) * len(strides))
+        self.strides = tuple(strides)
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        first = feature_maps[0]
+        self.set_cell_anchors(first.dtype, first.device)
+        strides = [[first.new_tensor(stride)] * 2 for stride in self.strides]
+        anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], strides))
+        return [anchors] * len(image_list.image_sizes)
+
+
+class PyramidRoIAlign(nn.Module):
+    """Read a grid of features for every box, from the map of the pyramid that fits the size of the box.
+
+    As torchvision's MultiScaleRoIAlign, and boxes are moved by half a pixel, so that pixel centres are at half
+    coordinates.
+
+    Shape: maps of (B, C, H_i, W_i), B times (n_i, 4) boxes in pixels -> (sum of n_i, C, size, size)
+    Source: ROIAlignV2 of Mask R-CNN in detectron2 (`aligned=True`), levels: FPN (Lin et al., 2017), eq. 1
+    """
+
+    def __init__(self, size: int, strides: Sequence[float]) -> None:
+        super().__init__()
+        self.output_size, self.strides = (size, size), tuple(strides)
+
+    def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], _: Any = None) -> Tensor:
+        levels = list(maps.values())[: len(self.strides)]
+        regions = torch.cat([F.pad(each, (1, 0), value=i) for i, each in enumerate(boxes)])  # (n, 5): image, box
+        chosen = self.levels_of(regions[:, 1:])
+        out = levels[0].new_zeros(len(regions), levels[0].shape[1], *self.output_size)
+        for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
+            rows = torch.where(chosen == level)[0]
+            found = roi_align(features, regions[rows].to(features.dtype), self.output_size, 1 / stride, -1, True)
+            out = out.index_put((rows,), found.to(out.dtype))
+        return out
+
+    def levels_of(self, boxes: Tensor) -> Tensor:
+        """Return the number of the map for every box. Shape: (n, 4) -> (n,)"""
+        sizes = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).clamp(min=0).sqrt()
+        wanted = torch.floor(torch.log2(sizes / CANONICAL_SIZE + 1e-6)) + math.log2(CANONICAL_STRIDE / self.strides[0])
+        return wanted.clamp(0, len(self.strides) - 1).long()
+
+
+def fixed_boxes(x: Tensor) -> Tensor:
+    """Return boxes that cover an image at three sizes: the whole, its quarters, its sixteenths. Shape: -> (21, 4)"""
+    H, W = x.shape[-2:]
+    boxes: list[Any] = []
+    for parts in (1, 2, 4):
+        steps = [n / parts for n in range(parts)]
+        boxes += [(j * W, i * H, (j + 1 / parts) * W, (i + 1 / parts) * H) for i in steps for j in steps]
+    return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def is_windowable(model: nn.Module) -> bool:
+    """Return True for timm's VisionTransformer, or a subclass, whose blocks have timm's plain Attention."""
+    if not isinstance(model, VisionTransformer):
+        return False
+    return all(type(getattr(block, "attn", None)) is Attention for block in model.blocks)
+
+
+def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a ViT's tensors without its class token, other tokens that are not patches, and their positions.
+
+    The number of positions of patches is the largest square.
+    """
+    state = {name: tensor for name, tensor in state.items() if name not in ("cls_token", "reg_token", "dist_token")}
+    positions = state.get("pos_embed")
+    if isinstance(positions, Tensor) and positions.ndim == 3:
+        state["pos_embed"] = positions[:, positions.shape[1] - math.isqrt(positions.shape[1]) ** 2 :]
+    return state
+
+
+class WindowedViT(nn.Module):
+    """Turn a plain ViT into a backbone for large images: one feature map, at a cost that grows with their area.
+
+    Attention of most blocks is limited to windows; that of the `global_blocks`, the last of each quarter by default,
+    is not. Both know relative positions by row and column, which start at zero. The class token is dropped, and
+    absolute positions are resized to the image. There is no norm after the last block. Projections stay those of the
+    given network, pyramids included. `img_size` is the image size that the relative positions of global blocks are
+    created for; all positions are resized to other sizes.
+
+    Shape: x (B, in_chans, height, width), multiples of the patch -> a list of one (B, C, height / patch, width / patch)
+    Source: ViTDet (Li et al., 2022), section 3
+    Raises: UserError for a window below 0 or a block that the network does not have.
+    """
+
+    def __init__(
+        self,
+        vit: VisionTransformer,
+        img_size: tuple[int, int],
+        window: int = 14,
+        global_blocks: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        depth, self.source_filter = len(vit.blocks), own_filter(type(vit))
+        self.pretrained_cfg, self.grad_checkpointing = getattr(vit, "pretrained_cfg", None), False
+        quarters = sorted({-(-quarter * depth // 4) - 1 for quarter in range(1, 5)})  # 2, 5, 8, 11 of 12
+        chosen = tuple(quarters if global_blocks is None else global_blocks)
+        if window < 1 or not all(0 <= block < depth for block in chosen):
+            raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
+        self.patch_embed, self.pos_drop = vit.patch_embed, vit.pos_drop
+        self.norm_pre, self.blocks = vit.norm_pre, vit.blocks
+        self.grid_size = tuple(vit.patch_embed.grid_size)
+        prefix = 0 if vit.no_embed_class or vit.pos_embed is None else vit.num_prefix_tokens
+        self.pos_embed = None if vit.pos_embed is None else nn.Parameter(vit.pos_embed.detach()[:, prefix:].clone())
+        self.num_prefix_tokens, self.no_embed_class, self.embed_dim = 0, True, vit.embed_dim
+        patch = self.patch_embed.patch_size
+        grid = (-(-img_size[0] // patch[0]), -(-img_size[1] // patch[1]))
+        for number, block in enumerate(self.blocks):
+            inside = None if number in chosen else (window, window)
+            block.attn = DecomposedAttention.from_attention(block.attn, inside, inside or grid)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert a classification checkpoint of the given network with that network's own filter."""
+        return self.source_filter(_without_prefix_tokens(state), self)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of the blocks in the backward pass, to save memory."""
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the parameter groups for layer decay: patches and positions, then blocks."""
+        return dict(stem=r"^(?:patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would change without need: the absolute positions."""
+        return {"pos_embed"}
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.patch_embed(x)  # (B, H, W, C)
+        if self.pos_embed is not None:
+            grid = (x.shape[1], x.shape[2])
+            positions = resample_abs_pos_embed(self.pos_embed, grid, self.grid_size, num_prefix_tokens=0)
+            x = x + positions.unflatten(1, grid)
+        x = self.norm_pre(self.pos_drop(x))
+        x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing and self.training else self.blocks(x)
+        return [x.permute(0, 3, 1, 2)]
+
+
+class SimpleFeaturePyramid(nn.Module):
+    """Maps at 4, 2, 1 and 1/2 times the resolution of a single map, and one at 1/4 (ViTDet).
+
+    The map is enlarged by transposed convolutions or pooled, and each result passes a 1 x 1 and a 3 x 3 convolution
+    with LayerNorm over the channels. The coarsest map is the one before it, subsampled.
+
+    Shape: x (B, in_channels, H, W), both even -> five of (B, out_channels, 4 H, 4 W) to (B, out_channels, H / 4, W / 4)
+    Source: ViTDet (Li et al., 2022), section 3
+    """
+
+    def __init__(self, in_channels: int, out_channels: int = 256) -> None:
+        super().__init__()
+        half, quarter = in_channels // 2, in_channels // 4
+        twice, more = nn.ConvTranspose2d(in_channels, half, 2, 2), nn.ConvTranspose2d(half, quarter, 2, 2)
+        enlarged = nn.Sequential(twice, LayerNorm2d(half), nn.GELU(), more)
+        resize = [enlarged, nn.ConvTranspose2d(in_channels, half, 2, 2), nn.Identity(), nn.MaxPool2d(2)]
+        widths = [quarter, half, in_channels, in_channels]
+        self.levels = nn.ModuleList(
+            nn.Sequential(step, _conv(width, out_channels, 1), _conv(out_channels, out_channels, 3))
+            for step, width in zip(resize, widths, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        maps = [level(x) for level in self.levels]
+        return [*maps, F.max_pool2d(maps[-1], 1, 2)]
+
+
+class StagePyramid(nn.Module):
+    """Feature pyramid network over the stages of a hierarchical network, and one more map at half the resolution.
+
+    Shape: n of (B, in_channels[i], H_i, W_i) -> n + 1 of (B, out_channels, H_i, W_i)
+    Source: FPN (Lin et al., 2017), torchvision's, with LayerNorm over the channels after each convolution
+    """
+
+    def __init__(self, in_channels: Sequence[int], out_channels: int = 256) -> None:
+        super().__init__()
+        self.network = FeaturePyramidNetwork(list(in_channels), out_channels, norm_layer=LayerNorm2d)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        merged = list(self.network({str(i): x for i, x in enumerate(maps)}).values())
+        return [*merged, F.max_pool2d(merged[-1], 1, 2)]
+
+
+def _conv(in_channels: int, out_channels: int, kernel_size: int) -> Conv2dNormActivation:
+    """Return a convolution without bias, and LayerNorm over its channels."""
+    return Conv2dNormActivation(
+        in_channels, out_channels, kernel_size, norm_layer=LayerNorm2d, activation_layer=None, bias=False
+    )
+
 
 Detections = dict[str, Tensor]
 """Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28)."""
 
-_CLASS_HEADS = tuple(
-    f"roi_heads.{name}"
-    for name in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
+_CLASS_HEADS = (
+    *("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
+    "roi_heads.mask_predictor.mask_fcn_logits",
 )
 """Layers with outputs for each class: new for other classes."""
 
@@ -113,9 +351,35 @@ class MaskRCNN(BackboneNetwork):
         else:
             self.pyramid = StagePyramid(found.channels, channels)
             self.strides = (*found.reductions, 2 * found.reductions[-1])
-        self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
-        chosen = (masks, samples, score_threshold, detections)
-        self.roi_heads = build_regions(channels, features, self.strides[:-1], num_classes, *chosen)
+        self.rpn = RegionProposalNetwork(
+            StrideAnchors(self.strides, anchor_scale),
+            ProposalHead(channels, len(_RATIOS), conv_depth=2),
+            *_RPN_IOU,
+            batch_size_per_image=_RPN_SAMPLES,
+            positive_fraction=0.5,
+            pre_nms_top_n={"training": _PRE_NMS_TRAIN * proposals, "testing": proposals},
+            post_nms_top_n={"training": proposals, "testing": proposals},
+            nms_thresh=_RPN_NMS,
+        )
+        mask_heads: Any = masks and dict(
+            mask_roi_pool=PyramidRoIAlign(14, self.strides[:-1]),
+            mask_head=MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d),
+            mask_predictor=MaskPredictor(channels, channels, num_classes + 1),  # class 0 is the background
+        )
+        self.roi_heads = RoIHeads(
+            PyramidRoIAlign(7, self.strides[:-1]),
+            FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [features], norm_layer=LayerNorm2d),
+            BoxPredictor(features, num_classes + 1),
+            fg_iou_thresh=0.5,
+            bg_iou_thresh=0.5,
+            batch_size_per_image=samples,
+            positive_fraction=0.25,
+            bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
+            score_thresh=score_threshold,
+            nms_thresh=0.5,
+            detections_per_img=detections,
+            **(mask_heads or {}),
+        )
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -195,18 +459,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[st
     return backbone_state(model, state_dict, fresh=("rel_pos_h", "rel_pos_w"))
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "mask_rcnn": image_cfg(
-            num_classes=80,
-            input_size=(3, 1024, 1024),
-            crop_pct=1.0,
-            interpolation="bilinear",
-            first_conv=None,
-            classifier=_CLASS_HEADS,
-        )
-    }
-)  # no weights of whole networks are public
+_SIZE = dict(input_size=(3, 1024, 1024), crop_pct=1.0, interpolation="bilinear")
+_CFG = image_cfg(num_classes=80, first_conv=None, classifier=_CLASS_HEADS, **_SIZE)
+default_cfgs = generate_default_cfgs({"mask_rcnn": _CFG})  # no weights of whole networks are public
 
 
 _DESCRIPTION = "with a fused TDRL-ViT-Ti 27.66M parameters (TDRL Table 2)"

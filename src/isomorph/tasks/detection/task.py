@@ -20,7 +20,7 @@ from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import check_own_classes, evaluation_config, input_size_problem
-from isomorph.models.task_networks.detection_heads import Target
+from isomorph.models.task_networks.mask_rcnn import Target
 from isomorph.tasks.detection.data import (
     DetectionSource,
     TrainTransform,
