@@ -13,7 +13,6 @@ from isomorph.models import (
     coatnet,
     convit,
     refined_vit,
-    refined_vit_released,
     tcnn,
     tdrl_vit,
     vanillanet,
@@ -21,7 +20,7 @@ from isomorph.models import (
 from isomorph.models.download import build_pretrained, is_connection_error
 from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer, upernet
 
-_MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
+_MODULES = (cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet)
 _NETWORKS = (ddpm_unet, mask_rcnn, text_transformer, upernet)
 """Networks of other tasks than classification."""
 

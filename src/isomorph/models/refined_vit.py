@@ -1,15 +1,20 @@
 """Refined-ViT (Refiner): a ViT whose attention maps are refined, and may be reused by the blocks that follow.
 
 It is timm's VisionTransformer with refined attention. Sizes S, M and L also have a convolutional patch embedding, a
-narrower MLP, and no queries and keys in every second block, which reuses the maps of the block before. The networks
-that the authors released compute another function; they are in `refined_vit_released.py`.
+narrower MLP, and no queries and keys in every second block, which reuses the maps of the block before.
+
+The networks that the authors released, `refined_vit_*_released`, have the sizes and keys of their public code and
+checkpoints. They differ in the refiner (`layers/refined/released.py`), in residual branches whose input is halved and
+whose output is doubled, in a layer scale of 1e-5 on the MLP, and in a head that also classifies the patches.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from timm.layers import Attention, PatchEmbed, to_2tuple
+from timm.layers import Attention, Mlp, PatchEmbed, to_2tuple
 from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -19,6 +24,7 @@ from isomorph.layers import RefinedAttention, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
+from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.models.variants import (
     ForeignCheckpoints,
@@ -187,6 +193,86 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
     return rule.new_layer(**arguments)
 
 
+# the released networks
+
+
+BRANCH_SCALE = 0.5
+"""Factor on the input of a residual branch; its output is divided by it."""
+
+_UNSUPPORTED = ("qk_norm", "scale_attn_norm", "init_values", "kernel", "reduce", "span", "share", "recompute", "init")
+"""Arguments of `refined_vit_*` that the released networks do not have."""
+
+
+class ScaledMlp(Mlp):
+    """timm's Mlp with a learned scale of every output channel. Shape: x (B, N, C) -> (B, N, C)"""
+
+    def __init__(self, in_features: int, **kwargs: Any) -> None:
+        super().__init__(in_features, **kwargs)
+        self.scale_channel = nn.Parameter(torch.full((in_features,), 1e-5, **factory_kwargs(kwargs)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale_channel * super().forward(x)
+
+
+class ReleasedBlock(Block):
+    """A ViT block whose residual branches halve their input and double their output.
+
+    x + 2 attention(norm(x / 2)), then x + 2 mlp(norm(x / 2))
+
+    Shape: x (B, N, C), maps (B, nh, N, N) or None -> (B, N, C), (B, nh, N, N)
+    Source: Refiner code
+    """
+
+    def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "mlp_layer": ScaledMlp})
+        self.attn = attention
+
+    def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, maps = self.attn(self.norm1(x * BRANCH_SCALE), maps)
+        x = x + self.drop_path1(y) / BRANCH_SCALE
+        return x + self.drop_path2(self.mlp(self.norm2(x * BRANCH_SCALE))) / BRANCH_SCALE, maps
+
+
+class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
+    """The released Refined-ViT, for images of any size, with timm's interface.
+
+    `ratio` is the refiner's expansion ratio; `dense_head=False` leaves out the classifier of the patches. Other
+    arguments are those of VisionTransformer.
+
+    Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
+    Source: Refiner code
+    Raises: UserError for an argument that only the paper's networks have, or a ratio below 1.
+    """
+
+    shares_maps = True
+
+    def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
+        for name in _UNSUPPORTED:
+            if kwargs.get(name):
+                raise UserError(f"{name} is not an argument of the released Refined-ViT; use refined_vit_* instead")
+        if not isinstance(ratio, int) or ratio < 1:
+            raise UserError(f"ratio {ratio!r} must be a whole number of at least 1")
+
+        def block(depth: int, **given: Any) -> ReleasedBlock:
+            kind = dict(device=given["device"], dtype=given["dtype"])
+            shared: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
+            if depth % 2:
+                attention: nn.Module = ReleasedReuse(given["dim"], given["num_heads"], ratio=ratio, **shared, **kind)
+            else:
+                drop = given["attn_drop"]
+                attention = ReleasedAttention(given["dim"], given["num_heads"], attn_drop=drop, **shared, **kind)
+            return ReleasedBlock(attention, **given)
+
+        fixed = dict(embed_layer=ConvPatchEmbed, block_fn=block)
+        super().__init__(**{"mlp_ratio": 3, **kwargs, **fixed}, dense_head=dense_head)
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True if the state has a classifier of patches, as all released ones do, and the model has none."""
+        return not self.dense_head and any(name.startswith("aux_head.") for name in state)
+
+
 def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the refiners, which a plain ViT does not have."""
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
@@ -198,12 +284,14 @@ def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
     return bool(refiners) and "blocks.1.attn.qkv.weight" in state and not any(name in state for name in refiners)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | ReleasedRefinedViT) -> dict[str, Tensor]:
     """Convert a checkpoint: resize the position embedding, and give a plain ViT's refiners that change nothing.
 
     Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
     """
     state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
+    if isinstance(model, ReleasedRefinedViT):
+        return {name: tensor for name, tensor in state.items() if model.dense_head or not name.startswith("aux_head.")}
     if not is_plain_vit(state, model):
         return state
     if model.share:
@@ -220,22 +308,32 @@ VARIANTS = {
 }
 """Refiner Table 10; top-1: Tables 7 and 11. The published sizes of S, M and L come out with the released embedding and
 MLP, and shared maps."""
+RELEASED = {
+    "refined_vit_s_released": Variant(dict(depth=16, embed_dim=384, num_heads=12), "25,408,656 parameters, 83.6 top-1"),
+    "refined_vit_m_released": Variant(dict(depth=32, embed_dim=420, num_heads=12), "55,450,932 parameters, 84.6 top-1"),
+    "refined_vit_l_released": Variant(dict(depth=32, embed_dim=512, num_heads=16), "81,150,192 parameters, 84.9 top-1"),
+}
+_CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))
+"""crop_pct of evaluation (above 1: receptive-field calibration)."""
 
 
-def refined_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any]:
+def _heads_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any]:
     """Return the entries of `pretrained_cfg` that depend on the patch embedding and the heads."""
     first = "patch_embed.conv1" if conv_embed else "patch_embed.proj"
     return dict(first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **more)
 
 
 default_cfgs = generate_default_cfgs(
-    {name: image_cfg(**refined_cfg("conv_embed" in arguments, False)) for name, (arguments, _) in VARIANTS.items()}
-)  # no public weights exist
+    {name: image_cfg(**_heads_cfg("conv_embed" in arguments, False)) for name, (arguments, _) in VARIANTS.items()}
+    | {n: image_cfg(crop_pct=c, mean=(0.5,) * 3, std=(0.5,) * 3, **_heads_cfg(True, True)) for n, c in _CROPS.items()}
+)  # no URL: the authors' weights have to be given as a file
 
 
-def _create_refined_vit(name: str, pretrained: bool, **arguments: Any) -> RefinedViT:
-    cfg = refined_cfg(arguments.get("conv_embed", False), arguments.get("dense_head", False))
-    return build_variant(RefinedViT, name, pretrained, own_cfg=cfg, **arguments)
+def _create(kind: type, name: str, pretrained: bool, **arguments: Any) -> nn.Module:
+    released = kind is ReleasedRefinedViT
+    cfg = _heads_cfg(released or arguments.get("conv_embed", False), arguments.get("dense_head", released))
+    return build_variant(kind, name, pretrained, own_cfg=cfg, **arguments)
 
 
-register_variants(__name__, _create_refined_vit, VARIANTS)
+register_variants(__name__, partial(_create, RefinedViT), VARIANTS)
+register_variants(__name__, partial(_create, ReleasedRefinedViT), RELEASED)
