@@ -106,7 +106,7 @@ def test_published_folders(tmp_path):
 
 
 BROKEN = {
-    "size": "0.png is 60 x 48 pixels",
+    "size": "0.png has 60 x 48 pixels",
     "class": "0.png has the value 7",
     "colours": "0.png has 3 channels",
     "missing": "has no mask",

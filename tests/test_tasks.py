@@ -134,7 +134,11 @@ class TestRun:
             ({"name": "parity"}, lambda model: iso.evaluate(model, []), "folder or the name of a data source"),
             ({"name": "parity"}, iso.robustness, "the model is for parity"),
             ({"name": "parrots"}, iso.evaluate, "'parrots' is not a task; did you mean parity"),
-            ({"name": "parity", "scale": -1}, iso.evaluate, "options that it does not have"),
+            (
+                {"name": "parity", "scale": -1},
+                iso.evaluate,
+                "its task has 1 problem: scale: input should be greater than 0",
+            ),
         ],
     )
     def test_what_a_model_of_a_task_is_not_for(self, task, use, message):

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
 from isomorph.layers.pyramid.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
-from isomorph.models.vanillanet import PUBLIC_NAMES, checkpoint_filter_fn
+from isomorph.models.vanillanet import checkpoint_filter_fn
 from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
@@ -34,18 +34,27 @@ def small(slope=0.0, **more):
     return model.eval()
 
 
+OWN, PUBLIC = (
+    (
+        *(f"stem.{name}" for name in ("pair.first", "pair.norm1", "pair.second", "pair.norm2", "act.norm", "act.conv")),
+        *("head.first", "head.norm1", "head.second"),
+        *("pair.first", "pair.norm1", "pair.second", "pair.norm2", "act.norm", "act.conv"),
+    ),
+    (
+        *("stem1.0", "stem1.1", "stem2.0", "stem2.1", "stem2.2.bn", "stem2.2", "cls1.2", "cls1.3", "cls2.0"),
+        *("conv1.0", "conv1.1", "conv2.0", "conv2.1", "act.bn", "act"),
+    ),
+)
+
+
 def public_names(model):
     """The model's tensors as the public checkpoints name them."""
     found = {}
     for own, tensor in model.state_dict().items():
-        if own.endswith(".slope"):
-            continue
-        stage, inner = re.fullmatch(r"(stages\.\d+\.)?(.*)", own).groups(default="")
-        public, name = max(
-            ((a, b) for a, b in PUBLIC_NAMES.items() if inner.startswith(b)), key=lambda pair: len(pair[1])
-        )
-        tensor = tensor[:, :, None, None] if own.startswith("head.") and tensor.ndim == 2 else tensor
-        found[stage + public + inner.removeprefix(name)] = tensor
+        if not own.endswith(".slope"):
+            stage, layer, last = re.fullmatch(r"(stages\.\d+\.)?(.*)(\.\w+)", own).groups(default="")
+            tensor = tensor[:, :, None, None] if own.startswith("head.") and tensor.ndim == 2 else tensor
+            found[stage + dict(zip(OWN, PUBLIC, strict=True))[layer] + last] = tensor
     return found
 
 
@@ -94,6 +103,8 @@ def test_public_checkpoints_load(tmp_path):
     iso.load_weights(other, tmp_path / "vanillanet_5.pth")
     x = torch.randn(2, 3, 40, 36)
     torch.testing.assert_close(other(x), model(x))
+    shuffled = dict(sorted(public_names(model).items()))
+    assert checkpoint_filter_fn(shuffled, other) == shuffled  # tensors are known by their order
     own = checkpoint_filter_fn(other.state_dict(), other)
     assert own.keys() == other.state_dict().keys()
     part = ModelPart(name="vanillanet_5", kwargs=dict(dims=SMALL["dims"]), weights=tmp_path / "vanillanet_5.pth")

@@ -12,7 +12,6 @@ from typing import Any
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
 from timm.models import generate_default_cfgs
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.models.staged import StagedNet
@@ -106,29 +105,17 @@ class CifarResNet(StagedNet):
         """Apply the first convolution. Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
         return self.act1(self.bn1(self.conv1(x)))
 
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drop the stages after the last index and, with `prune_head`, the classifier; return the indices."""
-        take, last = feature_take_indices(4, indices)
-        for i in range(last, 3):
+    def keep_stages(self, count: int) -> None:
+        for i in range(count, 3):
             setattr(self, f"layer{i + 1}", nn.Sequential())
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
-
-    def get_classifier(self) -> nn.Module:
-        """Return the classifier."""
-        return self.linear
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by an untrained one; with 0 classes the model returns pooled features."""
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
-        self.global_pool, self.linear = create_classifier(
-            64, num_classes, pool_type=pool, device=old.device, dtype=old.dtype
-        )
+        kind = dict(device=old.device, dtype=old.dtype)
+        self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, **kind)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Return the parameter groups for layer decay: the stem, then stages or blocks."""

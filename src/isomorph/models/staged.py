@@ -123,6 +123,24 @@ class StagedNet(nn.Module):
             intermediates += [x] if i in take else []
         return intermediates if intermediates_only else (x, intermediates)
 
+    def keep_stages(self, count: int) -> None:
+        """Drop the stages after the first `count`."""
+        self.stages = self.stages[:count]
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the stages after the last index and, with `prune_head`, the classifier; return the indices."""
+        take, last = feature_take_indices(len(self.levels()), indices)
+        self.keep_stages(last)
+        if prune_head:
+            self.reset_classifier(0, "")  # type: ignore[operator]
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        """Return the classifier."""
+        return getattr(self, self.head_name)
+
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay besides biases and norms: those of attention."""
         return parameters_without_decay(self)

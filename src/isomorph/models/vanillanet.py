@@ -4,20 +4,25 @@ In training every layer is a pair with a ReLU between, which is annealed to the 
 `iso.fuse` then merges each pair: `vanillanet_5` has five layers.
 """
 
-import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
 from timm.models import generate_default_cfgs
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.pyramid.annealed import AnnealedPair, SeriesActivation
 from isomorph.models.staged import StagedNet
-from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.variants import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    renamed_in_order,
+    unwrap_state_dict,
+)
 
 PATCH = 4
 """Kernel and stride of the first convolution."""
@@ -51,9 +56,7 @@ class VanillaNet(StagedNet):
     ) -> None:
         super().__init__()
         if len(dims) != len(strides) + 1:
-            raise UserError(
-                f"dims {list(dims)} must have one number more than strides {list(strides)}, for the stem first"
-            )
+            raise UserError(f"dims {list(dims)} must have one number more than strides {list(strides)}: the stem's")
         self.num_classes, self.in_chans, self.drop_rate, self.slope = num_classes, in_chans, drop_rate, slope
         self.num_features = self.head_hidden_size = dims[-1]
         first = nn.Conv2d(in_chans, dims[0], PATCH, PATCH)
@@ -82,16 +85,6 @@ class VanillaNet(StagedNet):
             (height, width), least = x.shape[-2:], self.reduction
             raise UserError(f"the {height} x {width} image is too small; give one of at least {least} x {least}")
         return self.stem(x)
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drop the stages after the last index and, with `prune_head`, the classifier; return the indices."""
-        take, last = feature_take_indices(1 + len(self.stages), indices)
-        self.stages = self.stages[:last]
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
 
     def get_classifier(self) -> nn.Module:
         """Return the layer that computes the logits."""
@@ -133,45 +126,17 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-PUBLIC_NAMES = {
-    "stem1.0": "stem.pair.first",
-    "stem1.1": "stem.pair.norm1",
-    "stem2.0": "stem.pair.second",
-    "stem2.1": "stem.pair.norm2",
-    "stem2.2.bn": "stem.act.norm",
-    "stem2.2": "stem.act.conv",
-    "cls1.2": "head.first",
-    "cls1.3": "head.norm1",
-    "cls2.0": "head.second",
-    "conv1.0": "pair.first",
-    "conv1.1": "pair.norm1",
-    "conv2.0": "pair.second",
-    "conv2.1": "pair.norm2",
-    "act.bn": "act.norm",
-    "act": "act.conv",
-}
-"""Public and isomorph's names of modules, those in a stage without its number; the first match counts."""
-
-
-def _isomorph_name(name: str) -> str:
-    """Return isomorph's name of a tensor in a public checkpoint."""
-    stage, inner = re.fullmatch(r"(stages\.\d+\.)?(.*)", name).groups(default="")  # type: ignore[union-attr]
-    found = [(public, own) for public, own in PUBLIC_NAMES.items() if inner.startswith(f"{public}.")]
-    return stage + (found[0][1] + inner.removeprefix(found[0][0]) if found else inner)
-
-
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert a public checkpoint: rename its tensors and turn the classifier's 1x1 convolutions into linear layers.
+    """Convert a public checkpoint, whose tensors have the same order; the classifier's convolutions become linear.
 
     Annealing is complete in public checkpoints, so slopes are 1. A checkpoint of isomorph is returned unchanged.
     """
-    state = unwrap_state_dict(state_dict)
-    if "stem1.0.weight" not in state:
+    state, own = unwrap_state_dict(state_dict), model.state_dict()
+    renamed = renamed_in_order(state, [name for name in own if not name.endswith(".slope")])
+    if "stem1.0.weight" not in state or renamed is None:
         return state
-    own = model.state_dict()
-    state = {_isomorph_name(name): tensor for name, tensor in state.items()}
-    state = {n: t.flatten(1) if n.startswith("head.") and t.ndim == 4 else t for n, t in state.items()}
-    return {**{n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}, **state}
+    renamed |= {n: t.flatten(1) for n, t in renamed.items() if n.startswith("head.") and t.ndim == 4}
+    return renamed | {n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}
 
 
 VARIANTS = {

@@ -1,7 +1,7 @@
 """What isomorph's networks have in common as models of timm: variants, configuration, foreign checkpoints, sizes."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +91,13 @@ def unwrap_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors in a training checkpoint's `state_dict` or `model`, without DataParallel's prefix."""
     tensors = state_dict.get("state_dict", state_dict.get("model", state_dict))
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+
+
+def renamed_in_order(state: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor] | None:
+    """Return tensors under new names, given in the same order; None if the numbers or the last names do not agree."""
+    if [name.rpartition(".")[2] for name in names] != [name.rpartition(".")[2] for name in state]:
+        return None
+    return dict(zip(names, state.values(), strict=True))
 
 
 class ForeignCheckpoints(Mixin):

@@ -15,7 +15,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants
+from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, renamed_in_order
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -144,15 +144,14 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     state = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if "conv_in.weight" in state:
         return {f"unet.{name}": tensor for name, tensor in state.items()}
+    if "head.weight" not in state:
+        return state
     own = model.state_dict()
     names = [name for part in _released_order(model.unet) for name in own if name.startswith(f"unet.{part}.")]
-    if "head.weight" not in state or len(names) != len(state):
-        return state
-    given = sorted(state, key=lambda name: _RELEASED_PARTS.index(name.partition(".")[0]))
-    return {
-        name: state[old].flatten(1) if own[name].ndim == 2 and state[old].shape[2:] == (1, 1) else state[old]
-        for name, old in zip(names, given, strict=True)
-    }
+    order = sorted(state, key=lambda name: _RELEASED_PARTS.index(name.partition(".")[0]))
+    renamed = renamed_in_order({name: state[name] for name in order}, names) or state
+    linear = [name for name, x in renamed.items() if x.shape[2:] == (1, 1) and name in own and own[name].ndim == 2]
+    return renamed | {name: renamed[name].flatten(1) for name in linear}
 
 
 def _released_order(unet: Any) -> Iterator[str]:

@@ -246,10 +246,9 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
     if not any(name.startswith("body.") for name in state):
         inside = any(name.startswith(prefix) for name in state)
         given = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix) or not inside}
-        given = {
-            name.replace("LayerNorm.gamma", "LayerNorm.weight"): x for name, x in given.items()
-        }  # of the first BERTs
-        state = {f"body.{name.replace('LayerNorm.beta', 'LayerNorm.bias')}": x for name, x in given.items()}
+        for old, new in {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}.items():
+            given = {name.replace(old, new): x for name, x in given.items()}  # of the first BERTs
+        state = {f"body.{name}": x for name, x in given.items()}
     own = model.state_dict()
     unused = ("body.pooler.", "body.embeddings.position_ids", "body.embeddings.token_type_ids", "head.")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
@@ -259,16 +258,11 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
     return kept | head
 
 
+_SMALL = dict(family="electra", embedding_size=128, hidden_size=256, intermediate_size=1024)
+_SMALL |= dict(num_hidden_layers=12, num_attention_heads=4)
 VARIANTS = {
     "bert_small": Variant(
-        dict(
-            family="electra",
-            embedding_size=128,
-            hidden_size=256,
-            num_hidden_layers=12,
-            num_attention_heads=4,
-            intermediate_size=1024,
-        ),
+        _SMALL,
         "BERT-Small of ELECTRA: 12 layers of width 256, embeddings of width 128, 13.5M parameters (Refiner Table 6).",
     ),
     "bert_base": Variant(dict(family="bert"), "BERT-Base, uncased: 12 layers of width 768."),

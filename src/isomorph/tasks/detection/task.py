@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from pydantic import Field
 from timm.utils import unwrap_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.registry import data_root
@@ -178,10 +177,8 @@ def check_teacher(student: Any, teacher: Any) -> None:
     if not hasattr(teacher, "rpn") or not hasattr(teacher, "pyramid_maps"):
         raise UserError(f"task.teacher is a {type(teacher).__name__}; give a Mask R-CNN that was trained on the data")
     if tuple(student.strides) != tuple(teacher.strides):
-        raise UserError(
-            f"task.teacher has maps with strides {teacher.strides}, the model {student.strides}; give a teacher with "
-            "the same patch size"
-        )
+        what = f"task.teacher has maps with strides {teacher.strides}, the model {student.strides}"
+        raise UserError(f"{what}; give a teacher with the same patch size")
 
 
 class Detection(Task):
@@ -232,9 +229,7 @@ class Detection(Task):
             size = " x ".join(map(str, config["input_size"][-2:]))
             raise UserError(f"the network cannot process images of {size}: {reason}; give another data.size")
 
-    def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
-    ) -> DataLoader[Any]:
+    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(config, self.options.scales, self.options.flip)
         return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 

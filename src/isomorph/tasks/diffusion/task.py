@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from isomorph.data.formats.registry import SOURCES
@@ -158,9 +157,7 @@ class Diffusion(Task):
         require_denoiser(model, recipe.model.name or str(recipe.model.weights))
         check_denoiser_size(model, config["input_size"])
 
-    def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Source, sampler: TrainSampler
-    ) -> DataLoader[Any]:
+    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         flip = transforms.RandomHorizontalFlip(recipe.augment.hflip)
         transform = transforms.Compose([flip, eval_transform(config)])
         return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)

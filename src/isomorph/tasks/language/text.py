@@ -193,9 +193,7 @@ class LanguageTask(Task):
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
 
-    def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
-    ) -> DataLoader[Any]:
+    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         collate = PadBatch(config["padding"])
         return seeded_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 

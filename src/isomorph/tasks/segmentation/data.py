@@ -119,10 +119,8 @@ class MaskedImages(ImageSet[Files]):
         classes = self.table[np.minimum(values, len(self.table) - 1)]
         wrong = (classes < 0) | (values >= len(self.table))
         if wrong.any():
-            raise UserError(
-                f"{path} has the value {values[wrong][0]}, which is not one of the {len(self.classes)} classes; "
-                f"correct it, or use {IGNORE} for pixels without a class"
-            )
+            what = f"{path} has the value {values[wrong][0]}, which is not one of the {len(self.classes)} classes"
+            raise UserError(f"{what}; correct it, or use {IGNORE} for pixels without a class")
         return classes
 
     def example(self, index: int) -> Pair:
@@ -177,10 +175,8 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
     """Raise UserError for a mask of another size (width, height) than its image."""
     if image != mask:
         own, given = ("{} x {}".format(*size) for size in (mask, image))
-        raise UserError(
-            f"{files.mask} is {own} pixels wide and high, and {files.image.name} is {given}, turned as EXIF data says; "
-            "make them equal"
-        )
+        where = f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as its EXIF data says"
+        raise UserError(f"{where}; make them equal")
 
 
 # folders
@@ -254,9 +250,7 @@ def _ade_classes(path: Path) -> list[str]:
         return [str(number) for number in range(1, ADE_CLASSES + 1)]
     names = [line.split("\t")[-1].split(",")[0].strip() for line in _read_lines(path)[1:]]
     if len(names) != ADE_CLASSES:
-        raise UserError(
-            f"{path} names {len(names)} classes, not {ADE_CLASSES}; use the file as published, or remove it"
-        )
+        raise UserError(f"{path} names {len(names)} classes, not {ADE_CLASSES}; use the published file, or none")
     return names
 
 
@@ -345,9 +339,7 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
             raise UserError(f"{root} has test images of its own; leave data.split out")
         return train, test
     if fraction is None:
-        raise UserError(
-            f"{root} has no test images; give --data.split, the fraction of the images to test on, like 0.2"
-        )
+        raise UserError(f"{root} has no test images; give --data.split, the fraction to test on, like 0.2")
     held_out = np.array([hash_to_unit(files.image.name) for files in train.samples]) < fraction
     if held_out.all() or not held_out.any():
         raise UserError(f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction")

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from timm.task import ClassificationTask
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -115,10 +114,8 @@ def open_teacher(part: SegmentationPart, model: nn.Module) -> nn.Module | None:
     if not isinstance(teacher, UPerNet):
         raise UserError(f"task.teacher {part.teacher} is a {type(teacher).__name__}, not a network for segmentation")
     if teacher.num_classes != model.num_classes:
-        raise UserError(
-            f"task.teacher {part.teacher} has {teacher.num_classes} classes, the model has {model.num_classes}; "
-            "give one of the same classes"
-        )
+        what = f"task.teacher {part.teacher} has {teacher.num_classes} classes, the model has {model.num_classes}"
+        raise UserError(f"{what}; give one of the same classes")
     return teacher
 
 
@@ -161,29 +158,21 @@ class Segmentation(Task):
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         if not isinstance(model, UPerNet):
-            raise UserError(
-                f"{type(model).__name__} does not classify pixels; give --model.name upernet, and the network inside "
-                "it as --model.kwargs.backbone NAME"
-            )
+            instead = "give --model.name upernet, and the network inside it as --model.kwargs.backbone NAME"
+            raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         if reason := input_size_problem(model, config["input_size"]):
             raise UserError(
                 f"the network cannot process crops of {self.options.crop}: {reason}; give another task.crop"
             )
 
-    def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: MaskedImages, sampler: TrainSampler
-    ) -> DataLoader[Any]:
+    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(self.options, config["mean"], config["std"])
         return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)  # type: ignore[arg-type]
 
-    def test_loader(
-        self, recipe: Recipe, config: dict[str, Any], test: MaskedImages, runtime: Runtime
-    ) -> Iterable[Any]:
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return self._image_loader(config, test, recipe.data.workers, runtime)
 
-    def _image_loader(
-        self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime
-    ) -> Iterable[Any]:
+    def _image_loader(self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime) -> Any:
         """Return this process's share of whole images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
         test = test.subset(range(len(test)))
         test.transform = TestTransform(self.options.resize, config["mean"], config["std"])
