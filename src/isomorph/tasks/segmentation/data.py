@@ -175,7 +175,7 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
     """Raise UserError for a mask of another size (width, height) than its image."""
     if image != mask:
         own, given = ("{} x {}".format(*size) for size in (mask, image))
-        where = f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as its EXIF data says"
+        where = f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as EXIF data says"
         raise UserError(f"{where}; make them equal")
 
 
