@@ -361,15 +361,9 @@ class MaskRCNN(BackboneNetwork):
             post_nms_top_n={"training": proposals, "testing": proposals},
             nms_thresh=_RPN_NMS,
         )
-        mask_heads: Any = masks and dict(
-            mask_roi_pool=PyramidRoIAlign(14, self.strides[:-1]),
-            mask_head=MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d),
-            mask_predictor=MaskPredictor(channels, channels, num_classes + 1),  # class 0 is the background
-        )
+        regions: Any = self._region_heads(channels, features)
         self.roi_heads = RoIHeads(
-            PyramidRoIAlign(7, self.strides[:-1]),
-            FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [features], norm_layer=LayerNorm2d),
-            BoxPredictor(features, num_classes + 1),
+            *regions[:3],
             fg_iou_thresh=0.5,
             bg_iou_thresh=0.5,
             batch_size_per_image=samples,
@@ -378,8 +372,18 @@ class MaskRCNN(BackboneNetwork):
             score_thresh=score_threshold,
             nms_thresh=0.5,
             detections_per_img=detections,
-            **(mask_heads or {}),
+            **dict(zip(("mask_roi_pool", "mask_head", "mask_predictor"), regions[3:], strict=False)),
         )
+
+    def _region_heads(self, channels: int, features: int) -> list[nn.Module]:
+        """Return reader, layers and predictor of boxes, and with masks those of masks; class 0 is the background."""
+        strides, classes = self.strides[:-1], self.num_classes + 1
+        masks: list[nn.Module] = []
+        if self.has_masks:
+            layers = MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d)
+            masks = [PyramidRoIAlign(14, strides), layers, MaskPredictor(channels, channels, classes)]
+        layers = FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [features], norm_layer=LayerNorm2d)
+        return [PyramidRoIAlign(7, strides), layers, BoxPredictor(features, classes), *masks]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
         return {
