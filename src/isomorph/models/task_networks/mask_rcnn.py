@@ -372,7 +372,7 @@ class MaskRCNN(BackboneNetwork):
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
 
     def _new_regions(self, channels: int, features: int, samples: int, threshold: float, detections: int) -> RoIHeads:
-        """Return the heads that read proposals: four convolutions and a layer for boxes, five convolutions for masks."""
+        """Return the heads that read proposals: four convolutions and a layer for boxes, five for masks."""
         strides, classes = self.strides[:-1], self.num_classes + 1  # class 0 is the background
         masks: dict[str, Any] = {}
         if self.has_masks:
