@@ -22,8 +22,8 @@ from isomorph.surgery import edits
 from isomorph.training.build import build_model
 from isomorph.training.objectives.masked import (
     AlignedStudent,
-    GenericDistillationTask,
-    MaskedTask,
+    GenericDistillationLoss,
+    ReconstructionLoss,
     build_pretraining,
     evaluate_pretraining,
 )
@@ -189,7 +189,7 @@ def plain_autoencoder(*sizes, mask=0.75, **changes):
 
 def build_pair(block=2, student=None, **sizes):
     teacher = autoencoder(depth=3)
-    return GenericDistillationTask(student or plain_autoencoder(**sizes), teacher, CPU, block)
+    return GenericDistillationLoss(student or plain_autoencoder(**sizes), teacher, CPU, block)
 
 
 def gated():
@@ -214,7 +214,7 @@ REFUSED = {
     "a negative share": (lambda: split_patches(torch.rand(1, 4), -0.5), "mask ratio"),
     "no first block": (lambda: autoencoder().decoder_features(torch.randn(1, 3, 16, 16), block=0), "blocks 1 to 2"),
     "a block too many": (lambda: build_pair(4), "from 1 to 3"),
-    "itself": (lambda: GenericDistillationTask(model := autoencoder(), model, CPU, 2), "share"),
+    "itself": (lambda: GenericDistillationLoss(model := autoencoder(), model, CPU, 2), "share"),
     "another shape": (lambda: build_pair(student=autoencoder("rectangular")), "cannot process"),
     "another patch": (lambda: build_pair(patch_size=8, mask=0.5), "4x4"),
     "grey images": (lambda: build_pair(in_chans=1), "channels"),
@@ -261,7 +261,7 @@ def test_checkpointing_changes_no_gradient(kind):
 
 @pytest.mark.slow
 def test_compiles_whole():
-    task = MaskedTask(plain_autoencoder(depth=1).eval(), CPU)
+    task = ReconstructionLoss(plain_autoencoder(depth=1).eval(), CPU)
     images = torch.randn(3, 3, 16, 16)
     noise = task.trainable_module.draw_noise(images)
     plain = task(images, noise=noise)["loss"]
@@ -409,7 +409,7 @@ def trained_and_averaged(task):
 
 
 def test_evaluation_is_the_same_whatever_the_batches(cifar):
-    task = MaskedTask(autoencoder(), CPU)
+    task = ReconstructionLoss(autoencoder(), CPU)
     model = task.trainable_module
     images = torch.cat([images for images, _ in cifar])
     torch.manual_seed(3)
@@ -427,7 +427,7 @@ def pair(student="pyramids", block=4, **cfg):
     """A student taught by a wider, deeper teacher on differently normalised images."""
     teacher = autoencoder("timm", depth=5, width=32, heads=4, mask=0.5)
     teacher.encoder.pretrained_cfg = {**teacher.encoder.pretrained_cfg, **cfg}
-    return GenericDistillationTask(autoencoder(student), teacher, CPU, block)
+    return GenericDistillationLoss(autoencoder(student), teacher, CPU, block)
 
 
 def test_the_teacher_teaches_and_stays_as_it_is(cifar):
@@ -470,7 +470,7 @@ def test_a_task_from_its_fields(tmp_path):
     save_autoencoder(autoencoder(depth=4, width=32, heads=4), tmp_path / "teacher.safetensors")
     part = MaskPart(teacher=tmp_path / "teacher.safetensors", ratio=0.5)
     task = build_pretraining(part, timm.create_model("tdrl_vit_ti", **SMALL), CPU)
-    assert isinstance(task, GenericDistillationTask)
+    assert isinstance(task, GenericDistillationLoss)
     student = task.trainable_module.student
     assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.model.ratio) == (4, 128, 0.5, 0.5)
     assert MaskPart().decoder == (8, 512, 16)

@@ -24,12 +24,12 @@ from isomorph.distributed import seed_generators
 from isomorph.models import create
 from isomorph.models.blockwise import Box
 from isomorph.training.classification import CLASSIFICATION
-from isomorph.training.objectives.supervised import PenalisedTask, neighbour_similarity
+from isomorph.training.objectives.supervised import PenalisedLoss, neighbour_similarity
 from isomorph.training.objectives.token_labels import (
-    MapLabelTask,
-    MapOnlyTask,
+    MapLabelLoss,
+    MapOnlyLoss,
     MixedLabelMaps,
-    TokenLabelTask,
+    TokenLabelLoss,
     crop_label_maps,
     dense_scores,
 )
@@ -157,7 +157,7 @@ class TestGeometry:
 
 
 class TestLoss:
-    @pytest.mark.parametrize("kind", [MapLabelTask, MapOnlyTask])
+    @pytest.mark.parametrize("kind", [MapLabelLoss, MapOnlyLoss])
     def test_the_loss_is_the_formula(self, kind, monkeypatch):
         target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
         monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
@@ -166,7 +166,7 @@ class TestLoss:
         logits, tokens = model(x, tokens=True, box=box)
         patches = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)]
         images = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0] for b in range(4)]
-        if kind is MapLabelTask:
+        if kind is MapLabelLoss:
             images = list(torch.eye(5, dtype=torch.float64)[target.label])
         loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
         image = dense = 0
@@ -273,9 +273,9 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("said", "kind", "more"),
         [
-            ("label", MapLabelTask, ["amp=none"]),
-            ("map", MapOnlyTask, ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"]),
-            ("map", MapOnlyTask, ["amp=bf16"]),
+            ("label", MapLabelLoss, ["amp=none"]),
+            ("map", MapOnlyLoss, ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"]),
+            ("map", MapOnlyLoss, ["amp=bf16"]),
         ],
     )
     def test_two_steps_of_a_training(self, said, kind, more, data):
@@ -376,11 +376,11 @@ class TestTask:
         x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
         part = MapSimilarityPart(weight=0.3, pairs=4)
         if tokens:
-            task = TokenLabelTask(model, TokenLabelPart(weight=0.7), 0.1, CPU, part)
-            plain = TokenLabelTask(reference, TokenLabelPart(weight=0.7), 0.1, CPU)
+            task = TokenLabelLoss(model, TokenLabelPart(weight=0.7), 0.1, CPU, part)
+            plain = TokenLabelLoss(reference, TokenLabelPart(weight=0.7), 0.1, CPU)
         else:
-            task = PenalisedTask(model, torch.nn.CrossEntropyLoss(), CPU, part)
-            plain = PenalisedTask(reference, torch.nn.CrossEntropyLoss(), CPU)
+            task = PenalisedLoss(model, torch.nn.CrossEntropyLoss(), CPU, part)
+            plain = PenalisedLoss(reference, torch.nn.CrossEntropyLoss(), CPU)
         found = task(x, labels)["loss"]
 
         maps = []
@@ -402,9 +402,9 @@ class TestTask:
         part = MapSimilarityPart()
         for model in (timm.create_model("refined_vit_b", depth=1), torch.nn.Linear(2, 2)):
             with pytest.raises(iso.UserError, match="map_similarity needs blocks that pass their maps on"):
-                PenalisedTask(model, torch.nn.CrossEntropyLoss(), CPU, part)
+                PenalisedLoss(model, torch.nn.CrossEntropyLoss(), CPU, part)
         with pytest.raises(iso.UserError, match="at least two blocks"):
-            PenalisedTask(create("refined_vit_s", **SMALL | dict(depth=1)), torch.nn.CrossEntropyLoss(), CPU, part)
+            PenalisedLoss(create("refined_vit_s", **SMALL | dict(depth=1)), torch.nn.CrossEntropyLoss(), CPU, part)
 
     @pytest.mark.parametrize(
         "changes", [["scale.activation_checkpointing=true", "ema=null"], ["amp=none", "token_labels=null"]]
@@ -442,7 +442,7 @@ class TestMixedLabels:
             hot = F.one_hot(torch.arange(4), 5) * 0.9 + 0.02
             torch.testing.assert_close(target.mix(hot), labels)
 
-    @pytest.mark.parametrize("kind", [MapLabelTask, MapOnlyTask])
+    @pytest.mark.parametrize("kind", [MapLabelLoss, MapOnlyLoss])
     def test_patches_have_the_labels_of_both_images(self, kind, monkeypatch):
         """In the images' shares, whatever the place (as the released code has it), and MixToken comes after."""
         box = Box(0, 1, 0, 2)
@@ -470,7 +470,7 @@ class TestMixedLabels:
         monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: Box(0, 2, 0, 1))
         model = drawn(create("refined_vit_s", **SMALL)).eval()
         images, labels = mixup(AugmentPart(mixup=0.8))(torch.randn(4, 3, 32, 32), torch.arange(4))
-        found = TokenLabelTask(model, TokenLabelPart(), 0.1, CPU)(images, labels)
+        found = TokenLabelLoss(model, TokenLabelPart(), 0.1, CPU)(images, labels)
         _, tokens = model(images, tokens=True, box=Box(0, 2, 0, 1))
         patches = 0
         for b in range(4):

@@ -23,8 +23,8 @@ from isomorph.layers.eval_mode import eval_mode
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
-from isomorph.training.objectives.supervised import PenalisedTask, build_criterion
-from isomorph.training.objectives.token_labels import LabelMapMixup, MapLabelTask, MapOnlyTask, TokenLabelTask
+from isomorph.training.objectives.supervised import PenalisedLoss, build_criterion
+from isomorph.training.objectives.token_labels import LabelMapMixup, MapLabelLoss, MapOnlyLoss, TokenLabelLoss
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
@@ -81,12 +81,12 @@ class Classification(Task):
         task: TrainingTask
         if recipe.token_labels:
             part = recipe.token_labels
-            kind = TokenLabelTask if part.maps is None else MapOnlyTask if part.class_token == "map" else MapLabelTask
+            kind = TokenLabelLoss if part.maps is None else MapOnlyLoss if part.class_token == "map" else MapLabelLoss
             task = kind(model, part, recipe.augment.smoothing, device, similarity)
         elif recipe.distill:
             task = build_distillation(model, recipe.distill, criterion, device)
         else:
-            task = PenalisedTask(model, criterion, device, similarity)
+            task = PenalisedLoss(model, criterion, device, similarity)
         return Objective(task, _measure_classes, lambda metrics: metrics["top1"])
 
     @torch.no_grad()

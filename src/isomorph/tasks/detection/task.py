@@ -36,7 +36,7 @@ from isomorph.tasks.detection.results import (
 )
 from isomorph.training.build import build_model
 from isomorph.training.objectives.distillation import FrozenTeacher
-from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
@@ -76,7 +76,7 @@ class DetectionPart(Part):
     """Training passes over which both weights grow from 0."""
 
 
-class DetectionLoss(PretrainingTask):
+class DetectionLoss(LossModule):
     """The sum of the losses of Mask R-CNN: objectness and boxes of proposals; classes, boxes and masks of regions."""
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:

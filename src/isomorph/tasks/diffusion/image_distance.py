@@ -223,4 +223,5 @@ def compare_folder(
     for source, title in ((own, "generated images"), (real, "real images")):
         report = partial(lambda title, done, total: progress(done, total, title), title)
         features.append(extractor.extract(_batches(source, (height, width), batch_size, report, source is own)))
-    return image_distances(*features, extractor.name)
+    generated, others = features
+    return image_distances(generated, others, extractor.name)

@@ -196,7 +196,7 @@ def denoise(
     signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
     for t, *now_then in zip(times, signal[:-1], signal[1:], strict=True):
         noise = net(x, torch.full((len(x),), t, device=x.device))
-        x = next_images(x, noise, tuple(now_then), sampler, generators)  # type: ignore[arg-type]
+        x = next_images(x, noise, tuple(now_then), sampler, generators)
         after_step()
     require_finite(x)
     return x

@@ -22,7 +22,7 @@ from isomorph.evaluation.model_data import open_split
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.training.build import build_model, build_share_loader, build_test_loader, open_sources
-from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import AugmentPart, Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Task
@@ -47,7 +47,7 @@ class DiffusionPart(Part):
         return self
 
 
-class DenoisingLoss(PretrainingTask):
+class DenoisingLoss(LossModule):
     """Noise prediction: the sum over a batch and its pixels of (predicted - noise)^2 / 1000, at uniform time steps.
 
     The sum is that of the whole batch of `batch_size` images, whichever part of it a process or an accumulation step

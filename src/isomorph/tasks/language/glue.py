@@ -23,7 +23,7 @@ from isomorph.errors import UserError, optional_module
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, read_lines, read_text
-from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction
 
@@ -40,7 +40,7 @@ MAX_SCORE = 5
 
 
 @dataclass(frozen=True)
-class GlueTask:
+class GlueData:
     """A task: its folder, the columns of its texts and label, the labels in the file, metrics, the files to test on.
 
     Without `classes` labels are numbers (a regression). The first metric decides which epoch is best. `tolerant`: lines
@@ -64,24 +64,24 @@ _ENTAILMENT, _PARAPHRASE = ("entailment", "not_entailment"), ("different", "para
 _THREE = ("entailment", "neutral", "contradiction")
 _TWO_SCORES = ("accuracy", "f1")
 
-GLUE: dict[str, GlueTask] = {
-    "cola": GlueTask("CoLA", (3,), 1, _BINARY, ("unacceptable", "acceptable"), ("matthews", "accuracy"), ("sentence",)),
-    "sst2": GlueTask("SST-2", ("sentence",), "label", _BINARY, ("negative", "positive")),
-    "mrpc": GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _BINARY, _PARAPHRASE, _TWO_SCORES, _PAIR),
-    "stsb": GlueTask("STS-B", _PAIR, "score", (), ("similarity",), ("spearman", "pearson")),
-    "qqp": GlueTask(
+GLUE: dict[str, GlueData] = {
+    "cola": GlueData("CoLA", (3,), 1, _BINARY, ("unacceptable", "acceptable"), ("matthews", "accuracy"), ("sentence",)),
+    "sst2": GlueData("SST-2", ("sentence",), "label", _BINARY, ("negative", "positive")),
+    "mrpc": GlueData("MRPC", ("#1 String", "#2 String"), "Quality", _BINARY, _PARAPHRASE, _TWO_SCORES, _PAIR),
+    "stsb": GlueData("STS-B", _PAIR, "score", (), ("similarity",), ("spearman", "pearson")),
+    "qqp": GlueData(
         "QQP", ("question1", "question2"), "is_duplicate", _BINARY, _PARAPHRASE, _TWO_SCORES, tolerant=True
     ),
-    "mnli": GlueTask(
+    "mnli": GlueData(
         "MNLI", _PAIR, "gold_label", _THREE, _THREE, hub_texts=("premise", "hypothesis"), test="dev_matched"
     ),
-    "qnli": GlueTask("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
-    "rte": GlueTask("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
+    "qnli": GlueData("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
+    "rte": GlueData("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
 }
 """The eight tasks of the paper's table, by name; WNLI is left out, as usual."""
 
 
-def read_file(path: Path, task: GlueTask) -> list[Row]:
+def read_file(path: Path, task: GlueData) -> list[Row]:
     """Return the examples of a published TSV file, or of a parquet file of the hub.
 
     Raises: UserError, with file and line, for missing columns, unknown labels or an empty file, or without pyarrow.
@@ -93,7 +93,7 @@ def read_file(path: Path, task: GlueTask) -> list[Row]:
     return rows
 
 
-def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueTask) -> list[int]:
+def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueData) -> list[int]:
     """Return the numbers of columns. Raises: UserError for one that the header does not have."""
     if missing := [column for column in wanted if column not in header]:
         has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
@@ -101,7 +101,7 @@ def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: 
     return [header.index(str(column)) for column in wanted]
 
 
-def _tsv_cells(path: Path, task: GlueTask) -> Iterator[tuple[str, Sequence[Any]]]:
+def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
     lines = [
         (n, line.rstrip("\r").split("\t")) for n, line in enumerate(read_text(path).split("\n"), 1) if line.strip()
     ]
@@ -115,7 +115,7 @@ def _tsv_cells(path: Path, task: GlueTask) -> Iterator[tuple[str, Sequence[Any]]
             raise UserError(f"{path}, line {number}: {len(cells)} columns, and {max(wanted) + 1} are needed")
 
 
-def _parquet_cells(path: Path, task: GlueTask) -> Iterator[tuple[str, Sequence[Any]]]:
+def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
     needs = f"{path}: reading parquet files needs pyarrow"
     pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
     try:
@@ -129,7 +129,7 @@ def _parquet_cells(path: Path, task: GlueTask) -> Iterator[tuple[str, Sequence[A
     return ((str(path), row) for row in zip(*columns, strict=True))
 
 
-def _label_of(label: Any, task: GlueTask, where: str) -> float:
+def _label_of(label: Any, task: GlueData, where: str) -> float:
     """Return the number of a class, given as in the published file or by this number, or a score.
 
     Raises: UserError for another label.
@@ -247,7 +247,7 @@ class TextClassificationPart(LanguagePart):
     """Task of GLUE: cola, sst2, mrpc, stsb, qqp, mnli, qnli or rte."""
 
 
-class SentenceLoss(PretrainingTask):
+class SentenceLoss(LossModule):
     """Fine-tuning on sentences: cross-entropy of the classes, or the squared error of a score."""
 
     def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
@@ -286,7 +286,7 @@ class TextClassification(LanguageTask):
     printed = dict.fromkeys(("accuracy", "f1", "matthews", "spearman"), ".2f")
 
     @property
-    def glue(self) -> GlueTask:
+    def glue(self) -> GlueData:
         """The columns, labels and metrics of the task of GLUE."""
         return GLUE[self.options.dataset]
 

@@ -18,7 +18,7 @@ from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.language.glue import open_root, training_sentences
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
-from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import Rate
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction
@@ -114,7 +114,7 @@ class MaskedLMPart(LanguagePart):
     """Share of the positions whose words are predicted: 80% of them are masked, 10% replaced, 10% shown."""
 
 
-class MaskedWordsLoss(PretrainingTask):
+class MaskedWordsLoss(LossModule):
     """Masked language modelling: cross-entropy of the words at masked positions.
 
     Source: BERT (Devlin et al., 2018), section 3.1

@@ -167,7 +167,7 @@ class Segmentation(Task):
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(self.options, config["mean"], config["std"])
-        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)  # type: ignore[arg-type]
+        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return self._image_loader(config, test, recipe.data.workers, runtime)

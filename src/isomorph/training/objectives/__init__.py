@@ -1,1 +1,1 @@
-"""Training objectives: losses, as timm tasks, and the metrics that go with them."""
+"""Training objectives: losses, as timm's loss modules (`timm.task`), and the metrics that go with them."""

@@ -1,4 +1,4 @@
-"""Distillation from a teacher on the same images (DeiT), as timm tasks; images in another model's normalisation."""
+"""Distillation from a teacher on the same images (DeiT), as loss modules; images in another model's normalisation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +53,7 @@ def open_teacher(part: DistillPart) -> nn.Module:
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
-class HardDistillationTask(LogitDistillationTask):
+class HardDistillationLoss(LogitDistillationTask):
     """Hard distillation: (1 - share) CE(student, label) + share CE(student, teacher's top class), on the same images.
 
     Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; ConViT section 3, ConViT-S+
@@ -70,7 +70,7 @@ class HardDistillationTask(LogitDistillationTask):
 
 
 def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device) -> TrainingTask:
-    """Return a task with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
+    """Return a loss with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
 
     Raises: UserError when the teacher cannot be opened or process the images, or has another number of classes, or the
     model lacks the distillation token.
@@ -91,7 +91,7 @@ def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module
         verbose=False,
     )
     if not part.token:
-        kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
+        kind = HardDistillationLoss if part.kind == "hard" else LogitDistillationTask
         return kind(model, teacher, **shared)
     if not hasattr(model, "set_distilled_training"):
         raise UserError(

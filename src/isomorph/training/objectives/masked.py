@@ -1,4 +1,4 @@
-"""Masked pre-training as timm tasks: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
+"""Losses of masked pre-training: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
 from collections.abc import Iterable
 from itertools import count, islice
@@ -25,21 +25,21 @@ SMOOTH_L1_BETA = 2.0
 """Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss."""
 
 
-class PretrainingTask(TrainingTask):
-    """Base class of tasks without labels, with one trainable module, called as (images, noise)."""
+class LossModule(TrainingTask):
+    """Base class of losses around one trainable module, whose inputs and targets are the subclass's."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(device=device, verbose=False)
         self.trainable_module: nn.Module = module.to(device)
 
-    def prepare_distributed(self, device_ids: list[int] | None = None, **arguments: Any) -> "PretrainingTask":
+    def prepare_distributed(self, device_ids: list[int] | None = None, **arguments: Any) -> "LossModule":
         """Wrap the trainable module, without the teacher, in DistributedDataParallel."""
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **arguments)
         return self
 
 
-class _MaskedPretraining(PretrainingTask):
-    """Base class of the tasks that hide patches, by noise that is drawn unless it is given."""
+class _HiddenPatches(LossModule):
+    """Base class of the losses of hidden patches, which hides by noise that is drawn unless it is given."""
 
     metric: ClassVar[str]
     """Name of the mean loss on test images."""
@@ -59,7 +59,7 @@ class _MaskedPretraining(PretrainingTask):
         return {"loss": loss, "output": output}
 
 
-class MaskedTask(_MaskedPretraining):
+class ReconstructionLoss(_HiddenPatches):
     """MAE pre-training: mean squared error of the pixels of hidden patches.
 
     Source: MAE (He et al., 2022) section 3
@@ -114,7 +114,7 @@ class AlignedStudent(nn.Module):
         self.student.set_grad_checkpointing(enable)
 
 
-class GenericDistillationTask(_MaskedPretraining):
+class GenericDistillationLoss(_HiddenPatches):
     """Match the student's decoder features to those of a block of the teacher's decoder, at all patches.
 
     loss = smoothL1(linear(student's last decoder features), LayerNorm(teacher's features after `block`)), with the same
@@ -174,7 +174,9 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
         )
 
 
-def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) -> MaskedTask | GenericDistillationTask:
+def build_pretraining(
+    part: MaskPart, encoder: nn.Module, device: torch.device
+) -> ReconstructionLoss | GenericDistillationLoss:
     """Return the pre-training task that the fields describe, for a ViT encoder.
 
     Raises: UserError when the encoder is not supported, or the teacher cannot be read or does not fit.
@@ -182,20 +184,20 @@ def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) 
     depth, width, heads = part.decoder
     autoencoder = MaskedAutoencoder(encoder, depth, width, heads, part.ratio, part.normalise)
     if part.teacher is None:
-        return MaskedTask(autoencoder, device)
+        return ReconstructionLoss(autoencoder, device)
     teacher = load_autoencoder(part.teacher, part.teacher_model, part.teacher_heads, part.ratio)
-    return GenericDistillationTask(autoencoder, teacher, device, part.block)
+    return GenericDistillationLoss(autoencoder, teacher, device, part.block)
 
 
 def pretraining_objective(part: MaskPart, encoder: nn.Module, device: torch.device) -> Objective:
     """Return the objective of masked pre-training; its result is the encoder. Raises: as `build_pretraining`."""
-    task = build_pretraining(part, encoder, device)
+    loss = build_pretraining(part, encoder, device)
     return Objective(
-        task,
-        measure=lambda module, loader, runtime: evaluate_pretraining(task, module, loader, runtime),
-        score=lambda metrics: -metrics[task.metric],
-        result=lambda module: task.autoencoder(module).encoder,
-        autoencoder=task.autoencoder,
+        loss,
+        measure=lambda module, loader, runtime: evaluate_pretraining(loss, module, loader, runtime),
+        score=lambda metrics: -metrics[loss.metric],
+        result=lambda module: loss.autoencoder(module).encoder,
+        autoencoder=loss.autoencoder,
     )
 
 
@@ -208,7 +210,7 @@ def _fixed_noise(positions: Iterable[int], patches: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def evaluate_pretraining(
-    task: MaskedTask | GenericDistillationTask,
+    loss: _HiddenPatches,
     module: nn.Module,
     loader: Iterable[Any],
     runtime: Runtime = ALONE,
@@ -221,7 +223,7 @@ def evaluate_pretraining(
 
     Raises: UserError when the loader is empty.
     """
-    autoencoder, positions, total, seen = task.autoencoder(module), count(runtime.rank, runtime.world), 0.0, 0
+    autoencoder, positions, total, seen = loss.autoencoder(module), count(runtime.rank, runtime.world), 0.0, 0
     device = autoencoder.mask_token.device
     with eval_mode(module):
         for images, labels in runtime.pad_batches(loader):
@@ -229,7 +231,7 @@ def evaluate_pretraining(
             noise = _fixed_noise(islice(positions, len(images)), height * width, seed)
             real = int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
             total += (
-                task.loss(module, images.to(device, non_blocking=True), noise.to(device, non_blocking=True))[0].item()
+                loss.loss(module, images.to(device, non_blocking=True), noise.to(device, non_blocking=True))[0].item()
                 * real
             )
             seen += real
@@ -237,4 +239,4 @@ def evaluate_pretraining(
     if not seen:
         raise UserError("the loader has no batches; give it images to evaluate")
     images = sum(images for _, images in parts)
-    return {task.metric: sum(total for total, _ in parts) / images, "images": images}
+    return {loss.metric: sum(total for total, _ in parts) / images, "images": images}

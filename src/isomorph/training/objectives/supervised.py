@@ -54,7 +54,7 @@ def _squared_length(maps: Tensor) -> Tensor:
     return (maps * maps).sum(1, dtype=dtype).clamp_min(MIN_LENGTH**2)
 
 
-class PenalisedTask(ClassificationTask):
+class PenalisedLoss(ClassificationTask):
     """Classification with a penalty on similar attention maps: loss = criterion(f(x), y) + weight similarity.
 
     Without `similarity` there is no penalty, and the model does not return its maps.

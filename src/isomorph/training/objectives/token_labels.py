@@ -13,7 +13,7 @@ from torchvision.ops import roi_align
 from isomorph.data.label_maps import MapLabels
 from isomorph.errors import UserError
 from isomorph.models.blockwise import Box
-from isomorph.training.objectives.supervised import PenalisedTask
+from isomorph.training.objectives.supervised import PenalisedLoss
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 
 
@@ -88,7 +88,7 @@ class LabelMapMixup(Mixup):
         return mixed, MixedLabelMaps(target, shares.diagonal())
 
 
-class TokenLabelTask(PenalisedTask):
+class TokenLabelLoss(PenalisedLoss):
     """Token labelling with the image's label: CE(class token, label) + weight mean over patches of CE(patch, label).
 
     MixToken replaces a box of patches by those of another image. A patch has the label of the image it comes from; the
@@ -141,7 +141,7 @@ class TokenLabelTask(PenalisedTask):
         return {"loss": loss, "output": logits, "task_loss": image, "token_loss": patches}
 
 
-class MapLabelTask(TokenLabelTask):
+class MapLabelLoss(TokenLabelLoss):
     """Token labelling with label maps for the patches, and the image's own label for the class token.
 
     Source: Jiang et al. (2021), the paper's loss
@@ -152,7 +152,7 @@ class MapLabelTask(TokenLabelTask):
         return _soft_labels(target.label, self.num_classes, self.smoothing), _smooth(patches, self.smoothing)
 
 
-class MapOnlyTask(MapLabelTask):
+class MapOnlyLoss(MapLabelLoss):
     """Token labelling with label maps for the patches and, averaged over the crop, for the class token.
 
     Source: the code of Jiang et al. (2021)
