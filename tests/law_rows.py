@@ -205,6 +205,14 @@ RULES = {
     "joint qkv": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.qkv", other=OTHER_IMAGES),
     "values alone": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.v", whole=False),
     "mlp": pyramid(vit(depth=1), IMAGES, where="blocks.*.mlp.fc?", whole=False),
+    "conv with a norm": Row(iso.ConvToConvNorm(), CONV, MAP, OTHER_MAP, back=iso.fuse),
+    "conv with a norm, 1d": Row(
+        iso.ConvToConvNorm(eps=1e-3),
+        alone(lambda: nn.Conv1d(6, 8, 3, 2, groups=2)),
+        ((2, 6, 9),),
+        back=iso.fuse,
+        whole=False,
+    ),
     "branches": Row(iso.BranchesToConv(), mobileone(3, group_size=1), MAP, OTHER_MAP, back=iso.fuse),
     "branches, 1x1": Row(iso.BranchesToConv(), mobileone(1), MAP, back=iso.fuse, whole=False),
 }

@@ -106,7 +106,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "run/monitor.jsonl").is_file()
     whole = isomorph("fuse", "run/model.safetensors", folder=tmp_path)
-    assert "after fusing" in whole.stdout, whole.stderr
+    assert "modules fused" in whole.stdout, whole.stderr
     (tmp_path / "run/model.safetensors").unlink()  # as if the run had not come to its end
     for flags in ([], ["--no-ema", "--overwrite"], ["--overwrite", "--recalibrate", "2", "--json"]):
         fused = isomorph("fuse", "run", "--out", "thin.safetensors", *flags, folder=tmp_path)
@@ -208,7 +208,7 @@ BAD = [
     ("{vit} --ratio 99999999999999999999", "ratio 99999999999999999999 must be a whole number from 0 to 64"),
     ("{recast} --rule AttentionToRefined --kernel {digits}", "must be a whole number"),
     ("{recast} --rule LinearToPyramid --layout P-W999999S", "numbers from 1 to 32"),
-    ("fuse {w} --out x.safetensors", "has nothing to fuse"),
+    ("fuse {w} --no-norms --out x.safetensors", "has nothing to fuse"),
     ("fuse none.safetensors", "no checkpoint none.safetensors"),
     ("fuse images", "nor the folder of a run with a snapshot"),
     ("fuse few.safetensors --out few.safetensors", "give another file"),

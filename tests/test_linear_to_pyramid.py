@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
 import references
-from isomorph.deployment.program import prepare
 from isomorph.layers.pyramid.base import Pyramid
 from law_rows import deviation, disturb
 
@@ -62,7 +61,7 @@ def test_mobileone_is_replaced_and_combined():
     assert depthwise.eval().fuse().groups == depthwise.window.groups > 1
     wide.train()(torch.randn(2, 3, 64, 64)).sum().backward()
     assert all(p.grad is not None for p in wide.parameters())
-    thin = iso.fuse(wide.eval())
+    thin = iso.fuse(wide.eval(), norms=False)
     thinner = reparameterize_model(thin)
     assert thin.stages[0][0].state_dict().keys() == plain.stages[0][0].state_dict().keys()
     assert not any(isinstance(m, _BatchNorm) for m in thinner.modules())
@@ -71,7 +70,7 @@ def test_mobileone_is_replaced_and_combined():
 def test_networks_that_read_a_convolutions_stride_still_run():
     cnn = timm.create_model("cifar_resnet20").eval()
     wide = iso.recast(cnn, iso.LinearToPyramid(), "layer?.*.conv?")
-    report = iso.verify(cnn, iso.fuse(wide), torch.randn(1, 3, 32, 32))
+    report = iso.verify(cnn, iso.fuse(wide, norms=False), torch.randn(1, 3, 32, 32))
     assert len(report.targets) == 18  # once each, though recast and fused
 
 
@@ -160,7 +159,7 @@ def test_recalibration_takes_the_statistics_of_the_data():
     wide = timm.create_model("tdrl_vit_ti", **VIT).eval()
     batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
     born = copy.deepcopy(wide.state_dict())
-    new = iso.recalibrate(wide, [(x, None) for x in batches])
+    new = iso.recalibrate(wide, [(x, None) for x in batches], keep_function=False)
     assert all(torch.equal(t, wide.state_dict()[n]) for n, t in born.items())  # the input is untouched
     assert not new.training
     linear, norm = new.blocks[0].attn.qkv.pyramids[0].branches[0][:2]
@@ -181,7 +180,7 @@ def test_recalibration_can_keep_the_function(depth):
         block.attn.qkv.weight.data *= 10  # attention that is far from uniform
     wide = iso.recast(plain, iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
     batches = [torch.randn(64, 3, 32, 32)]
-    near = iso.recalibrate(wide, batches, keep_function=True)
+    near = iso.recalibrate(wide, batches)
     iso.verify(plain, near, batches[0])
 
     def away(model):
@@ -194,7 +193,7 @@ def test_recalibration_keeps_convolutions_and_plain_norms_too():
     model = disturb(VanillaPair()).float()
     wide = iso.recast(model, iso.LinearToPyramid("P-W2"), "stages.0")
     images = torch.randn(64, 3, 32, 32)
-    near = iso.recalibrate(wide, [images, images], keep_function=True)
+    near = iso.recalibrate(wide, [images, images])
     torch.testing.assert_close(near(images), wide(images), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(copy.deepcopy(near).train()(images), near(images), rtol=0.05, atol=0.05)
     assert (copy.deepcopy(wide).train()(images) - wide(images)).abs().max() > 0.3
@@ -205,8 +204,8 @@ def test_recalibration_says_what_is_missing():
         iso.recalibrate(nn.Linear(2, 2), [torch.randn(4, 2)])
     with pytest.raises(iso.UserError, match="at least one batch"):
         iso.recalibrate(nn.BatchNorm1d(2), [])
-    with pytest.raises(iso.UserError, match="with weights"):
-        iso.recalibrate(nn.BatchNorm1d(2, affine=False), [torch.randn(4, 2)], keep_function=True)
+    with pytest.raises(iso.UserError, match="has no weights"):
+        iso.recalibrate(nn.BatchNorm1d(2, affine=False), [torch.randn(4, 2)])
 
 
 @torch.no_grad()
@@ -242,7 +241,7 @@ def test_attention_inside_a_unit_stays():
     assert deviation(iso.fuse(attentive)(x), net(x)) < 1e-4
     block = disturb(nn.Sequential(RepVggBlock(4, 4, 3, layers=LayerFn()))).float()
     attentive = iso.recast(block, iso.ConvToGPSA(content="none"), "0.conv_kxk.conv")
-    assert deviation(prepare(attentive)(x), block(x)) < 1e-4
+    assert deviation(iso.fuse(attentive, x)(x), block(x)) < 1e-4
     assert block[0].reparam_conv is None
 
 

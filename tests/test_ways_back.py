@@ -116,6 +116,7 @@ WAYS_BACK = {
     "repvit's head": fused(alone(lambda: repvit.RepVitClassifier(8, 4, True)), ((2, 8),), nn.Linear, "layer.head.l"),
     "ghostnet's unit": fused(alone(lambda: ghostnet.ConvBnAct(8, 12, 3)), SQUARE, nn.Conv2d, "layer.conv"),
     "a unit with a bias": fused(alone(lambda: ConvNormAct(8, 12, 3, bias=True)), SQUARE, nn.Conv2d, "layer.conv"),
+    "a convolution's new norm": Back(CONV, iso.ConvToConvNorm(), MAP, iso.fuse, nn.Conv2d),
     "GPSA2d": reverted(CONV, iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
     "GPSA2d, strided": reverted(conv(6, 6, 5, 2, 2, groups=6), iso.ConvToGPSA(**SHUT), MAP, nn.Conv2d),
     "WindowGPSA2d": reverted(CONV, iso.ConvToGPSA(content="window", **SHUT), MAP, nn.Conv2d),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         AttentionToRefined,
         AttentionToRelative,
         BranchesToConv,
+        ConvToConvNorm,
         ConvToGPSA,
         LinearToPyramid,
         Rule,
@@ -55,8 +56,8 @@ _HOMES = {
     "evaluation": "cost_table",
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
-    "surgery": "Anneal AttentionToGPSA AttentionToRefined AttentionToRelative BranchesToConv ConvToGPSA "
-    "LinearToPyramid Rule edits fuse prune recalibrate recast revert targets unstride verify",
+    "surgery": "Anneal AttentionToGPSA AttentionToRefined AttentionToRelative BranchesToConv "
+    "ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse prune recalibrate recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
     "tasks.robustness": "robustness",
     "training": "Recipe train",
@@ -64,7 +65,8 @@ _HOMES = {
 """Public names by the module that defines them, which is imported when the first of them is used (PEP 562)."""
 __all__ = ["analysis", "data", "deployment", "evaluation", "layers", "models", "report", "surgery", "training"]
 _SUBPACKAGES = (*__all__, "checkpoints", "recipes")
-__all__ += ["Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "BranchesToConv", "ConvToGPSA"]
+__all__ += ["Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "BranchesToConv"]
+__all__ += ["ConvToConvNorm", "ConvToGPSA"]
 __all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
 __all__ += ["evaluate", "export", "fuse", "gates", "keep_freed_memory", "load", "load_recipe", "load_weights"]
 __all__ += ["nonlocality", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness", "save"]

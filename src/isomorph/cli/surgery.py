@@ -1,5 +1,6 @@
 """The verify, fuse and revert commands."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,15 @@ def fuse(
     data: str | None = None,
     root: Path | None = None,
     batch_size: WholeNumber = 128,
+    norms: bool = True,
+    affine: bool = False,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Fuse the branches of a trained model, verify and save the fused model, which can be fine-tuned again.
+    """Merge the branches, norms and scales of a trained model into its layers; verify and save it, to run or fine-tune.
+
+    Printed are what was merged, what was left and why, parameters and MACs before and after, and the largest
+    difference in float64.
 
     Example: isomorph fuse runs/tdrl --out thin.safetensors
 
@@ -120,6 +126,10 @@ def fuse(
         Folder of the data.
     batch_size
         Images per batch.
+    norms
+        Merge norms, scales and branches that have no fused form of their own too; --no-norms keeps them.
+    affine
+        Move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
     """
     if batch_size < 2:
         raise UserError(f"--batch-size {batch_size} must be at least 2")
@@ -129,17 +139,18 @@ def fuse(
     check_out(out, overwrite, model)
     with loading():
         from isomorph.cli.open_models import open_given_checkpoint
-        from isomorph.surgery import fusible_modules
+        from isomorph.evaluation.input_sizes import random_inputs
+        from isomorph.surgery import fuse_with_report
     net = open_given_checkpoint(model, checkpoint)
-    if not fusible_modules(net):
-        raise UserError(
-            f"{model} has nothing to fuse; models that can be fused have pyramids (LinearToPyramid, "
-            "tdrl_vit_*), norms in convolutional blocks (coatnet_*) or norms on attention maps (refined_vit_*_released)"
-        )
     if recalibrate:
         net = _recalibrate(net, data, root, recalibrate, batch_size)
-    fused = iso.fuse(net)
-    _write_converted(net, fused, out, "fusing", json_)
+    fused, report = fuse_with_report(net, random_inputs(1, net), norms, affine)
+    if not (report.fused or report.merged):
+        raise UserError(
+            f"{model} has nothing to fuse: no layer with a fused form, such as a pyramid, and no norm, scale or branch "
+            "that a layer next to it could take"
+        )
+    _write_converted(net, fused, out, "fusing", json_, merged=report)
 
 
 def _recalibrate(net: Any, data: str | None, root: Path | None, batches: int, batch_size: int) -> Any:
@@ -149,7 +160,8 @@ def _recalibrate(net: Any, data: str | None, root: Path | None, batches: int, ba
     from isomorph.evaluation.model_data import images_on_device, open_split, sample_images
 
     source = sample_images(open_split(net, "train", data, root), batches * batch_size)
-    return iso.recalibrate(net, images_on_device(eval_loader(source, training_config(net), batch_size), net))
+    images = images_on_device(eval_loader(source, training_config(net), batch_size), net)
+    return iso.recalibrate(net, images, keep_function=False)
 
 
 @command
@@ -191,7 +203,9 @@ def revert(
     _write_converted(net, reverted, out, "reverting", json_, atol=max(1e-4, 10 * atol))
 
 
-def _write_converted(before: Any, after: Any, out: Path, what: str, json_: bool, atol: float | None = None) -> None:
+def _write_converted(
+    before: Any, after: Any, out: Path, what: str, json_: bool, atol: float | None = None, merged: Any = None
+) -> None:
     """Compare a model with what `what` has made of it, save that, and print both.
 
     Raises: NotEqual if the outputs differ by more than `atol`, by default that of the rule.
@@ -205,5 +219,6 @@ def _write_converted(before: Any, after: Any, out: Path, what: str, json_: bool,
         raise NotEqual(report, "")
     iso.save(after, out)
     counts = {"before": count_parameters(before), "after": count_parameters(after)}
-    text = f"{report}\n{counts['before']:,} parameters before, {counts['after']:,} after {what}\nwrote {out}"
-    show(json_, {"out": str(out), **counts, "report": report.as_dict()}, text)
+    told = merged or f"{counts['before']:,} parameters before, {counts['after']:,} after {what}"
+    facts = {"out": str(out), **counts, "report": report.as_dict()} | ({"fuse": asdict(merged)} if merged else {})
+    show(json_, facts, f"{report}\n{told}\nwrote {out}")

@@ -19,7 +19,6 @@ from isomorph.deployment.program import (
     DEFAULT_OPSET,
     check_onnx,
     explain_failure,
-    fused_modules,
     only_tensor,
     prepare,
     quiet,
@@ -45,7 +44,8 @@ Progress = Callable[[str], None]
 class ExportReport:
     """What was exported, and how far its outputs are from the model's: `deviation` has both, shape by shape.
 
-    `fused` is the number of layers that were fused, `axes` are the names of the axes that stay open.
+    `fused` and `merged` are the numbers of layers that were fused and of norms and scales that were merged into others,
+    `axes` are the names of the axes that stay open.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
@@ -61,6 +61,7 @@ class ExportReport:
     size_multiple: int | None
     megabytes: float
     fused: int
+    merged: int
     deviation: VerifyReport
     axes: tuple[str, ...] = ()
 
@@ -72,7 +73,8 @@ class ExportReport:
         kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
         multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
         taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
-        lines = [f"fused {count_of(self.fused, 'layer')}"] if self.fused else []
+        counts = (("fused", self.fused, "layer"), ("merged", self.merged, "norm"))
+        lines = [f"{done} {count_of(number, what)}" for done, number, what in counts if number]
         return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
 
 
@@ -125,7 +127,7 @@ def export(
         model = fit_to_size(model, size)
     shapes = plan_shapes(model, dynamic, size)
     progress("fusing")
-    prepared = prepare(model)
+    prepared, report = prepare(model, shapes)
     shapes, contents, deviation = encode(prepared, model, kind, shapes, written, atol, progress)
     if not deviation.passed:
         raise NotEqual(deviation)
@@ -138,7 +140,8 @@ def export(
         dynamic=dynamic,
         size_multiple=shapes.size_multiple,
         megabytes=len(contents) / 1e6,
-        fused=len(fused_modules(model)),
+        fused=len(report.fused),
+        merged=len(report.merged),
         deviation=deviation,
         axes=tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values())),
     )

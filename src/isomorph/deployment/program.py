@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 from timm.layers import padding
-from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
@@ -21,9 +20,7 @@ from torch.fx import GraphModule
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.operations import unwrap
-from isomorph.surgery import fuse, fusible_modules
-from isomorph.surgery.fuse import recast_layers
-from isomorph.surgery.linear_chains import absorb_conv_biases
+from isomorph.surgery import FuseReport, fuse_with_report
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -46,32 +43,14 @@ _NAMED = (
 """An operator, or a function, of torch in a message."""
 
 
-def prepare(model: nn.Module) -> nn.Module:
-    """Return a copy of the model to export: fused, in eval mode, on the CPU, in float32, without gradients.
+def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
+    """Return a copy to export and what was fused: in eval mode, on the CPU, in float32, without gradients.
 
-    Branches of timm's own blocks (MobileOne, RepVGG) are merged too, except where a branch became attention.
+    Norms, scales and branches are merged as by `fuse`, tried on the shapes of the export.
     """
     plain = copy.deepcopy(unwrap(model)).cpu().float().eval().requires_grad_(False)
-    fused = fuse(plain)
-    absorb_conv_biases(fused)
-    blocks = {name: fused.get_submodule(name) for name in _mergeable(fused)}
-    kept = {name: block for name, block in blocks.items() if recast_layers(block)}  # timm cannot merge these
-    for name in kept:
-        fused.set_submodule(name, nn.Identity())
-    merged = reparameterize_model(fused, inplace=True)
-    for name, block in kept.items():
-        merged.set_submodule(name, block)
-    return merged.requires_grad_(False)
-
-
-def _mergeable(model: nn.Module) -> list[str]:
-    """Return the names of the blocks whose branches timm merges."""
-    return [name for name, module in model.named_modules() if callable(getattr(module, "reparameterize", None))]
-
-
-def fused_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that `prepare` fuses."""
-    return (*fusible_modules(model), *_mergeable(model))
+    prepared, report = fuse_with_report(plain, shapes.examples()[0][1])
+    return prepared.requires_grad_(False), report
 
 
 def only_tensor(output: Any) -> Tensor:

@@ -166,9 +166,10 @@ def quantize(
     bits, mode = weight_bits or (8 if weights_only else 7), "weights" if weights_only else "static"
     model, opset = check_exportable(model, path, overwrite, opset)
     progress("fusing")
-    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
+    shapes = plan_shapes(model, dynamic)
     if shapes.named:
         raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
+    prepared, _ = prepare(model, shapes)
     if shapes.near:
         shapes = encode(prepared, model, "onnx", shapes, opset)[0]
     progress("reading calibration images")

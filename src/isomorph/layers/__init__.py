@@ -1,5 +1,6 @@
 """Layers: attention with gates, refined maps or relative positions, pyramids of linear layers, convolution blocks."""
 
+from isomorph.layers.conv_norm import ConvNorm
 from isomorph.layers.gated.gpsa import GPSA, PositionalAttention, ViTGPSA, ViTPositionalAttention
 from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.psa import PSA
@@ -21,6 +22,7 @@ __all__ = [
     "PSA",
     "AnnealedPair",
     "AnnealedReLU",
+    "ConvNorm",
     "CrossKernel",
     "DecomposedAttention",
     "ExpandedAttention",

@@ -133,7 +133,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
         n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
     }
     state_dict = _with_relative_biases(_with_distillation_token(state_dict, model), model)
-    plain = fuse(copy.deepcopy(model).eval())
+    plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in _named_pyramids(model):
         if f"{name}.weight" in state_dict:

@@ -1,7 +1,7 @@
 """What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
 from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
-from isomorph.operations.flow import Flow, Operation, count_calls, see
+from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, see_call, tensors_in, value_of
 from isomorph.operations.maps import EditMaps, FusedCall, MapLayout, from_standard_map, to_standard_map, usual_layout
 from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, unwrap, wrappers_of
 
@@ -15,6 +15,7 @@ __all__ = [
     "Operation",
     "ReadMaps",
     "Scores",
+    "Value",
     "copy_module",
     "count_calls",
     "from_standard_map",
@@ -22,8 +23,11 @@ __all__ = [
     "images_per_chunk",
     "is_compiled",
     "see",
+    "see_call",
+    "tensors_in",
     "to_standard_map",
     "unwrap",
     "usual_layout",
+    "value_of",
     "wrappers_of",
 ]

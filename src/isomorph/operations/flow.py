@@ -1,10 +1,10 @@
-"""Which operations read a value, in one forward of a model, whatever its classes.
+"""Which operations make and read a value, in one call of a model, whatever its classes.
 
 A value is a tensor at a version: an operation in place makes a new one.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,40 +20,70 @@ _AS = {"reshape_as", "view_as", "expand_as", "type_as"}
 """Operations that read of their second tensor its shape or dtype alone."""
 _VIEWS = {"flatten", "reshape", "view", "unflatten", "unsqueeze", "squeeze", "contiguous", "reshape_as", "view_as"}
 """Operations that keep all elements in their order."""
+_SHAPES = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
+"""Operations that read the shape of their tensor alone."""
+_DECISIONS = {"item", "tolist", "numpy", "nonzero", "masked_select", "unique", "equal", "allclose", "nms", "where"}
+_DECISIONS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "array", "contains")}
+"""Operations by which numbers of a tensor reach Python, or the shape of another tensor."""
 
 
 class Operation(NamedTuple):
-    """A call of a torch function: its name, the module that runs it, and its values."""
+    """A call of a torch function: its name, the module that runs it, its values and its arguments."""
 
     name: str
     module: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
 
 
 class Flow(TorchFunctionMode):
-    """What `see` saw: the operations that read every value, and the `outputs` of the calls of every module.
+    """What `see` saw: the operations in order and by the value that they read, and the calls of every module.
 
     A module that is not among `outputs` was not called, even if its weights were read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, constants: dict[str, Tensor]) -> None:
         super().__init__()
+        self.operations: list[Operation] = []
         self.reads: dict[Value, list[Operation]] = defaultdict(list)
+        self.made: dict[Value, Operation] = {}
+        self.inputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
         self.running = [""]
-        self._alive: list[Any] = []  # the identity of a tensor is its own only while it lives
+        self.result: Any = None
+        """What the call returned."""
+        self.tensors: dict[Value, Tensor] = {}  # kept: the identity of a tensor is its own only while it lives
+        self.names: dict[int, list[str]] = defaultdict(list)
+        """The names of every parameter and buffer by its identity."""
+        for name, tensor in constants.items():
+            self.names[id(tensor)].append(name)
+            self.tensors[value_of(tensor)] = tensor
+        self.constant = set(self.tensors)
+        """Values that follow from parameters and buffers alone."""
+        self.deciding: set[str] = set()
+        """Modules in whose own code the numbers of a batch reach Python, which may branch on them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        inputs = _values(args[:1] if name in _AS else (args, kwargs))
+        name = func.__self__.__name__ if name == "__get__" else name
+        read = _tensors(args[:1] if name in _AS else (args, kwargs))
+        inputs = tuple(map(value_of, read))
         out = func(*args, **(kwargs or {}))
-        outputs = _values(out)
-        if outputs and outputs != inputs[:1]:  # no attribute such as a shape, and not its input again
-            operation = Operation(name, self.running[-1], inputs, outputs)
+        made = _tensors(out)
+        outputs = tuple(map(value_of, made))
+        constant = bool(inputs) and self.constant.issuperset(inputs) and "drop" not in name and "rand" not in name
+        if name in _DECISIONS and inputs and not constant and not (name == "where" and len(args) > 1):
+            self.deciding.add(self.running[-1])
+        if outputs and name not in _SHAPES and not set(outputs) <= set(inputs):  # no shape, and not its input again
+            operation = Operation(name, self.running[-1], inputs, outputs, args, kwargs or {})
+            self.operations.append(operation)
             for value in dict.fromkeys(inputs):
                 self.reads[value].append(operation)
-            self._alive.append((args, kwargs, out))
+            self.made |= dict.fromkeys(outputs, operation)
+            self.constant |= set(outputs if constant else ())
+        self.tensors |= dict(zip((*inputs, *outputs), (*read, *made), strict=True))
         return out
 
     def readers(self, value: Value) -> Iterator[Operation]:
@@ -77,15 +107,19 @@ class Flow(TorchFunctionMode):
         return f"{operation.module}.".startswith(f"{layer}.")
 
 
-def _value(tensor: Tensor) -> Value:
+def value_of(tensor: Tensor) -> Value:
+    """Return the identity and the version of a tensor."""
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
+def _tensors(*parts: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
+
+
 def _values(*parts: Any) -> tuple[Value, ...]:
-    return tuple(_value(leaf) for leaf in tree_leaves(parts) if isinstance(leaf, Tensor))
+    return tuple(map(value_of, _tensors(parts)))
 
 
-@torch.no_grad()
 def see(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
     """Return what a model computes in one call: which operations read every value, and which modules run.
 
@@ -97,10 +131,27 @@ def see(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
         >>> flow.norm_after("0"), len(flow.outputs["2"])
         ('1', 1)
     """
-    flow, handles = Flow(), []
+    return see_call(model, lambda: model(*args, **kwargs))
+
+
+@torch.no_grad()
+def see_call(model: nn.Module, call: Callable[[], Any]) -> Flow:
+    """Return what happens in a call of a model or of one of its methods, as `see` does.
+
+    Example:
+        >>> unit = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+        >>> [each.name for each in see_call(unit, lambda: unit(torch.randn(1, 3))).operations]
+        ['linear', 'relu']
+    """
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    flow, handles = Flow(dict(tensors)), []
 
     def enter(name: str) -> Any:
-        return lambda *_: flow.running.append(name)
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            flow.running.append(name)
+            flow.inputs[name].append(_values(args, kwargs))
+
+        return hook
 
     def leave(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -110,10 +161,11 @@ def see(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
         return hook
 
     for name, module in model.named_modules():
-        handles += [module.register_forward_pre_hook(enter(name)), module.register_forward_hook(leave(name))]
+        handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(leave(name)))
     try:
         with flow:
-            model(*args, **kwargs)
+            flow.result = call()
     finally:
         for handle in handles:
             handle.remove()
@@ -151,3 +203,14 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
             vars(module).pop("forward", None)
             if name in own:
                 vars(module)["forward"] = own[name]
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors of an output: of a tensor, and of any lists, dicts and other objects of tensors."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    else:
+        parts = list(output) if isinstance(output, list | tuple) else list(getattr(output, "__dict__", {}).values())
+    return [tensor for part in parts for tensor in tensors_in(part)]

@@ -9,7 +9,8 @@ from isomorph.surgery.coverage import (
     model_coverage,
     timm_models,
 )
-from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
+from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
+from isomorph.surgery.merge import FuseReport, Merge
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, recast, replay, targets
@@ -19,6 +20,7 @@ from isomorph.surgery.rule import RULES, Rule, build_rule, register_rule
 from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
+from isomorph.surgery.rules.norms import ConvToConvNorm
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
@@ -26,7 +28,7 @@ from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
-    RULES, {"Fuse": Fuse, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
+    RULES, {"Fuse": Fuse, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
 )
 """Rules by name, as checkpoints store them: those registered, and those of `fuse`, `prune`, `revert`, `unstride`."""
 
@@ -38,10 +40,13 @@ __all__ = [
     "AttentionToRefined",
     "AttentionToRelative",
     "BranchesToConv",
+    "ConvToConvNorm",
     "ConvToGPSA",
     "Edit",
     "Fuse",
+    "FuseReport",
     "LinearToPyramid",
+    "Merge",
     "NotEqual",
     "Prune",
     "Revert",
@@ -56,6 +61,7 @@ __all__ = [
     "edits_since",
     "family_of",
     "fuse",
+    "fuse_with_report",
     "fusible_modules",
     "model_coverage",
     "notes",

@@ -70,7 +70,7 @@ class CombinedBlock(MobileOneBlock):
 
     def reparameterize(self) -> None:
         """Merge the branches, as timm's `reparameterize_model` asks for; it ignores the biases of pyramids."""
-        for name, branch in enumerate(self.conv_kxk):
+        for name, branch in enumerate(() if self.reparam_conv is not None else self.conv_kxk):
             if Fuse().accepts(branch):
                 self.conv_kxk[name] = Fuse().build(branch)
         super().reparameterize()

@@ -1,4 +1,4 @@
-"""Recompute the BatchNorm statistics of a model on given data, for example after averaging weights."""
+"""Measure the BatchNorm statistics of a model on given data, for its function as it is or after averaging weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,18 +18,19 @@ from isomorph.surgery.where import outermost_modules
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = False) -> nn.Module:
+def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = True) -> nn.Module:
     """Return a copy of the model whose BatchNorms have the statistics of these batches, averaged over the batches.
 
-    For models whose running statistics are not those of their weights: averaged weights, or pre-training on masked
-    images. Everything else runs in eval mode.
+    Weights and biases of BatchNorm change so that eval mode computes the same function with the new statistics. Train
+    mode then nearly does too, for fine-tuning or quantisation-aware training: of pyramids with `init="same-function"`,
+    and of norms that `ConvToConvNorm` gave to a fused network. Everything else runs in eval mode.
 
     Args:
         model: a model with BatchNorm.
         batches: images (B, C, H, W), or (images, labels), as from a loader; or dictionaries of a model's inputs by
             name.
-        keep_function: change the weights and biases of BatchNorm so that eval mode computes the same function with the
-            new statistics. Train mode then nearly does too: use it for pyramids with `init="same-function"`.
+        keep_function: False to leave weights and biases of BatchNorm, for models whose running statistics are not those
+            of their weights: averaged weights, or pre-training on masked images.
 
     Raises: UserError if the model has no BatchNorm with statistics, if there is no batch, or, with keep_function, if a
         BatchNorm has no weights.
@@ -46,7 +47,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError("the model has no BatchNorm statistics to recalibrate")
     if keep_function and any(norm.weight is None for norm in norms):
         raise UserError(
-            "keep_function needs BatchNorms with weights, and one has affine=False; recalibrate without keep_function"
+            "one BatchNorm has no weights (affine=False), so the function cannot stay; give keep_function=False"
         )
     if isinstance(batches, Tensor):
         raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")

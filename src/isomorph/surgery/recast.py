@@ -245,11 +245,16 @@ def attach(model: nn.Module, *reverted: str) -> None:
 
 
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
-    """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer."""
+    """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer.
+
+    Modules whose output is another's work, or in which it is, are left out.
+    """
     parts, present = joint_parts(model), dict(model.named_modules(remove_duplicate=False))
-    names = [name for edit in edits(model)[since:] for name in edit.names]
+    made = edits(model)[since:]
+    names = [name for edit in made if edit.rule.keeps_output for name in edit.names]
     whole = [parts[name].joint_name if name in parts else name for name in names]
-    return [name for name in dict.fromkeys(whole) if name in present]
+    others = [f"{name}." for edit in made if not edit.rule.keeps_output for name in edit.names]
+    return [n for n in dict.fromkeys(whole) if n in present and not any(o.startswith(f"{n}.") for o in others)]
 
 
 def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:

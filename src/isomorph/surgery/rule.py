@@ -54,6 +54,9 @@ class Rule:
     """True if globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule receives as a
     `JointPart`."""
 
+    keeps_output: ClassVar[bool] = True
+    """False if a replacement computes something else than its module, and only the model computes the same."""
+
     @property
     def keeps_function(self) -> bool:
         """False for options with which the outputs change."""

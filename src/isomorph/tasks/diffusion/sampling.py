@@ -126,7 +126,7 @@ def sample(
     steps = check_steps(sampler, steps, schedule.time_steps)
     height, width = size or model.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
     with eval_mode(model):
-        net = fuse(model) if fusible_modules(model) else model
+        net = fuse(model, norms=False) if fusible_modules(model) else model
     shape, batches = (int(model.in_chans), height, width), []  # type: ignore[arg-type]
     passes, total = count(1), -(-images // batch_size) * steps
     with eval_mode(net):

@@ -1,0 +1,467 @@
+"""What of a model is exactly one layer, found by what one call of it computes.
+
+A value is an affine function of another, its source, where only layers, norms in eval mode, scales, sums and views lie
+between them: the sum of parts gain * layer(source), or gain * source, plus a shift. Such a value is written into one
+layer; without a layer it is written into all layers that read it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.operations import Flow, Operation, Value, hooks_on, tensors_in, value_of
+from isomorph.surgery.plain_layers import describe_attachments
+
+_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_LAYERS: dict[str, tuple[str, ...]] = {f"conv{n}d": _CONV for n in (1, 2, 3)} | {
+    f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)
+}
+_LAYERS["linear"] = _CONV[:3]
+_NORMS = {
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+}
+"""The parameters of torch's functions, in order."""
+_ADD, _SUB = {"add", "add_", "__add__", "__radd__", "__iadd__"}, {"sub", "sub_", "__sub__", "__isub__"}
+_MUL = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
+_DIV = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
+_ARITHMETIC = _ADD | _SUB | _MUL | _DIV
+_VIEWS = {"flatten", "reshape", "view", "permute", "transpose", "swapaxes", "unsqueeze", "squeeze", "unflatten"}
+_VIEWS |= {"reshape_as", "view_as"}
+_UNCHANGED = {"contiguous", "clone", "detach", "identity", "dropout", "dropout1d", "dropout2d", "dropout3d"}
+_UNCHANGED |= {"alpha_dropout", "feature_dropout"}
+"""Operations that give their input back in eval mode."""
+
+Change = tuple[str, str]
+"""What becomes of a module or parameter, and its name: identity, nothing (0), unscaled (a norm without its own weight
+and bias), ones or zeros."""
+
+
+class Window(NamedTuple):
+    """Which inputs a layer reads; a linear layer has no sides. `padding` is half of what both sides of an axis get."""
+
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[float, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    transposed: bool = False
+
+    @property
+    def is_pointwise(self) -> bool:
+        """True if every output is a linear map of all channels of one position."""
+        sides = (*self.kernel, *self.stride)
+        return self.groups == 1 and not self.transposed and set(sides) <= {1} and not any(self.padding)
+
+
+class Part(NamedTuple):
+    """A summand of a value: gain * layer(source), or gain * source if there is no layer. Shape: gain (C,)
+
+    `stays`: the model's own code adds the source, and goes on to.
+    """
+
+    layer: str | None
+    window: Window
+    gain: Tensor
+    stays: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Affine:
+    """A value as a function of its source: the sum of parts, plus a shift of shape (C,); `axis` is that of channels.
+
+    `gone`: what becomes of the modules and parameters between them when it is written into a layer.
+    """
+
+    source: Value
+    axis: int
+    parts: tuple[Part, ...]
+    shift: Tensor
+    gone: tuple[Change, ...] = ()
+    viewed: bool = False
+
+    def scaled(self, gain: Tensor, shift: Tensor, change: Change) -> "Affine":
+        """Return gain * value + shift, computed by what the change removes."""
+        parts = tuple(part._replace(gain=part.gain * gain) for part in self.parts)
+        gone = self.gone if change in self.gone else (*self.gone, change)
+        return replace(self, parts=parts, shift=self.shift * gain + shift, gone=gone)
+
+    def plus(self, other: "Affine") -> "Affine":
+        """Return the sum of two functions of one source."""
+        parts, gone = (*self.parts, *other.parts), (*self.gone, *other.gone)
+        return replace(self, parts=parts, shift=self.shift + other.shift, gone=gone)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What is written together: parts and a shift into the first of the carriers, or into all readers, or a chain.
+
+    A chain is two layers, of which the first becomes the product. Two groups of two calls are the same if their `key`
+    is. `windows` are those of the carriers.
+    """
+
+    kind: str
+    carriers: tuple[str, ...]
+    windows: tuple[Window, ...]
+    gone: tuple[Change, ...]
+    parts: tuple[Part, ...] = ()
+    shift: Tensor | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides whether two calls agree."""
+        parts = tuple((part.layer, part.window, part.stays) for part in self.parts)
+        return self.kind, self.carriers, self.windows, self.gone, parts
+
+
+def _bind(operation: Operation) -> dict[str, Any]:
+    """Return the arguments of a layer or norm by name."""
+    names = (_LAYERS | _NORMS)[operation.name]
+    return dict(zip(names, operation.args, strict=False)) | operation.kwargs
+
+
+def _window(operation: Operation) -> Window:
+    given, weight = _bind(operation), _bind(operation)["weight"]
+    sides = tuple(weight.shape[2:])
+
+    def each(value: Any) -> tuple[Any, ...]:
+        return (value,) * len(sides) if isinstance(value, int) else tuple(value) * (len(sides) // len(value))
+
+    dilation, padding = each(given.get("dilation", 1)), given.get("padding", 0)
+    if isinstance(padding, str):
+        same = padding == "same"
+        padding = tuple(d * (k - 1) / 2 if same else 0 for d, k in zip(dilation, sides, strict=True))
+    numbers = each(given.get("stride", 1)), each(padding), dilation
+    return Window(sides, *numbers, given.get("groups", 1), "transpose" in operation.name)
+
+
+def _carrier(parts: tuple[Part, ...]) -> Part | None:
+    """Return the part whose layer can hold the sum of all, or None: that with the largest window."""
+    layers = [part for part in parts if part.layer]
+    if len(parts) == 1 or not layers or any(part.window.transposed for part in layers):
+        return layers[0] if len(parts) == 1 and layers else None
+    carrier = max(layers, key=lambda part: math.prod(part.window.kernel))
+    return carrier if all(_fits(part, carrier) for part in parts) else None
+
+
+def _fits(part: Part, carrier: Part) -> bool:
+    """True if the filters of a part, padded with zeros, are filters of the carrier's window."""
+    outer, inner = carrier.window, part.window
+    if part.layer is None:
+        one = (1,) * len(outer.kernel)
+        inner = Window(one, one, (0,) * len(one), outer.dilation, outer.groups)
+    same = inner.stride == outer.stride and inner.groups % outer.groups == 0
+    axes = zip(inner.kernel, outer.kernel, inner.padding, outer.padding, inner.dilation, outer.dilation, strict=True)
+    return same and all(
+        k <= K and (K - k) % 2 == 0 and P - p == D * (K - k) / 2 and (k == 1 or d == D) for k, K, p, P, d, D in axes
+    )
+
+
+class Plan:
+    """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
+
+    def __init__(self, model: nn.Module, flow: Flow, affine: bool = False) -> None:
+        self.model, self.flow, self.affine = model, flow, affine
+        self.groups: list[Group] = []
+        self.norms: set[str] = set()
+        self.left: dict[str, str] = {}
+        self._kept = {value_of(tensor) for tensor in tensors_in(flow.result)}
+        for name, module in model.named_modules():
+            calls = (*flow.inputs[name], *flow.outputs[name]) if hooks_on(module) else ()
+            self._kept |= {value for call in calls for value in call}
+        self._deciding = set(flow.deciding)
+        for name in sorted(flow.deciding, key=len, reverse=True):
+            while name in self._deciding and name and not any(flow.outputs[name]):  # its parent gets what it decided
+                name = name.rpartition(".")[0]
+                self._deciding.add(name)
+        self._own: dict[str, list[Operation]] = defaultdict(list)
+        live = [each for each in flow.operations if not flow.constant.issuperset(each.outputs)]
+        for operation in live:
+            self._own[operation.module].append(operation)
+        self._values: dict[Value, Affine] = {}
+        self._used: set[Value] = set()
+        self._refused: dict[Value, str] = {}
+        self._chained: list[tuple[Value, Affine]] = []
+        for operation in live:
+            if len(operation.outputs) == 1 and (found := self._follow(operation)):
+                self._values[operation.outputs[0]] = found
+                taken = (v for v in operation.inputs if v in self._values and self._is_read_once(v))
+                self._used |= {value for value in taken if value != found.source}
+        for value, found in self._values.items():
+            if value not in self._used:
+                self._write_into_layer(found) if any(p.layer for p in found.parts) else self._push(value, found)
+        self._add_chains()
+
+    def _is_read_once(self, value: Value) -> bool:
+        return len(self.flow.reads[value]) == 1 and value not in self._kept
+
+    def _take(self, value: Value) -> Affine | None:
+        return self._values.get(value) if self._is_read_once(value) else None
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        return tuple(self.flow.tensors[value].shape)
+
+    def _source(self, value: Value, axis: int, layer: str | None = None, window: Window = Window()) -> Affine:  # noqa: B008
+        """Return a layer of a source, or the source itself; `axis` and the number of channels are those of `value`."""
+        ones = torch.ones(self._shape(value)[axis], dtype=torch.float64, device=self.flow.tensors[value].device)
+        return Affine(value, axis, (Part(layer, window, ones),), torch.zeros_like(ones))
+
+    def _follow(self, operation: Operation) -> Affine | None:
+        """Return the output of an operation as an affine function, or None where it is not one."""
+        name, x = operation.name, next((v for v in operation.inputs if v not in self.flow.constant), None)
+        if x is None:
+            return None
+        if name in _LAYERS:
+            return self._follow_layer(operation)
+        if name in _NORMS and _bind(operation).get("input") is self.flow.tensors[x]:
+            return self._follow_norm(operation, x) if len(operation.args) < 9 else None  # torch.batch_norm has 9
+        if name in _VIEWS and (base := self._take(x)):
+            axis = _new_axis(operation, base.axis, self._shape(x), self._shape(operation.outputs[0]))
+            return None if axis is None else replace(base, axis=axis, viewed=True)
+        adds_nothing = name in _ADD and any(type(each) is int and each == 0 for each in operation.args)
+        if name in _UNCHANGED or (adds_nothing and len(operation.inputs) == 1):
+            return self._take(x)
+        if name in _ARITHMETIC and len(operation.inputs) == 2 and not operation.kwargs:
+            constant = any(value in self.flow.constant for value in operation.inputs)
+            return self._follow_scale(operation, x) if constant else self._follow_sum(operation)
+        return None
+
+    def _follow_layer(self, operation: Operation) -> Affine | None:
+        given, output, (source, *_) = _bind(operation), operation.outputs[0], operation.inputs
+        if value_of(given["weight"]) not in self.flow.constant or source in self.flow.constant:
+            return None
+        name, reason = self._owner(operation, given["weight"], given.get("bias"))
+        if reason:
+            self._refused[output] = reason
+            return None
+        window = _window(operation)
+        axis = len(self._shape(output)) - 1 - len(window.kernel)
+        if (before := self._take(source)) and not before.viewed and window.is_pointwise:
+            self._chained.append((output, before))
+        return replace(self._source(output, axis, name, window), source=source)
+
+    def _owner(self, operation: Operation, weight: Tensor, bias: Tensor | None) -> tuple[str, str]:
+        """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
+        names = self.flow.names.get(id(weight), [])
+        if len(names) != 1:
+            return "", f"the weight of {names[0]} is tied" if names else "its layer computes its weight"
+        name = names[0].rpartition(".")[0]
+        module, shown = self.model.get_submodule(name), name or "the model"
+        if len(self.flow.reads[value_of(weight)]) != 1:
+            return name, f"{shown} is used more than once"
+        if attached := describe_attachments(module):
+            return name, f"{shown} has {attached}"
+        own = module._parameters.get("weight") is weight and module._parameters.get("bias", weight) is bias
+        if not own or (bias is None and operation.module != name):
+            return name, f"the bias of {shown} is not its own"
+        return name, ""
+
+    def _neutral(self, operation: Operation) -> tuple[Change | None, str]:
+        """Return the module or parameter that can be made neutral in place of an operation, or the reason why none."""
+        name, flow = operation.module, self.flow
+        module, own, calls = self.model.get_submodule(name), self._own[name], flow.inputs[name]
+        steps = all(each.name in _ARITHMETIC | _UNCHANGED | {"batch_norm"} for each in own)
+        last = [calls[0][0] if calls and calls[0] else None, *(each.outputs[0] for each in own)]
+        in_turn = all(before in each.inputs for before, each in zip(last[:-1], own, strict=True))
+        single = all(sum(v not in flow.constant for v in each.inputs) == 1 for each in own)
+        if name and len(calls) == 1 == len(calls[0]) and steps and in_turn and single:
+            attached = describe_attachments(module)
+            return (None, f"it has {attached}") if attached else (("identity", name), "")
+        if len(calls) > 1 and operation.name in _NORMS:
+            return None, "it is called more than once"
+        constants = [value for value in operation.inputs if value in flow.constant]
+        while constants and id(flow.tensors[constants[0]]) not in flow.names:
+            maker = flow.made.get(constants[0])
+            if maker is None or maker.name not in _VIEWS or not self._is_read_once(constants[0]):
+                break
+            constants = [maker.inputs[0]]
+        names = flow.names.get(id(flow.tensors[constants[0]]), []) if constants else []
+        if len(names) != 1 or operation.name not in _MUL | _ADD or not self._is_read_once(constants[0]):
+            return None, "its module computes more than the norm"
+        return ("ones" if operation.name in _MUL else "zeros", names[0]), ""
+
+    def _follow_norm(self, operation: Operation, x: Value) -> Affine | None:
+        given, name, output = _bind(operation), operation.module, operation.outputs[0]
+        weight, bias = (None if given.get(key) is None else given[key].double() for key in ("weight", "bias"))
+        if operation.name != "batch_norm":
+            owns = self.model.get_submodule(name)._parameters.get("weight") is given.get("weight")
+            if not self.affine or weight is None or weight.ndim != 1 or not owns or self._kept.intersection([output]):
+                return None
+            self.norms.add(name)
+            axis = 1 if operation.name == "group_norm" else len(self._shape(output)) - 1
+            attached = describe_attachments(self.model.get_submodule(name))
+            if attached or len(self.flow.inputs[name]) != 1:
+                self.left[name] = f"it has {attached}" if attached else "it is called more than once"
+                return None
+            shift = torch.zeros_like(weight) if bias is None else bias
+            return replace(self._source(output, axis), source=(0, 0)).scaled(weight, shift, ("unscaled", name))
+        self.norms.add(name)
+        mean, variance = (given.get(key) for key in ("running_mean", "running_var"))
+        change, reason = self._neutral(operation)
+        if given.get("training") or mean is None or variance is None or change is None or change[0] != "identity":
+            self.left[name] = reason or "it uses the statistics of the batch"
+            return None
+        gain = torch.rsqrt(variance.double() + given.get("eps", 1e-5))
+        gain = gain if weight is None else gain * weight
+        shift = (torch.zeros_like(gain) if bias is None else bias) - mean.double() * gain
+        base = self._take(x)
+        if base is None or base.axis != 1:
+            self.left[name] = self._why_none_before(x)
+            base = self._source(x, 1)
+        return base.scaled(gain, shift, change)
+
+    def _why_none_before(self, value: Value) -> str:
+        maker = self.flow.made.get(value)
+        if value in self._values:
+            return "the output of the layer before it is read elsewhere"
+        return self._refused.get(value) or (f"it follows {maker.name}" if maker else "it reads the model's input")
+
+    def _follow_scale(self, operation: Operation, x: Value) -> Affine | None:
+        """Follow a product with a vector of channels, or a sum with one, that is made of parameters alone."""
+        (constant,) = set(operation.inputs) - {x}
+        shape, (change, _), base = self._shape(x), self._neutral(operation), self._take(x)
+        if self._shape(operation.outputs[0]) != shape or change is None:
+            return None
+        if (base is None and change[0] != "identity" and not self.affine) or (
+            operation.name in _SUB | _DIV and operation.inputs[1] != constant
+        ):
+            return None
+        for axis in (base.axis,) if base else dict.fromkeys((1, len(shape) - 1)):
+            tensor = self.flow.tensors[constant]
+            sides = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
+            if axis < len(sides) == len(shape) and all(n == 1 for i, n in enumerate(sides) if i != axis):
+                vector = tensor.detach().double().reshape(-1).expand(shape[axis])
+                ones, zeros = torch.ones_like(vector), torch.zeros_like(vector)
+                if change[0] != "identity" and torch.equal(vector, ones if change[0] == "ones" else zeros):
+                    return base  # it was made neutral before
+                gain = vector if operation.name in _MUL else 1 / vector if operation.name in _DIV else ones
+                shift = vector if operation.name in _ADD else -vector if operation.name in _SUB else zeros
+                return (base or self._source(x, axis)).scaled(gain, shift, change)
+        return None
+
+    def _follow_sum(self, operation: Operation) -> Affine | None:
+        """Follow the sum of two functions of one source, or of the source and a function of it."""
+        if operation.name not in _ADD or operation.inputs[0] == operation.inputs[1]:
+            return None
+        found, total = [self._take(value) for value in operation.inputs], None
+        if all(each and not each.viewed for each in found) and len({(e.source, e.axis) for e in found if e}) == 1:
+            total = found[0].plus(found[1])  # type: ignore[union-attr, arg-type]
+        else:
+            for each, other in zip(found, operation.inputs[::-1], strict=True):
+                if each and each.source == other and not each.viewed:
+                    part = Part(None, Window(), torch.ones_like(each.shift), stays=True)
+                    total = replace(each, parts=(*each.parts, part))
+        return total if total and (_carrier(total.parts) or not any(p.layer for p in total.parts)) else None
+
+    def _write_into_layer(self, found: Affine) -> None:
+        carrier = _carrier(found.parts)
+        others = [part.layer for part in found.parts if part.layer and part is not carrier]
+        if carrier is None or carrier.layer is None or not (found.gone or others):
+            return
+        gone, branch = list(found.gone), any(part.layer is None and not part.stays for part in found.parts)
+        for i, (form, name) in enumerate(gone):
+            if branch and form == "identity" and found.source in self.flow.inputs[name][0]:
+                gone[i] = "nothing", name  # the branch without a layer: its weight is in the carrier
+        changes = (*gone, *(("nothing", name) for name in others if name))
+        self._add(Group("sum", (carrier.layer,), (carrier.window,), changes, found.parts, found.shift))
+
+    def _push(self, value: Value, found: Affine) -> None:
+        if len(found.parts) > 1:
+            return
+        try:
+            readers = list(self._readers(value, found.axis, bool(found.shift.any())))
+        except _NotAllReaders as reason:
+            for _, name in found.gone:
+                if name in self.norms:
+                    self.left[name] = f"{self.left[name]}; {reason}" if name in self.left else str(reason)
+            return
+        names, windows = zip(*readers, strict=True)
+        self._add(Group("readers", names, windows, found.gone, found.parts, found.shift))
+
+    def _readers(self, value: Value, axis: int, shifted: bool) -> Iterator[tuple[str, Window]]:
+        """Yield the layers that read a value, also as a view of it. Raises: _NotAllReaders if others read it."""
+        if value in self._kept or not self.flow.reads[value]:
+            raise _NotAllReaders("what it gives is an output of the model")
+        for operation in self.flow.reads[value]:
+            moved, output = None, operation.outputs[0]
+            if operation.name in _UNCHANGED | {"roll"}:
+                moved = axis
+            elif operation.name in _VIEWS:
+                moved = _new_axis(operation, axis, self._shape(value), self._shape(output))
+            if moved is not None:
+                yield from self._readers(output, moved, shifted)
+                continue
+            layer = operation.name in _LAYERS and self._values.get(output)
+            if (
+                not layer
+                or layer.source != value
+                or axis != len(self._shape(value)) - 1 - len(layer.parts[0].window[0])
+            ):
+                raise _NotAllReaders(self._refused.get(output) or f"it is read by {operation.name}")
+            name, window = layer.parts[0][:2]
+            if window.transposed or (shifted and any(window.padding)):
+                raise _NotAllReaders(f"{name} is transposed" if window.transposed else f"{name} pads with zeros")
+            assert name is not None
+            yield name, window
+
+    def _add(self, group: Group) -> None:
+        """Add a group unless the code that connects its modules branches on the numbers of a batch."""
+        names = [*group.carriers, *(name for _, name in group.gone)]
+        for deciding in self._deciding:
+            if len({_child_of(deciding, name) for name in names}) > 1 or deciding in names:
+                reason = f"{deciding or 'the model'} branches on the numbers of a batch"
+                self.left |= {name: reason for _, name in group.gone if name in self.norms}
+                return
+        for _, name in group.gone:
+            self.left.pop(name, None)
+        self.groups.append(group)
+
+    def _add_chains(self) -> None:
+        """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
+        nothing = {name for group in self.groups for form, name in group.gone if form == "nothing"}
+        outputs: dict[str | None, int] = {}
+        for output, before in self._chained[::-1]:
+            first, (second, *_) = _carrier(before.parts), self._values[output].parts
+            stays = any(part.layer is None for part in before.parts)
+            if first is None or stays or first.window.groups > 1 or first.window.transposed:
+                continue
+            if not first.layer or not second.layer or nothing & {first.layer, second.layer}:
+                continue
+            one, two = (self.model.get_submodule(name).weight for name in (first.layer, second.layer))
+            rows = outputs.get(second.layer, len(two))  # type: ignore[arg-type]
+            if one.ndim == two.ndim and rows * one[0].numel() <= one.numel() + rows * two.shape[1]:  # type: ignore[operator, index]
+                outputs[first.layer] = rows
+                windows = first.window, second.window
+                self._add(Group("chain", (first.layer, second.layer), windows, (("identity", second.layer),)))
+
+
+class _NotAllReaders(Exception):
+    """Not everything that reads a value is a layer into which it can be written."""
+
+
+def _child_of(parent: str, name: str) -> str | None:
+    """Return the child of a module that contains the module of a name, or None if the module does not contain it."""
+    if parent and not name.startswith(f"{parent}."):
+        return None
+    return name.removeprefix(f"{parent}." if parent else "").partition(".")[0]
+
+
+def _new_axis(operation: Operation, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    """Return where a view moves an axis, or None if the axis is not kept."""
+    if operation.name in ("permute", "transpose", "swapaxes"):
+        given = [*operation.args[1:], *operation.kwargs.values()]
+        order = [int(d) % len(before) for d in (given[0] if isinstance(given[0], list | tuple) else given)]
+        if operation.name == "permute":
+            return order.index(axis)
+        return order[1 - order.index(axis)] if axis in order else axis
+    leading, channels = math.prod(before[:axis]), before[axis]
+    places = [i for i, side in enumerate(after) if side == channels and math.prod(after[:i]) == leading]
+    return places[0] if len(places) == 1 and channels > 1 else None

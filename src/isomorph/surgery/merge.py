@@ -1,0 +1,422 @@
+"""Merge norms, scales, branches and chains of a model into its layers, in float64, and compare both models."""
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from timm.models import get_model_input_config
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from isomorph.errors import NotFinite, first_line
+from isomorph.operations import see_call, tensors_in
+from isomorph.surgery.affine_plan import Group, Part, Plan, Window
+from isomorph.surgery.model_inputs import Inputs, describe_shape, run_model
+from isomorph.surgery.rule import Rule
+from isomorph.surgery.verify import cast_floats
+
+TOLERANCE = 1e-6
+"""Largest difference in float64, relative to the largest output, that is rounding: models may round inside."""
+_ENTRIES = ("forward", "forward_features", "forward_intermediates")
+"""Methods by which a model may be called."""
+
+
+@dataclass(frozen=True)
+class Merge(Rule):
+    """Rule that gives a module the form that it has after its function, or another's, was written into a layer.
+
+    Forms: "written", a layer with other weights; "biased", one with a bias too; "resized", one with `outputs` outputs;
+    "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "unscaled", a norm
+    without weight and bias; "without", a module without the parameter `name`. The values come from `fuse`, or from a
+    checkpoint.
+
+    Example:
+        >>> iso.surgery.Merge("identity").build(torch.nn.BatchNorm2d(4))
+        Identity()
+    """
+
+    form: str
+    outputs: int = 0
+    name: str = ""
+
+    atol: ClassVar[float] = 1e-4
+    keeps_output: ClassVar[bool] = False
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Return that the module has no weight, where the form needs one, or None."""
+        needed = {"biased": "weight", "resized": "weight", "without": self.name}.get(self.form)
+        return f"it has no {needed}" if needed and getattr(module, needed, None) is None else None
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the module in its new form. Raises: UserError as `reason` says."""
+        self.check(module)
+        if self.form == "nothing":
+            return Nothing()
+        if self.form == "identity":
+            kept = [(name, part) for name, part in module.named_children() if type(part) is not nn.Identity]
+            return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
+        new: Any = copy.deepcopy(module)
+        if self.form in ("unscaled", "without"):
+            for name in (self.name,) if self.name else ("weight", "bias"):
+                if name in new._parameters:
+                    new._parameters[name] = None
+            return new
+        if self.form == "written":
+            return new
+        rows = self.outputs or _outputs(new)
+        if self.outputs:
+            new.weight = nn.Parameter(new.weight.new_zeros(rows, *new.weight.shape[1:]), new.weight.requires_grad)
+            setattr(new, "out_features" if hasattr(new, "out_features") else "out_channels", rows)
+        if new.bias is None or self.outputs:
+            new.bias = nn.Parameter(new.weight.new_zeros(rows), new.weight.requires_grad)
+        return new
+
+
+def _outputs(layer: Any) -> int:
+    return getattr(layer, "out_channels", None) or getattr(layer, "out_features", None) or len(layer.weight)
+
+
+class Nothing(nn.Module):
+    """A branch that was written into another layer: it gives 0 for any input."""
+
+    def forward(self, *_: Any) -> int:
+        """Return 0."""
+        return 0
+
+
+@dataclass(frozen=True, repr=False)
+class FuseReport:
+    """What `fuse` did to a model: what was fused and merged into which layers, and what was left, with the reason.
+
+    `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
+    `macs` counts those of the first input.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> report = iso.surgery.fuse_with_report(cnn)[1]
+        >>> len(report.merged), report.left, report.difference < 1e-12
+        (19, {}, True)
+    """
+
+    fused: tuple[str, ...] = ()
+    merged: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    parameters: tuple[int, int] = (0, 0)
+    macs: tuple[int, int] | None = None
+    difference: float | None = None
+    inputs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = f"{len(self.merged)} norms, scales or layers merged, {len(self.left)} left"
+        lines = [
+            f"{len(self.fused)} modules fused; {counts}",
+            f"  parameters {self.parameters[0]:,} before, {self.parameters[1]:,} after",
+        ]
+        if self.macs:
+            lines.append(f"  MACs {self.macs[0]:,} before, {self.macs[1]:,} after, for an input of {self.inputs[0]}")
+        if self.difference is not None:
+            compared = f"compared at {', '.join(self.inputs)}"
+            lines.append(f"  max |diff| {self.difference:.2g} of max |out| (float64), {compared}")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"  left {', '.join(names[:3])}{more}: {reason}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+_CHOICES = {"topk", "sort", "argsort", "nms", "nonzero", "where", "gt", "lt", "ge", "le"}
+"""Operations whose integers and truth values may hang on the last digit of their input."""
+
+
+class _SameChoices(TorchFunctionMode):
+    """Context in which the operations that choose, as before non-maximum suppression, choose what they did before.
+
+    `chosen` collects what they gave the first time; after that they give it again.
+    """
+
+    def __init__(self, chosen: list[Any]) -> None:
+        super().__init__()
+        self._chosen, self._again = chosen, iter(chosen) if chosen else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, out = getattr(func, "__name__", ""), func(*args, **(kwargs or {}))
+        if name not in _CHOICES or (name == "where" and len(args) > 1):
+            return out
+        if self._again is None:
+            self._chosen.append(out)
+            return out
+        before = next(self._again)
+        if name in ("topk", "sort"):
+            dim = (kwargs or {}).get("dim", args[2] if name == "topk" and len(args) > 2 else -1)
+            return type(out)((args[0].gather(dim, before[1]), before[1]))
+        return before
+
+
+def own_example(model: nn.Module) -> Inputs | None:
+    """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
+    if own := getattr(model, "example_inputs", None):
+        return own(1, None)
+    if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
+        return None
+    size = get_model_input_config(model)["input_size"]
+    parameter = next(model.parameters(), torch.zeros(()))
+    return torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(parameter.device)
+
+
+class Cases:
+    """The calls by which a model in float64 is compared: all its entry points, at three sizes where it has several.
+
+    Of a model that chooses among its numbers, as detectors do, the outputs of the modules before and after the choice
+    are compared too, and a changed model is made to choose the same.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
+        given = [example] if isinstance(example, Tensor | Mapping) else list(example)
+        sizes = [*given, *_other_sizes(given[0])] if len(given) == 1 else given
+        self._calls: list[tuple[str, Inputs, list[Tensor], list[Any]]] = []
+        self._first = cast_floats(given[0], torch.float64)
+        self.macs = self.count(model)
+        deciding = see_call(model, lambda: _call(model, "forward", self._first)).deciding
+        parents = [(name, model.get_submodule(name)) for name in deciding]
+        self._watched = [
+            ".".join(filter(None, (name, child))) for name, each in parents for child, _ in each.named_children()
+        ]
+        entries = [name for name in _ENTRIES if callable(getattr(model, name, None))]
+        for i, inputs in enumerate(sizes):
+            at_all = entries if i or len(sizes) == 1 else entries[:1]
+            for entry in at_all if isinstance(inputs, Tensor) else entries[:1]:
+                chosen: list[Any] = []
+                try:
+                    found = self._outputs(model, entry, cast_floats(inputs, torch.float64), chosen)
+                except Exception:  # this model has other sizes, or another entry point of that name
+                    continue
+                self._calls.append((entry, cast_floats(inputs, torch.float64), found, chosen))
+        if not all(torch.isfinite(each).all() for _, _, found, _ in self._calls for each in found):
+            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
+        self.sizes = tuple(dict.fromkeys(describe_shape(inputs) for _, inputs, *_ in self._calls))
+
+    @torch.no_grad()
+    def count(self, model: nn.Module) -> int:
+        """Return the MACs of a model for the first input. Raises: DoesNotRun with the reason where it does not run."""
+        with FlopCounterMode(display=False) as counter:
+            run_model(model, self._first)
+        return counter.get_total_flops() // 2
+
+    @torch.no_grad()
+    def _outputs(self, model: nn.Module, entry: str, inputs: Inputs, chosen: list[Any]) -> list[Tensor]:
+        """Return the floating-point outputs of a call in float64, and those of the watched modules."""
+        copied = inputs.clone() if isinstance(inputs, Tensor) else inputs
+        found: list[Any] = []
+        watched = [model.get_submodule(name) for name in self._watched]
+        handles = [module.register_forward_hook(lambda *call: found.append(call[-1])) for module in watched]
+        try:
+            with torch.random.fork_rng(), _SameChoices(chosen) if watched else nullcontext():
+                torch.manual_seed(0)
+                found.append(_call(model, entry, copied))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point()]
+
+    def plans(self, model: nn.Module, affine: bool) -> Iterator[Plan]:
+        """Yield what each call shows; sizes beyond the second are for the comparison."""
+        for entry, inputs, *_ in self._calls:
+            if describe_shape(inputs) in self.sizes[:2]:
+                yield Plan(model, see_call(model, partial(_call, model, entry, inputs)), affine)
+
+    def difference(self, model: nn.Module) -> float:
+        """Return the largest difference of a model's outputs, relative to the largest value of each.
+
+        Raises: whatever a model raises that cannot be run.
+        """
+        largest = 0.0
+        for entry, inputs, expected, chosen in self._calls:
+            for one, other in zip(expected, self._outputs(model, entry, inputs, chosen), strict=True):
+                if one.numel():
+                    difference = (one - other).abs().max() / one.abs().max().clamp_min(1e-300)
+                    largest = max(largest, math.inf if difference.isnan() else difference.item())
+        return largest
+
+
+def _call(model: nn.Module, entry: str, inputs: Inputs) -> Any:
+    method = model if entry == "forward" else getattr(model, entry)
+    return method(inputs) if isinstance(inputs, Tensor) else method(**inputs)
+
+
+def _other_sizes(inputs: Inputs) -> list[Tensor]:
+    """Return crops of an image: of odd sides, and of half its height. Shape: (B, C, H, W) -> (2, C, h, w)"""
+    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
+        return []
+    height, width = inputs.shape[-2:]
+    pair = torch.cat([inputs[:1], inputs[-1:].flip(-1)])
+    return [pair[..., : (3 * height // 4) | 1, : (height + width) // 4 | 1], pair[..., : height // 2, : 3 * width // 4]]
+
+
+def search(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
+    """Return the names with which a model changes, by halving, with what `attempt` says of each."""
+    good: list[Any] = []
+    bad: dict[Any, str] = {}
+
+    def halve(part: list[Any]) -> None:
+        reason = attempt([*good, *part])
+        if reason is None:
+            good.extend(part)
+        elif len(part) == 1:
+            bad[part[0]] = reason
+        else:
+            halve(part[: len(part) // 2])
+            halve(part[len(part) // 2 :])
+
+    if names:
+        halve(names)
+    return bad
+
+
+def compare(cases: Cases, change: Callable[[], nn.Module]) -> str | None:
+    """Return how the model that `change` gives differs, or None if it does not."""
+    try:
+        difference = cases.difference(change())
+    except Exception as error:  # of any code that meets another module than before
+        return f"the model does not run with it merged: {first_line(error)[:100]}"
+    return None if difference <= TOLERANCE else f"with it merged, outputs differ by {difference:.1e} of the largest"
+
+
+def merge(
+    model: nn.Module, cases: Cases, affine: bool = False
+) -> tuple[nn.Module, list[tuple[Merge, str]], dict[str, str], dict[str, str]]:
+    """Return a copy of a float64 model with all groups merged that leave it equal, its edits, what is merged and left.
+
+    Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving.
+    """
+    plans = list(cases.plans(model, affine))
+    agreed = {group.key: group for group in plans[0].groups}
+    for plan in plans[1:]:
+        keys = {group.key for group in plan.groups}
+        agreed = {key: group for key, group in agreed.items() if key in keys}
+    # into readers first: a branch that reads the value may be written into another layer; chains last, from their end
+    groups = sorted(agreed.values(), key=lambda group: ("readers", "sum", "chain").index(group.kind))
+
+    def merged(chosen: list[Group], removed: bool) -> tuple[nn.Module, list[tuple[Merge, str]]]:
+        new = copy.deepcopy(model)
+        return new, [edit for group in groups if group in chosen for edit in _apply(new, group, removed)]
+
+    scaled = [group for group in groups if any(form in ("ones", "zeros") for form, _ in group.gone)]
+    removed = bool(scaled) and compare(cases, lambda: merged(groups, True)[0]) is None
+    bad = search(groups, lambda chosen: compare(cases, lambda: merged(chosen, removed)[0]))
+    new, edits = merged([group for group in groups if group not in bad], removed)
+    left = {name: reason for plan in plans for name, reason in plan.left.items()}
+    norms = {name for plan in plans for name in plan.norms}
+    into = {}
+    for group in plans[0].groups:
+        fine = group in groups and group not in bad
+        for _, name in group.gone:
+            if fine:
+                into[name] = group.carriers[0] if len(group.carriers) == 1 else ", ".join(group.carriers)
+            elif name in norms:
+                left.setdefault(
+                    name, bad.get(group, "calls at other sizes or by other methods differ in what they read")
+                )
+    return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
+
+
+@torch.no_grad()
+def _apply(model: nn.Module, group: Group, removed: bool) -> list[tuple[Merge, str]]:
+    """Write a group into its carriers, in place, and return the edits; `removed`: scales become None, not 1 or 0."""
+    edits: list[tuple[Merge, str]] = []
+
+    def reshape(rule: Merge, name: str) -> None:
+        model.set_submodule(name, rule.build(model.get_submodule(name)).eval())
+        edits.append((rule, name))
+
+    if group.kind == "chain":
+        written: list[tuple[Tensor, Tensor | None]] = [_product(*map(model.get_submodule, group.carriers))]
+        reshape(Merge("resized", outputs=len(written[0][0])), group.carriers[0])
+    elif group.kind == "readers":
+        (part,), shift = group.parts, group.shift
+        each = zip(group.carriers, group.windows, strict=True)
+        written = [_after_scale(model.get_submodule(name), window.groups, part.gain, shift) for name, window in each]
+    else:
+        written = [_sum(model, group)]
+    for name, (weight, bias) in zip(group.carriers, written, strict=False):
+        reshape(Merge("written" if bias is None else "biased"), name)
+        layer: Any = model.get_submodule(name)
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    for form, name in group.gone:
+        owner, _, leaf = name.rpartition(".")
+        if form not in ("ones", "zeros"):
+            reshape(Merge(form), name)
+        elif removed:
+            reshape(Merge("without", name=leaf), owner)
+        else:
+            getattr(model.get_submodule(owner), leaf).fill_(float(form == "ones"))
+    return edits
+
+
+def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of second(first(x)), where the second is pointwise."""
+    rows = second.weight.flatten(1)  # (out, middle)
+    bias = rows.new_zeros(len(rows)) if second.bias is None else second.bias
+    if first.bias is not None:
+        bias = bias + rows @ first.bias
+    return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
+
+
+def _after_scale(layer: Any, groups: int, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of layer(gain * x + shift), for channels in groups."""
+    weight = layer.weight.unflatten(0, (groups, -1))  # (G, out, in, ...)
+    sides = (groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
+    bias = layer.bias
+    if shift is not None and shift.any():
+        extra = (weight * shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
+        bias = extra if bias is None else bias + extra
+    return (weight * gain.view(sides)).flatten(0, 1), bias
+
+
+def _sum(model: nn.Module, group: Group) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias with which the carrier computes the sum of the parts and the shift."""
+    carrier: Any = model.get_submodule(group.carriers[0])
+    weight, bias, window = torch.zeros_like(carrier.weight), group.shift, group.windows[0]
+    assert bias is not None
+    for part in group.parts:
+        layer: Any = model.get_submodule(part.layer) if part.layer else None
+        if layer is not None and layer.bias is not None:
+            bias = bias + part.gain * layer.bias
+        weight = weight + _filters(part, layer, window, weight)
+    return weight, bias if carrier.bias is not None or bias.any() else None
+
+
+def _filters(part: Part, layer: Any, window: Window, like: Tensor) -> Tensor:
+    """Return what a part adds to the weight of the carrier, which has a window and a weight `like` this one."""
+    if window.transposed:
+        gain = part.gain.view(window.groups, 1, -1, *[1] * (like.ndim - 2))
+        return (layer.weight.unflatten(0, (window.groups, -1)) * gain).flatten(0, 1)  # (in, out / G, ...)
+    gain = part.gain.view(-1, *[1] * (like.ndim - 1))
+    if layer is None:
+        weight, rows = torch.zeros_like(like), torch.arange(len(like), device=like.device)
+        middle: tuple[Any, ...] = (rows, rows % like.shape[1], *(side // 2 for side in window.kernel))
+        weight[middle] = 1.0
+        return weight * (gain - 1.0 if part.stays else gain)
+    weight, finer = layer.weight, part.window.groups // window.groups
+    if finer > 1:  # blocks on the diagonal of each of the carrier's groups
+        blocks = weight.unflatten(0, (window.groups, finer, -1))  # (G, finer, out, in, ...)
+        full = blocks.new_zeros(*blocks.shape[:3], finer, *blocks.shape[3:])
+        index = torch.arange(finer, device=weight.device)
+        full[:, index, :, index] = blocks.transpose(0, 1)
+        weight = full.flatten(3, 4).flatten(0, 2)
+    margins = [(K - k) // 2 for K, k in zip(window.kernel, part.window.kernel, strict=True)]
+    return F.pad(weight, [side for margin in margins[::-1] for side in (margin, margin)]) * gain

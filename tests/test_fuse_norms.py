@@ -1,0 +1,274 @@
+"""Norms, scales, branches and chains merged into layers: what is merged, what is left and why, in float64."""
+
+import copy
+import re
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerScale, RmsNorm
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+from torchvision.ops import FrozenBatchNorm2d
+
+from isomorph.surgery import fuse_with_report
+from law_rows import deviation, disturb
+
+MAP, TOKENS, SIGNAL, VOLUME = (2, 4, 9, 8), (2, 7, 4), (2, 4, 11), (2, 4, 5, 6, 7)
+
+
+class Net(nn.Module):
+    """Parts, and the function of them and of a batch that the model computes."""
+
+    def __init__(self, compute, **parts):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def in_turn(*layers):
+    return lambda: nn.Sequential(*(make() for make in layers))
+
+
+def net(compute, **parts):
+    return lambda: Net(compute, **{name: make() for name, make in parts.items()})
+
+
+def conv(*args, kind=nn.Conv2d, **options):
+    return lambda: kind(*args, **options)
+
+
+def norm(width=6, kind=nn.BatchNorm2d, **options):
+    return lambda: kind(width, **options)
+
+
+def own_parameter(width=6):
+    return lambda: nn.Parameter(torch.randn(width))
+
+
+def frozen(width=6):
+    """Statistics that differ from 0 and 1: the buffers of this class are not statistics by name alone."""
+    layer = FrozenBatchNorm2d(width)
+    for buffer in layer.buffers():
+        buffer.uniform_(0.5, 1.5)
+    return layer
+
+
+class Tanh(nn.Module):
+    """Dynamic tanh: tanh(alpha x) * weight + bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.weight, self.bias = (nn.Parameter(torch.rand(n)) for n in (1, 4, 4))
+
+    def forward(self, x):
+        return torch.tanh(self.alpha * x) * self.weight + self.bias
+
+
+def pad_odd(model, x):
+    """The padding of a module that reads even sizes alone."""
+    y = model.conv(x)
+    return model.norm(F.pad(y, (0, y.shape[-1] % 2, 0, y.shape[-2] % 2)))
+
+
+THREE, ONE, PLAIN = conv(4, 6, 3, padding=1, bias=False), conv(4, 6, 1), conv(4, 4, 3, padding=1, bias=False)
+SAME, LINEAR = norm(4), conv(4, 6, kind=nn.Linear)
+MERGED = {
+    "conv": (in_turn(THREE, norm()), MAP),
+    "conv, grouped, dilated": (in_turn(conv(4, 6, 3, 2, 2, 2, 2), norm(affine=False)), MAP),
+    "conv, depthwise, one side": (in_turn(conv(4, 8, (3, 1), groups=4, padding=(1, 0)), norm(8)), MAP),
+    "conv, 1d": (in_turn(conv(4, 6, 3, kind=nn.Conv1d), norm(kind=nn.BatchNorm1d)), SIGNAL),
+    "conv, 3d": (in_turn(conv(4, 6, 3, kind=nn.Conv3d), norm(kind=nn.BatchNorm3d)), VOLUME),
+    "conv, transposed": (in_turn(conv(4, 6, 3, 2, kind=nn.ConvTranspose2d, bias=False), norm()), MAP),
+    "conv, transposed, grouped": (in_turn(conv(4, 6, 3, 2, groups=2, kind=nn.ConvTranspose2d), norm()), MAP),
+    "linear": (in_turn(LINEAR, norm(kind=nn.BatchNorm1d)), (5, 4)),
+    "linear, moved": (
+        net(lambda m, x: m.norm(m.fc(x).transpose(1, 2)), fc=LINEAR, norm=norm(kind=nn.BatchNorm1d)),
+        TOKENS,
+    ),
+    "linear, flattened": (
+        net(lambda m, x: m.norm(m.fc(x).flatten(0, 1)).view(-1, 7, 6), fc=LINEAR, norm=norm(kind=nn.BatchNorm1d)),
+        TOKENS,
+    ),
+    "tokens as a map": (
+        net(lambda m, x: m.norm(m.fc(x).permute(0, 3, 1, 2)), fc=LINEAR, norm=norm()),
+        (2, 5, 7, 4),
+    ),
+    "frozen norm": (in_turn(THREE, frozen), MAP),
+    "two norms": (in_turn(THREE, norm(), frozen), MAP),
+    "layer scale": (in_turn(LINEAR, lambda: LayerScale(6, 0.3)), TOKENS),
+    "parameter": (net(lambda m, x: m.fc(x) * m.gamma, fc=LINEAR, gamma=own_parameter()), TOKENS),
+    "norm with activation": (in_turn(THREE, lambda: timm.layers.BatchNormAct2d(6)), MAP),
+    "branches": (
+        net(
+            lambda m, x: m.a(m.three(x)) + m.b(m.one(x)) + m.c(x),
+            three=PLAIN,
+            one=conv(4, 4, 1),
+            a=SAME,
+            b=SAME,
+            c=SAME,
+        ),
+        MAP,
+    ),
+    "branches, then a norm": (
+        net(lambda m, x: m.n(m.three(x) + m.one(x) + x), three=PLAIN, one=conv(4, 4, 1, groups=4), n=SAME),
+        MAP,
+    ),
+    "branches of groups": (
+        net(
+            lambda m, x: m.n(m.a(x) + m.b(x)),
+            a=conv(4, 8, 5, padding=2, groups=2),
+            b=conv(4, 8, 3, padding=1, groups=4),
+            n=norm(8),
+        ),
+        MAP,
+    ),
+    "branches of rows and columns": (
+        net(
+            lambda m, x: m.n(m.a(x) + m.b(x) + m.c(x)),
+            a=conv(4, 6, 3, padding=1),
+            b=conv(4, 6, (1, 3), padding=(0, 1)),
+            c=conv(4, 6, (3, 1), padding=(1, 0)),
+            n=norm(),
+        ),
+        MAP,
+    ),
+    "before its reader": (in_turn(norm(4), ONE), MAP),
+    "before two readers": (
+        net(lambda m, x: (lambda y: m.a(y) * m.b(y))(m.n(x)), n=SAME, a=conv(4, 6, 3, groups=2), b=conv(4, 6, 3)),
+        MAP,
+    ),
+    "chain": (in_turn(conv(4, 8, 3), norm(8), conv(8, 4, 1), norm(4), nn.ReLU), MAP),
+    "chain of linear layers": (
+        in_turn(conv(8, 6, kind=nn.Linear), conv(6, 4, kind=nn.Linear), conv(4, 3, kind=nn.Linear)),
+        (2, 8),
+    ),
+    "layer norm": (in_turn(norm(4, kind=nn.LayerNorm), LINEAR), TOKENS),
+    "RMS norm": (in_turn(norm(4, kind=RmsNorm), LINEAR), TOKENS),
+    "torch's RMS norm": (in_turn(norm(4, kind=nn.RMSNorm), LINEAR), TOKENS),
+    "group norm": (in_turn(lambda: nn.GroupNorm(2, 4), ONE), MAP),
+    "dynamic tanh": (in_turn(Tanh, LINEAR), TOKENS),
+}
+"""A model all of whose norms, scales and branches are one layer, and a batch."""
+AFFINE = {"layer norm", "RMS norm", "torch's RMS norm", "group norm", "dynamic tanh"}
+
+
+def made(make, shape):
+    torch.manual_seed(0)
+    model = disturb(make())
+    return model, torch.randn(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", MERGED)
+@torch.no_grad()
+def test_all_that_is_one_layer_is_merged(name):
+    model, x = made(*MERGED[name])
+    before = copy.deepcopy(model.state_dict())
+    new, report = fuse_with_report(model, x, affine=name in AFFINE)
+    assert report.merged
+    assert not report.left
+    assert deviation(new(x), model(x)) < 1e-12
+    assert deviation(new(x[:1]), model(x[:1])) < 1e-12
+    assert report.difference < 1e-12
+    assert not any(isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale) for module in new.modules())
+    assert all(getattr(module, "weight", None) is None for module in new.modules() if "Norm" in type(module).__name__)
+    assert sum(p.numel() for p in new.parameters()) <= sum(p.numel() for p in model.parameters()) + 16
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    again = fuse_with_report(new, x, affine=name in AFFINE)[1]
+    assert not again.merged
+
+
+def twice(first, second):
+    """A model in which two layers have one weight."""
+    second.weight = first.weight
+    return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), second, nn.BatchNorm2d(4))
+
+
+def hooked(where, kind="forward"):
+    def make():
+        model = in_turn(THREE, norm())()
+        getattr(model[where], f"register_{kind}_hook")(lambda *_: None)
+        return model
+
+    return make
+
+
+def standardised():
+    return nn.Sequential(timm.layers.StdConv2d(4, 6, 3), nn.BatchNorm2d(6))
+
+
+def parametrized():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 6, 3)), nn.BatchNorm2d(6))
+
+
+def decides(m, x):
+    y = m.conv(x)
+    return m.norm(y) if x.mean() > -9 else y
+
+
+def decided_below(m, x):
+    y = m.conv(x)
+    return m.norm(y) if m.choice(x) else y
+
+
+def shared_norm(m, x):
+    return m.norm(m.b(m.norm(m.a(x)).relu()))
+
+
+PAIR = dict(conv=THREE, norm=norm())
+LEFT = {
+    "norm used twice": (net(shared_norm, a=PLAIN, b=PLAIN, norm=SAME), "norm", "called more than once"),
+    "layer used twice": (net(lambda m, x: m.n(m.a(m.a(x).relu())), a=PLAIN, n=SAME), "n", "a is used more than once"),
+    "output read elsewhere": (
+        net(lambda m, x: m.norm(m.conv(x)) + m.conv.weight.sum() * 0 + 0 * m.conv(x), **PAIR),
+        "norm",
+        "used more than once",
+    ),
+    "value read elsewhere": (net(lambda m, x: (lambda y: m.norm(y) * y)(m.conv(x)), **PAIR), "norm", "read elsewhere"),
+    "value returned": (net(lambda m, x: (lambda y: (y, m.norm(y)))(m.conv(x)), **PAIR), "norm", "read elsewhere"),
+    "value returned in a dict": (
+        net(lambda m, x: (lambda y: {"a": [y], "b": m.norm(y)})(m.conv(x)), **PAIR),
+        "norm",
+        "read elsewhere",
+    ),
+    "tied weights": (lambda: twice(PLAIN(), PLAIN()), "1", "tied"),
+    "computed weight": (standardised, "1", "computes its weight"),
+    "parametrized weight": (parametrized, "1", "computes its weight|parametrized"),
+    "hook on the layer": (hooked(0), "1", "hooks"),
+    "hook before the layer": (hooked(0, "forward_pre"), "1", "hooks"),
+    "hook on the norm": (hooked(1), "1", "hooks"),
+    "statistics of the batch": (in_turn(THREE, norm(track_running_stats=False)), "1", "statistics of the batch"),
+    "branch on data": (net(decides, **PAIR), "norm", "branches on the numbers"),
+    "branch on data of a child": (
+        net(decided_below, choice=net(lambda m, x: bool(x.mean() > -9)), **PAIR),
+        "norm",
+        "branches on the numbers",
+    ),
+    "padding of odd sizes": (net(pad_odd, **PAIR), "norm", "other sizes|follows pad"),
+    "activation between": (in_turn(THREE, nn.ReLU, norm()), "2", "it follows relu; .* output"),
+    "before zero padding": (in_turn(norm(4), THREE), "0", "1 pads with zeros"),
+    "before an activation": (in_turn(norm(4), nn.ReLU, ONE), "0", "read by relu"),
+    "before a sum": (net(lambda m, x: m.a(m.n(x)) + m.n(x).mean(), n=SAME, a=ONE), "n", "called more than once"),
+}
+"""A model with a norm that has to stay, its name and the reason."""
+
+
+@pytest.mark.parametrize("name", LEFT)
+@torch.no_grad()
+def test_what_cannot_be_merged_is_left_with_the_reason(name):
+    make, left, reason = LEFT[name]
+    model, x = made(make, MAP)
+    new, report = fuse_with_report(model, x)
+    assert left in report.left
+    assert re.search(reason, report.left[left])
+    for size in ((2, 4, 9, 8), (1, 4, 7, 7), (1, 4, 6, 10)):
+        values = torch.randn(size, dtype=torch.float64)
+        for one, other in zip(*(tree_leaves(m(values)) for m in (model, new)), strict=True):
+            assert deviation(one, other) < 1e-12
+    assert left in str(report)
