@@ -339,11 +339,7 @@ class _Pair:
         self.models = {
             dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
         }
-        parts = joint_parts(original)
-        made = edits_since(recast, original)
-        others = tuple(f"{name}." for edit in made if not edit.rule.keeps_output for name in edit.names)
-        edited = (name for edit in made for name in edit.names if not any(o.startswith(f"{name}.") for o in others))
-        self.edited = list(dict.fromkeys(parts[name].joint_name if name in parts else name for name in edited))
+        self.edited = edited_names(recast, len(edits(original)))
 
     @torch.no_grad()
     def row(self, batch: Inputs, what: str) -> InputDeviation:
