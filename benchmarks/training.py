@@ -31,9 +31,8 @@ from isomorph.training.optim import scaled_groups
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import StopRequest
 from isomorph.training.run.log import Journal, read_log
-from isomorph.training.run.loop import train_step
-from isomorph.training.run.monitor import StepMonitor
-from isomorph.training.run.open import open_run
+from isomorph.training.run.loop import StepMonitor, train_step
+from isomorph.training.run.state import open_run
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
 NOTHING = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1))

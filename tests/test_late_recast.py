@@ -16,7 +16,7 @@ from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart, RecastPart
 from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.loop import recast_when_due, train_epoch
-from isomorph.training.run.open import check_files, open_run
+from isomorph.training.run.state import check_files, open_run
 from tiny_runs import TINY, same_snapshots, tiny
 
 WHERE = "layer3.2.conv2"
@@ -76,7 +76,7 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
     x = torch.randn(2, 3, 16, 16)
     mean = averages.eval()(x)
     rate = run.optimizer.param_groups[0]["lr"]
-    run = recast_when_due(run, Journal(run.recipe, run.runtime, show=False))
+    recast_when_due(run, Journal(run.recipe, run.runtime, show=False))
     after, _ = split_optimizer(run.trained, run.optimizer)
     assert after == {name: tensor for name, tensor in after.items() if torch.equal(tensor, before[name])}
     kept = {name for name, _ in run.trained.named_parameters()} & weights.keys()

@@ -22,7 +22,7 @@ from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
 from isomorph.training.recipe.recipe import identity_json, validate
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 
 
 def field(recipe, name):

@@ -16,7 +16,7 @@ from isomorph.models.blockwise import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
 from isomorph.training.build import build_model
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 BARE = {"s": 25_023_656, "m": 55_029_932, "l": 80_637_192}

@@ -24,7 +24,7 @@ from isomorph.training.history import saved_models
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import lock_folder, stop_requests
 from isomorph.training.run.log import ClosableStream, read_log
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 from tiny_runs import same_snapshots, stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)

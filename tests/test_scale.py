@@ -21,7 +21,7 @@ from isomorph.distributed import open_runtime, resolve_device
 from isomorph.training.parallel import find_blocks
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(

@@ -29,7 +29,7 @@ from isomorph.tasks.segmentation.results import Confusion, class_colours, draw_l
 from isomorph.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 from refusals import refused
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)

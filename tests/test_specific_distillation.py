@@ -12,7 +12,7 @@ from isomorph.training.build import build_model
 from isomorph.training.objectives.distillation import open_teacher
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 TEACHER = "vit_base_patch16_224.mae"

@@ -36,7 +36,7 @@ from isomorph.training.objectives.token_labels import (
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 
 CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
 NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)

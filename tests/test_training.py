@@ -20,7 +20,7 @@ from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.open import open_run
+from isomorph.training.run.state import open_run
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny
 
 
@@ -137,14 +137,50 @@ class TestRun:
             *("log.jsonl", "steps.jsonl", "step-00000004", "step-00000006", "tensorboard"),
         }
         rows = read_log(folder / "log.jsonl")
-        assert [row["epoch"] for row in rows] == [1, 2, 3]
-        assert [row["epoch"] for row in rows if "top1" in row] == [2, 3]
+        assert [row["epoch"] for row in rows] == [0, 1, 2, 3]
+        assert [row["epoch"] for row in rows if "top1" in row] == [0, 2, 3]
         assert rows[-1]["top1"] == result.metrics["top1"]
         assert iso.load(folder / "epoch-2.safetensors").training is False
         x = torch.randn(2, 3, 16, 16)
         rebuilt = iso.load(folder / "model.safetensors")
         assert torch.equal(rebuilt(x), result.model(x))
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
+
+    def test_the_log_follows_attention_from_the_start(self, ended):
+        """Gates, spans, centres and nonlocality of every head before training and after each epoch, in few bytes."""
+        folder, result = ended
+        lines = (folder / "log.jsonl").read_text().splitlines()
+        assert all(len(line) < 1000 for line in lines)
+        rows, layer = read_log(folder / "log.jsonl"), "layer3.2.conv2"
+        assert (rows[0]["epoch"], rows[0]["loss"]) == (0, None)
+        assert rows[0]["gating"][layer]["gates"] == [0.998] * 9  # sigmoid(6)
+        assert rows[0]["gating"][layer]["spans"] == [0.2] * 9
+        assert all(0 < row["train_top1"] < 100 for row in rows[1:])
+        measured = iso.gates(result.model), iso.analysis.attention_spans(result.model)
+        for found, values in zip((rows[-1]["gating"][layer][key] for key in ("gates", "spans")), measured, strict=True):
+            assert found == pytest.approx(values[layer].tolist(), abs=6e-3)
+        history = iso.training.gating_history(folder)
+        assert history.epochs.tolist() == [0, 1, 2, 3]
+        assert history.centres[layer].shape == (4, 9, 2)
+        near, far = (rows[i]["nonlocality"][layer] for i in (0, -1))
+        assert len(near) == len(far) == 9
+        assert near != far
+
+    @pytest.mark.parametrize("changes", [{}, dict(scale=dict(accumulate=4)), dict(augment=dict(mixup=0.8))])
+    def test_training_accuracy_is_that_of_the_augmented_images(self, changes, tmp_path):
+        run, seen = open_run(tiny(tmp_path, **changes)), []
+        forward = run.task.forward
+
+        def watched(inputs, targets):
+            result = forward(inputs, targets)
+            labels = targets.argmax(1) if targets.ndim > 1 else targets
+            seen.append((result["output"].argmax(1) == labels).float().mean().item())
+            return result
+
+        run.task.forward = watched
+        train_epoch(run)
+        assert run.mean_total(1) / run.order.steps == pytest.approx(sum(seen) / len(seen))
+        assert len(seen) == run.order.steps * run.recipe.scale.accumulate
 
     def test_tensorboard_has_the_curves(self, ended):
         from tensorboard.backend.event_processing import event_accumulator

@@ -20,9 +20,8 @@ from isomorph.training import Diverged, Stopped
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import LossGuard, lock_folder, stop_requests
 from isomorph.training.run.log import read_log
-from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.monitor import divergence_error
-from isomorph.training.run.open import open_run
+from isomorph.training.run.loop import divergence_error, train_epoch
+from isomorph.training.run.state import open_run
 from tiny_runs import stopped_run
 
 TINY = dict(

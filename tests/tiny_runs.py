@@ -11,7 +11,7 @@ import isomorph as iso
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.training import Stopped
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.monitor import StepMonitor
+from isomorph.training.run.loop import StepMonitor
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
@@ -21,7 +21,7 @@ TINY = dict(
     epochs=2,
 )
 """Two steps an epoch."""
-ENDED = dict(epochs=3, evaluate_every=2, keep_every=2, log_every=1, track="tensorboard")
+ENDED = dict(epochs=3, evaluate_every=2, keep_every=[2, 5], log_every=1, track="tensorboard", nonlocality_images=40)
 """What the run of the fixture `ended` has besides."""
 
 

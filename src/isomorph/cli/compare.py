@@ -94,16 +94,13 @@ def compare_(
 
 
 def gating_histories(folders: Sequence[Path], logs: Sequence[Any]) -> dict[str, Any]:
-    """Return gates, centres and spans along each run that saved a model with gated layers; other runs are left out.
-
-    Checkpoints that cannot be read are added to the problems of the run's log.
-    """
+    """Return gates, centres and spans along each run of a model with gated layers; other runs are left out."""
     from isomorph.training import gating_history
 
     histories = {}
     for folder, log in zip(folders, logs, strict=True):
-        with suppress(UserError):  # no saved checkpoint, or no gated layer in it
-            histories[log.name] = gating_history(folder, damaged=log.problems)
+        with suppress(UserError):  # no gated layer
+            histories[log.name] = gating_history(folder)
     return histories
 
 

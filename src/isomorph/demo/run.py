@@ -116,7 +116,9 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
             result = train(load_recipe(recipe, [f"out={out}", *changes, *overrides]), show)
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(out / "model.safetensors", folder / f"{recipe.removeprefix('digits_')}.safetensors")
-            return Trained(name, result.model, [row["top1"] for row in read_log(out / "log.jsonl")], result.metrics)
+            return Trained(
+                name, result.model, [row["top1"] for row in read_log(out / "log.jsonl") if row["epoch"]], result.metrics
+            )
 
         test = open_sources(load_recipe("digits_cnn", list(overrides)))[1]
         assert isinstance(test, Source)

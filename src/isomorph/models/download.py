@@ -32,7 +32,7 @@ def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
     with _replaced(torch.hub, "urlopen", _open_url):  # its downloads end if the server does not answer
         if config is None or config.file or not config.hf_hub_id:
             return build()
-        if _is_in_hub_cache(config.hf_hub_id):
+        if is_in_hub_cache(config.hf_hub_id):
             with suppress(LocalEntryNotFoundError, OfflineModeIsEnabled), _offline_hub():
                 return build()
         with impatient_hub():
@@ -74,7 +74,7 @@ def is_reachable(url: str) -> bool:
     return answered.is_set()
 
 
-def _is_in_hub_cache(repository: str) -> bool:
+def is_in_hub_cache(repository: str) -> bool:
     """Return True if the hub's cache has weights of a repository, given as `owner/name` or `owner/name@revision`."""
     name, _, revision = repository.partition("@")
     with suppress(LocalEntryNotFoundError):

@@ -296,8 +296,8 @@ def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
 
 def _cifar_recipes() -> dict[str, Fields]:
     """Return the study from scratch, and generic distillation from `cifar_mae_teacher` with its fine-tuning."""
-    whole, student = dict(test_crop="whole"), dict(depth=2, width=64, heads=4)
-    student |= dict(teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
+    whole: Fields = dict(test_crop="whole")
+    student: Fields = dict(depth=2, width=64, heads=4, teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
     recipes = {
         "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), 6),
         "cifar_tdrl_scratch": _cifar_labels("P-W2S", **whole),

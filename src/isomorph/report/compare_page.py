@@ -103,6 +103,7 @@ CURVES = (
     ("Training loss by step", "steps", "step", "loss", "loss"),
     ("Loss by epoch", "epochs", "epoch", "loss", "loss"),
     ("Top-1", "epochs", "epoch", "top1", "%"),
+    ("Top-1 on training images, as augmented", "epochs", "epoch", "train_top1", "%"),
     ("NLL on the test set", "epochs", "epoch", "nll", "nats"),
     ("Reconstruction", "epochs", "epoch", "reconstruction", "MSE"),
     ("Alignment with the teacher", "epochs", "epoch", "alignment", "smooth L1"),
@@ -115,7 +116,6 @@ MONITOR_CURVES = (
     ("Largest attention logit, maximum over layers", "max_logit", max),
     ("Largest attention weight, maximum over layers", "max_attention", max),
     ("Attention entropy, mean over layers", "entropy", fmean),
-    ("Rotation of pyramid weights per step (radians), mean over layers", "angle", fmean),
     ("Similarity of the branches of pyramids (CKA), mean over layers", "branch_similarity", fmean),
 )
 """Title, key of the monitor's log, reduction over layers."""
@@ -155,7 +155,7 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
         last = {key: row[key] for row in log.epochs for key in keys if is_number(row.get(key))}
         top = best_top1(log)
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
-        epochs = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
+        epochs = f"{sum(row.get('epoch') != 0 for row in log.epochs)} of {log.recipe.get('epochs', '?')}"
         model = _mapping(log.recipe.get("model"))
         rule = _mapping(model.get("recast")).get("rule")
         recipe = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
@@ -225,15 +225,8 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     charts = _gating_charts(gating)
     if not charts:
         return []
-    if any(len(history.epochs) > 1 for history in gating.values()):
-        text = "At the epochs saved by keep_every in the recipe; centres from the first (ring) to the last (dot)."
-        guide = f"{guides.CENTRES} {guides.RANGE}"
-    else:
-        text = (
-            "These runs saved only their last model; with keep_every in the recipe, gates, spans and centres are drawn "
-            "along training."
-        )
-        guide = guides.CENTRES
+    text = "Before training and after every epoch; centres from the first (ring) to the last (dot)."
+    guide = f"{guides.CENTRES} {guides.RANGE}"
     centreless = [f"{run}: {lost}" for run, history in gating.items() if (lost := _centreless_text(history))]
     title, finding = "Gates, spans and centres along training", gates_moved(gating)
     return [Section(title, " ".join([text, *centreless]), charts=charts, finding=finding, guide=guide)]

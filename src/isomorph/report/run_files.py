@@ -87,8 +87,10 @@ def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
 
 
 def best_top1(log: RunLog) -> float | None:
-    """Return the highest top-1 of a run, None where none was measured."""
-    return max((row["top1"] for row in log.epochs if is_number(row.get("top1"))), default=None)
+    """Return the highest top-1 of a run after an epoch, None where none was measured."""
+    return max(
+        (row["top1"] for row in log.epochs if row.get("epoch") != 0 and is_number(row.get("top1"))), default=None
+    )
 
 
 class AccuracyPoint(NamedTuple):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from isomorph.data.formats.registry import SOURCES
+from isomorph.data.label_maps import MapLabels
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import read_image
@@ -24,7 +25,13 @@ from isomorph.training.build import build_test_loader, build_train_loader, data_
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
 from isomorph.training.objectives.supervised import PenalisedLoss, build_criterion
-from isomorph.training.objectives.token_labels import LabelMapMixup, MapLabelLoss, MapOnlyLoss, TokenLabelLoss
+from isomorph.training.objectives.token_labels import (
+    LabelMapMixup,
+    MapLabelLoss,
+    MapOnlyLoss,
+    MixedLabelMaps,
+    TokenLabelLoss,
+)
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
@@ -87,7 +94,7 @@ class Classification(Task):
             task = build_distillation(model, recipe.distill, criterion, device)
         else:
             task = PenalisedLoss(model, criterion, device, similarity)
-        return Objective(task, _measure_classes, lambda metrics: metrics["top1"])
+        return Objective(task, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
 
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
@@ -109,6 +116,16 @@ class Classification(Task):
 def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
     """Return accuracy and calibration over the images of all processes."""
     return sum_counts(runtime.gather(count_predictions(model, runtime.pad_batches(loader)))).metrics()
+
+
+def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
+    """Return the share of training images whose likeliest class is that of the larger share of their label."""
+    logits = output[0] if isinstance(output, tuple) else output  # of the class token, not of a distillation token
+    if isinstance(target, MixedLabelMaps):
+        labels = target.target.label
+        target = torch.where(target.own >= 0.5, labels, labels.flip(0))
+    labels = target.label if isinstance(target, MapLabels) else target
+    return (logits.argmax(1) == (labels.argmax(1) if labels.ndim > 1 else labels)).float().mean()
 
 
 CLASSIFICATION = Classification(Part())

@@ -1,13 +1,15 @@
 """The saved models of a run, and measures of its attention along the training."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import GatingHistory, track, track_gating
+from isomorph.analysis import GatingHistory, track
 from isomorph.checkpoints.open import open_trained
 from isomorph.checkpoints.snapshot import newest_snapshot
 from isomorph.data.loaders import eval_loader
@@ -16,6 +18,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.model_data import images_on_device
+from isomorph.training.run.log import read_log
 
 
 def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
@@ -55,20 +58,32 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
             yield epoch, model
 
 
-def gating_history(folder: str | Path, damaged: list[str] | None = None) -> GatingHistory:
-    """Return gates, centres and spans at every saved epoch of a run, and at its newest snapshot.
+def gating_history(folder: str | Path) -> GatingHistory:
+    """Return gates, centres and spans of a run, before training and after every epoch, as its log.jsonl has them.
 
-    With a list `damaged`, unreadable checkpoints are skipped, and their error messages are appended to it.
-
-    Raises: UserError when the folder has no checkpoint, or no model in it has a gated layer.
+    Raises: UserError when the log has none: the folder is not of a run, or no model in it has a gated layer.
 
     >>> model = {"name": "cifar_resnet20", "recast": {"where": "layer3.2.conv2"}}
     >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
-    >>> result = iso.train(iso.Recipe(model=model, data=data, epochs=1, keep_every=1), show=False)
+    >>> result = iso.train(iso.Recipe(model=model, data=data, epochs=1), show=False)
     >>> iso.training.gating_history(result.folder).gates["layer3.2.conv2"].shape  # (epochs, heads)
-    torch.Size([1, 9])
+    torch.Size([2, 9])
     """
-    return track_gating(saved_models(folder, damaged))
+    rows = [row for row in read_log(Path(folder) / "log.jsonl") if row.get("gating")]
+    if not rows:
+        raise UserError(f"{folder}/log.jsonl has no gates; give the folder of a run of a model with gated layers")
+    by_layer: dict[str, dict[str, list[Tensor]]] = {"gates": {}, "centres": {}, "spans": {}}
+    for row in rows:
+        for layer, values in row["gating"].items():
+            for kind, layers in by_layer.items():
+                layers.setdefault(layer, []).append(torch.tensor(_without_none(values[kind])))
+    stacked = ({layer: torch.stack(each) for layer, each in layers.items()} for layers in by_layer.values())
+    return GatingHistory(torch.tensor([float(row["epoch"]) for row in rows]), *stacked)
+
+
+def _without_none(values: list[Any]) -> list[Any]:
+    """Return nested lists with NaN for None."""
+    return [_without_none(each) if isinstance(each, list) else math.nan if each is None else each for each in values]
 
 
 MeasureHeads = Callable[[nn.Module, Any], dict[str, Tensor]]

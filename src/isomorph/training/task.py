@@ -106,6 +106,8 @@ class Objective:
     """Turns metrics into the number that is highest for the best epoch."""
     result: Callable[[nn.Module], nn.Module] = _identity
     """Returns the model to evaluate and save, given the trained module."""
+    accuracy: Callable[[Any, Any], torch.Tensor] | None = None
+    """Returns the share of training samples classified as labelled, given the loss's output and the targets."""
     autoencoder: Callable[[nn.Module], MaskedAutoencoder] | None = None
     """Returns the autoencoder, which pre-training saves too, given the trained module."""
 

@@ -74,7 +74,10 @@ class Recipe(Part):
     keep_every: KeptEpochs | None = None
     """Epochs between checkpoints epoch-N.safetensors, or a list of epochs, e.g. [1, 2, 5, 10]; by default none."""
     monitor_every: Count | None = None
-    """Steps between lines of monitor.jsonl: attention logits and entropy, turn and similarity of pyramids, by layer."""
+    """Steps between lines of monitor.jsonl: attention logits and entropy, similarity of pyramid branches, by layer."""
+    nonlocality_images: Count | None = None
+    """Test images on which the nonlocality of every head is measured for log.jsonl, before training and after every
+    epoch; by default none (ConViT Fig. 5 has 1024)."""
     log_every: Count = 50
     """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
     checkpoint_minutes: NotNegative = 10.0
@@ -134,8 +137,9 @@ class Recipe(Part):
             yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
         if self.drop_path and "drop_path_rate" in self.model.kwargs:
             yield "drop_path is also given as model.kwargs.drop_path_rate; give drop_path only"
-        if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
-            yield "monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
+        if self.mask and self.scale.parallel == "fsdp":
+            for name in filter(self._sets, ("monitor_every", "nonlocality_images")):
+                yield f"{name} does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
         if self.augment.repeats > 1 and self.data.streamed:
             repeats = f"augment.repeats {self.augment.repeats}"
             yield f"{repeats} does not work with {self.data.source}, a stream; leave it at 1"
@@ -207,7 +211,7 @@ class Recipe(Part):
     def keeps(self, epoch: int) -> bool:
         """True if the checkpoint of an epoch is saved."""
         every = self.keep_every
-        return epoch in every if isinstance(every, list) else bool(every) and epoch % every == 0
+        return epoch in every if isinstance(every, list) else every is not None and epoch % every == 0
 
     @property
     def folder(self) -> Path:

@@ -150,7 +150,7 @@ class Journal:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / name).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(_line(row))
         except OSError as error:
             raise UserError(
                 f"cannot write {self.folder / name}: {error.strerror}; the snapshots are complete"
@@ -230,9 +230,14 @@ def _truncate_log(path: Path, epoch: int, step: int) -> int:
         rows, damaged = _read_rows(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; move it away") from None
-    remaining = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", 0) <= epoch)]
-    write_atomically(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in remaining)))
+    last = epoch if step else -1  # a run that starts again writes the row of epoch 0 again
+    remaining = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", -1) <= last)]
+    write_atomically(path, lambda file: file.write_text("".join(map(_line, remaining))))
     return damaged
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, separators=(",", ":")) + "\n"
 
 
 class ClosableStream:

@@ -1,31 +1,40 @@
-"""The training loop: steps, evaluation after each epoch, snapshots, and resumption."""
+"""The training loop: steps with their checks and logs, evaluation after each epoch, snapshots, and resumption."""
 
 import math
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from isomorph.checkpoints.snapshot import rename_damaged
+from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
+from isomorph.errors import UserError
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.recast import edited_names
 from isomorph.surgery.where import list_names
 from isomorph.terminal_tables import count_of
-from isomorph.training.classification import recipe_task
 from isomorph.training.optim import group_table
 from isomorph.training.parallel import no_gradient_sync
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.guards import NOT_FINITE, StopRequest, lock_folder, raise_on_signals, stop_requests
-from isomorph.training.run.late_recast import recast_run
+from isomorph.training.run.guards import (
+    LOSS_WINDOW,
+    NOT_FINITE,
+    Diverged,
+    Stopped,
+    StopRequest,
+    lock_folder,
+    raise_on_signals,
+    stop_requests,
+)
 from isomorph.training.run.log import Journal
-from isomorph.training.run.monitor import StepMonitor, divergence_error, raise_if_stopped, save_snapshot
-from isomorph.training.run.open import open_run
-from isomorph.training.run.state import Run
+from isomorph.training.run.observe import attention_row, monitor_row
+from isomorph.training.run.state import Run, open_run
 
 MIN_SECONDS = 10.0
 """Epochs shorter than this many seconds are not checked for slow data loading."""
@@ -84,15 +93,18 @@ def train(recipe: Recipe, show: bool = True) -> Result:
 
 def _complete(run: Run, journal: Journal) -> Result:
     """Train the remaining epochs of a run and save its model. Raises: as `train`."""
-    recipe = run.recipe
-    if run.progress.closed == run.epochs and run.has_written(recipe.folder / "model.safetensors"):
-        journal.say(f"already complete in {recipe.folder}")
-        return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
+    folder = run.recipe.folder
+    if run.progress.closed == run.epochs and run.has_written(folder / "model.safetensors"):
+        journal.say(f"already complete in {folder}")
+        return Result(run.result(), run.progress.metrics, folder, run.runtime.is_main)
     with stop_requests() as request, journal:
         journal.open(run.progress.closed, run.progress.step)
         _print_start(run, journal)
+        if not run.progress.step and (row := attention_row(run)):
+            rate = run.optimizer.param_groups[0]["lr"]
+            journal.write("log.jsonl", {"epoch": 0, "loss": None, **run.measure(), "lr": rate, **row})
         while run.progress.closed < run.epochs:
-            run = recast_when_due(run, journal)
+            recast_when_due(run, journal)
             name, done = f"epoch {run.progress.closed + 1}/{run.epochs}", run.progress.step % run.order.steps
             with journal.progress(name, done, run.epoch_steps) as advance:
                 loss = train_epoch(run, advance, journal, request)
@@ -100,8 +112,8 @@ def _complete(run: Run, journal: Journal) -> Result:
             if run.progress.closed < run.epochs:
                 raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
         run.save_autoencoder()
-        run.save(recipe.folder / "model.safetensors")  # last: this file marks the run as complete
-    return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
+        run.save(folder / "model.safetensors")  # last: this file marks the run as complete
+    return Result(run.result(), run.progress.metrics, folder, run.runtime.is_main)
 
 
 def _print_start(run: Run, journal: Journal) -> None:
@@ -117,29 +129,30 @@ def _print_start(run: Run, journal: Journal) -> None:
         f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(steps, 'step')}{cut}, "
         f"{count_of(run.order.images, 'image')}, on {runtime.device}{shared}"
     )
-    if run.start and not progress.step:
-        journal.say(run.start)
-    if recipe.shortened:
-        journal.say(recipe.shortened)
-    if recipe.data.test_images:
-        journal.say(f"evaluating on {recipe.data.test_images:,} test images only (data.test_images)")
-    if run.order.batch < recipe.data.batch_size:
-        journal.say(f"batches of {run.order.batch}, as there are only {run.order.images:,} images")
+    few, test = run.order.batch < recipe.data.batch_size, recipe.data.test_images
+    for message in (
+        "" if progress.step else run.start,
+        recipe.shortened,
+        f"evaluating on {test:,} test images only (data.test_images)" if test else "",
+        f"batches of {run.order.batch}, as there are only {run.order.images:,} images" if few else "",
+    ):
+        if message:
+            journal.say(message)
     journal.show(*group_table(run.optimizer, recipe.optim))
 
 
-def recast_when_due(run: Run, journal: Journal) -> Run:
-    """Return the run, recast if it has reached the recipe's recast_epoch."""
-    if run.progress.recast or run.progress.closed < run.recipe.model.recast_epoch:
-        return run
-    run, message = recast_run(run)
-    journal.say(message)
-    journal.show(*group_table(run.optimizer, run.recipe.optim))
-    return run
+def recast_when_due(run: Run, journal: Journal) -> None:
+    """Recast the model of a run if it has reached the recipe's recast_epoch."""
+    if not run.progress.recast and run.progress.closed >= run.recipe.model.recast_epoch:
+        journal.say(run.recast())
+        journal.show(*group_table(run.optimizer, run.recipe.optim))
 
 
 def train_epoch(
-    run: Run, advance: Any = lambda: None, journal: Journal | None = None, request: StopRequest | None = None
+    run: Run,
+    advance: Callable[[], None] = lambda: None,
+    journal: Journal | None = None,
+    request: StopRequest | None = None,
 ) -> float:
     """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
     steps, progress, start = run.epoch_steps, run.progress, time.perf_counter()
@@ -159,7 +172,7 @@ def train_epoch(
         run.warned = True
         advice = f"raise data.workers (now {run.recipe.data.workers})"
         journal.say(f"{monitor.waited / seconds:.0%} of the time was spent waiting for images; {advice}")
-    return run.runtime.mean(run.total) / steps
+    return run.mean_total(0) / steps
 
 
 @contextmanager
@@ -193,7 +206,7 @@ def train_step(run: Run) -> tuple[float, Any]:
         run.note_unreadable(problems)
         seed_everything("step", recipe.seed, step, part)
         with no_gradient_sync(run.task) if part != parts[-1] else nullcontext():
-            run.total += backward(run, inputs, targets)
+            _backward(run, inputs, targets)
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
@@ -204,15 +217,19 @@ def train_step(run: Run) -> tuple[float, Any]:
     return waited, inputs
 
 
-def backward(run: Run, inputs: Any, targets: Any) -> Tensor:
-    """Add the gradients of one part of a batch; return its contribution to the mean loss of the step."""
+def _backward(run: Run, inputs: Any, targets: Any) -> None:
+    """Add the gradients of one part of a batch, and its contribution to the mean loss and accuracy of the step."""
+    parts = len(run.share.own)
     inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
     if run.mix:
         inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
-        loss = run.task(inputs, targets)["loss"] / len(run.share.own)
+        result = run.task(inputs, targets)
+        loss = result["loss"] / parts
     loss.backward()
-    return loss.detach()
+    run.total[0] += loss.detach()
+    if run.objective.accuracy:
+        run.total[1] += run.objective.accuracy(result["output"], targets) / parts
 
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
@@ -220,9 +237,10 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
     epoch, start = progress.closed + 1, time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
-    metrics = {"loss": loss, **(run.measure() if due else {})}
-    if not all(map(math.isfinite, metrics.values())):
-        raise divergence_error(run, NOT_FINITE, "the evaluation after it")
+    trained = {"train_top1": 100 * run.mean_total(1) / run.epoch_steps} if run.objective.accuracy else {}
+    metrics = {"loss": loss, **trained, **(run.measure() if due else {})}
+    if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        raise divergence_error(run, f"the {wrong[0]} is not finite", "the evaluation after it")
     if due:
         progress.metrics = metrics
         if run.objective.score(metrics) > progress.best:
@@ -230,17 +248,128 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
             run.save(folder / "best.safetensors")
     if recipe.keeps(epoch):
         run.save(folder / f"epoch-{epoch}.safetensors")
-    seconds = progress.seconds + time.perf_counter() - start
-    extra = {"unreadable": len(progress.unreadable)} if progress.unreadable else {}
-    if extra:
+    row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **attention_row(run)}
+    if progress.unreadable:
+        row["unreadable"] = len(progress.unreadable)
         journal.report_unreadable(progress.unreadable)
-    row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds, **extra}
+    row["seconds"] = progress.seconds + time.perf_counter() - start
     journal.write("log.jsonl", row)
     journal.add_scalars("epoch", epoch, row)
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    text = "".join(
-        f"{name} {metrics[name]:{form}}  " for name, form in recipe_task(recipe).printed.items() if name in metrics
+    text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.kind.printed.items() if name in metrics)
+    journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
+
+
+class StepMonitor:
+    """Checks, logs and snapshots after each step of an epoch.
+
+    The loss is read every few steps only, since reading it waits for the device.
+    """
+
+    def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
+        self.run, self.journal, self.request = run, journal, request
+        self.checked = self.written = (run.progress.step, run.total[0].item())  # step, sum of losses
+        self.began = self.saved = time.perf_counter()
+        self.waited = self.waited_before = 0.0
+
+    def after_step(self, waited: float, images: Tensor) -> None:
+        """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
+        run, recipe, step = self.run, self.run.recipe, self.run.progress.step
+        self.waited += waited
+        last = step % run.order.steps == 0 or step == run.iterations
+        if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0 and (found := monitor_row(run, images)):
+            self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **found})
+        reads = step % LOSS_WINDOW == 0 or step % recipe.log_every == 0 or last
+        if step % LOSS_WINDOW == 0:
+            loss, self.checked = self._loss_since(self.checked)
+            if problem := run.guard.problem(loss):
+                raise divergence_error(run, problem)
+        elif reads:
+            self._check_finite()
+        if step % recipe.log_every == 0 or last:
+            self._write_step()
+        if run.runtime.world == 1 or reads:  # processes agree on these steps whether to save or stop
+            _check_unreadable(run)
+            self._save_or_stop(last)
+
+    def _loss_since(self, mark: tuple[int, float]) -> tuple[float, tuple[int, float]]:
+        """Return the mean loss since a mark (step, sum of losses), over all processes, and the new mark."""
+        step, total = self.run.progress.step, self.run.mean_total(0)
+        return (total - mark[1]) / max(step - mark[0], 1), (step, total)
+
+    def _check_finite(self) -> None:
+        if not math.isfinite(self._loss_since(self.checked)[0]):
+            raise divergence_error(self.run, NOT_FINITE)
+
+    def _write_step(self) -> None:
+        """Write a line of steps.jsonl about the steps since the previous line."""
+        run, now = self.run, time.perf_counter()
+        steps = run.progress.step - self.written[0]
+        loss, self.written = self._loss_since(self.written)
+        if not steps:
+            return
+        row = {
+            "epoch": run.progress.closed + 1,
+            "step": run.progress.step,
+            "loss": loss,
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "images_per_second": steps * run.order.batch / (now - self.began),
+            "waiting": (self.waited - self.waited_before) / (now - self.began),
+        }
+        self.began, self.waited_before = now, self.waited
+        self.journal.write("steps.jsonl", row)
+        self.journal.add_scalars("train", run.progress.step, row)
+
+    def _save_or_stop(self, last: bool) -> None:
+        """Save a snapshot after a signal, or when it is due (except after the last step). Raises: Stopped."""
+        run, minutes = self.run, (time.perf_counter() - self.saved) / 60
+        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.is_main and not last
+        number, anywhere_due = run.runtime.maximum(self.request.number, due)
+        if number or anywhere_due:
+            self._check_finite()
+            save_snapshot(run)
+            self.saved = time.perf_counter()
+            raise_if_stopped(run, int(number))
+
+
+def save_snapshot(run: Run) -> None:
+    """Write a snapshot. Raises: Diverged when the weights are not finite, UserError when it cannot be written."""
+    tensors = (tensor for tensor in run.trained.state_dict().values() if tensor.is_floating_point())
+    not_finite = any(
+        not torch.isfinite(tensor.to_local() if hasattr(tensor, "to_local") else tensor).all() for tensor in tensors
     )
-    journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")
+    if run.runtime.maximum(not_finite)[0]:
+        raise divergence_error(run, "the weights are not finite")
+    run.share_unreadable()
+    run.snapshot()
+
+
+def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverged:
+    """Return the error for a run that diverged, by default at its latest step."""
+    place = place or f"step {(run.progress.step - 1) % run.order.steps + 1}"
+    saved = [path.name for path in list_snapshots(run.recipe.folder)[:1]]
+    snapshot = f"the last snapshot is {run.recipe.folder / saved[0]}" if saved else "there is no snapshot yet"
+    gates = any(group["name"].startswith("gates") for group in run.optimizer.param_groups)
+    advice = f"lower optim.lr{' or optim.gate_lr' if gates else ''}, or set optim.clip_grad"
+    return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; {advice}")
+
+
+def _check_unreadable(run: Run) -> None:
+    """Raise UserError, in all processes, for more unreadable images than the recipe allows."""
+    if not run.runtime.maximum(len(run.progress.unreadable))[0]:
+        return
+    run.share_unreadable()
+    found, allowed = run.progress.unreadable, run.recipe.data.unreadable
+    if len(found) > allowed:
+        raise UserError(
+            f"{len(found)} images cannot be read, but data.unreadable allows {allowed}; the latest: {found[-1]}"
+        )
+
+
+def raise_if_stopped(run: Run, number: int) -> None:
+    """Raise Stopped for a signal, once the run is saved."""
+    if number:
+        where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
+        raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)

@@ -1,9 +1,9 @@
-"""The state of a run: model, data, optimiser and progress, with evaluation and saving."""
+"""A run: built from its recipe, restored from its newest snapshot, recast in the middle, evaluated and saved."""
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,49 +15,141 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isomorph.analysis import logit_stats
 from isomorph.checkpoints.autoencoder import write_autoencoder
 from isomorph.checkpoints.files import read_contents
-from isomorph.checkpoints.model import write_model
-from isomorph.checkpoints.open import load
-from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX, model_tensors, split_optimizer
-from isomorph.checkpoints.snapshot import IntactSnapshot, RunProgress, write_snapshot
-from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
+from isomorph.checkpoints.model import describe_model, record_data, write_model
+from isomorph.checkpoints.open import load, local_file
+from isomorph.checkpoints.optimizer_state import (
+    AVERAGED_PREFIX,
+    GROUP_PREFIX,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    allocate_tensor,
+    load_optimizer,
+    model_tensors,
+    owner_name,
+    split_optimizer,
+)
+from isomorph.checkpoints.snapshot import (
+    DamagedSnapshot,
+    IntactSnapshot,
+    RunProgress,
+    newest_snapshot,
+    read_layout,
+    read_tensors_into,
+    write_snapshot,
+)
+from isomorph.data.sampler import TrainSampler
 from isomorph.data.streams.loader import workers_of_part
-from isomorph.distributed import Runtime
+from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
+from isomorph.evaluation.cost import has_pyramids
+from isomorph.surgery import notes
+from isomorph.surgery.anneal import annealed_layers
+from isomorph.surgery.record import record
+from isomorph.training.build import apply_surgery, plan_batches
 from isomorph.training.classification import recipe_task
-from isomorph.training.parallel import gathered_state_dict
-from isomorph.training.recipe.recipe import Recipe, identity_json
+from isomorph.training.optim import build_optimizer, build_scheduler
+from isomorph.training.parallel import distribute, gathered_state_dict, prepare_model
+from isomorph.training.recipe.recipe import Recipe, changed_fields, identity_json
 from isomorph.training.run.guards import LossGuard
+from isomorph.training.run.log import check_tracker
 from isomorph.training.task import Objective
 
-LOSS_SUM = "progress.loss"
-LOSS_DTYPES = {"mps": torch.float32}
-"""Types for the sum of losses, on devices without float64."""
+_TOTALS = "progress.totals"
+_TOTAL_DTYPES = {"mps": torch.float32}
+"""Types for the sums over steps, on devices without float64."""
 
 
-@dataclass
 class Run:
-    """The state of a run."""
+    """A run in memory, built from its recipe in stages that check what they take; nothing is written before.
 
-    recipe: Recipe
-    runtime: Runtime
+    - recipe, runtime; kind: the recipe's task; found: the snapshot it resumes from, or None; progress
+    - train, test: the training data, and the batches of this process's test images; config: the images' size and norm
+    - order, share: the order of the training images, and the parts of every batch that this process trains on
+    - objective, optimizer, scheduler; header: what rebuilds the model from a checkpoint; start: what its weights were
+    - guard: watches the loss; total: sums of loss and training accuracy over the steps of this epoch
+    - batches: the training batches, once begun; warned: True once it was said that loading is slow
+
+    Raises: UserError when something is missing or does not fit, or the folder holds another run.
+    """
+
     objective: Objective
     optimizer: Optimizer
     scheduler: Scheduler
-    order: BatchOrder
-    share: BatchParts
-    train: Any
-    config: dict[str, Any]
-    test: Iterable[Any]
     header: dict[str, str]
-    progress: RunProgress
-    guard: LossGuard
-    total: Tensor
-    start: str = ""
-    found: IntactSnapshot | None = None
-    warned: bool = False
-    batches: Iterator[Any] | None = None
+
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+        self.recipe, self.runtime, self.kind = recipe, runtime, recipe_task(recipe)
+        check_tracker(recipe)
+        check_files(recipe)
+        self.found = find_snapshot(recipe, runtime)
+        if not self.found and recipe.model.start == "weights" and not (recipe.model.weights or recipe.model.pretrained):
+            raise UserError(
+                f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
+                "(--model.start random starts from random weights)"
+            )
+        values = self.found.values["progress"] if self.found else {"recast": recipe.model.recast_epoch == 0}
+        self.progress = RunProgress(**values)
+        self.train, test = self.kind.open_data(recipe)
+        self.order, self.share = plan_batches(recipe, self.train, runtime)
+        model = self._initialise_model()
+        self.test: Iterable[Any] = self.kind.test_loader(recipe, self.config, test, runtime)
+        self._check_layers(model.to(runtime.device))
+        self._assemble(model)
+        self.guard, self.start = LossGuard(recipe.divergence, self.progress.first_loss), record(model).start
+        dtype = _TOTAL_DTYPES.get(runtime.device.type, torch.float64)
+        self.total = torch.zeros(2, device=runtime.device, dtype=dtype)
+        self.batches: Iterator[Any] | None = None
+        self.warned = False
+        if self.found:
+            self._restore(self.found)
+
+    def _initialise_model(self) -> nn.Module:
+        """Return the model with its initial weights, checked against the data, and set `config`."""
+        recipe, kind, classes = self.recipe, self.kind, list(self.train.classes)
+        seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
+        model = kind.build_model(recipe, self.train, self.progress.recast)
+        if not self.progress.recast:
+            apply_surgery(copy.deepcopy(model), recipe.model)  # raises, before the run starts, if it would fail later
+        if getattr(model, "num_classes", len(classes)) < len(classes):
+            raise UserError(
+                f"the data has {len(classes)} classes, but model.num_classes is {model.num_classes}; raise it or leave "
+                "it out"
+            )
+        self.config = kind.data_config(recipe, model)
+        kind.check_model(recipe, model, self.config)
+        extra: dict[str, Any] = {} if recipe.data.streamed else {"split": getattr(self.train, "split", None)}
+        extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
+        record_data(model, {**self.config, "source": recipe.data.source, "label_names": classes, **extra})
+        return model
+
+    def _check_layers(self, model: nn.Module) -> None:
+        """Raise UserError when there are no layers to anneal, or no attention to watch, even after a late recast."""
+        recipe = self.recipe
+        if recipe.anneal and self.progress.recast:
+            annealed_layers(model)
+        if recipe.monitor_every or recipe.nonlocality_images:
+            inputs = self.kind.attention_inputs(self.config)
+            if inputs is None:
+                raise UserError("monitor_every and nonlocality_images are for models of images; leave them out")
+            watched = model if self.progress.recast else apply_surgery(copy.deepcopy(model), recipe.model)
+            if recipe.nonlocality_images or not has_pyramids(watched):  # whose branches are monitored in any model
+                logit_stats(watched, inputs.to(self.runtime.device))
+
+    def _assemble(self, model: nn.Module) -> None:
+        """Build objective, optimiser and schedule around a model spread over the processes; and its header."""
+        recipe, runtime = self.recipe, self.runtime
+        self.header = describe_model(model)
+        self.objective = self.kind.objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
+        if recipe.ema:
+            self.task.setup_ema(decay=recipe.ema)
+        distribute(self.task, recipe.scale, runtime)
+        self.optimizer = build_optimizer(self.trained, recipe.optim)
+        self.scheduler = build_scheduler(
+            self.optimizer, recipe.optim, recipe.epochs, self.order.steps, recipe.iterations
+        )
 
     @property
     def iterations(self) -> int:
@@ -76,7 +168,7 @@ class Run:
 
     @property
     def task(self) -> TrainingTask:
-        """The task, with the loss and the trained modules."""
+        """timm's task, with the loss and the trained modules."""
         return self.objective.task
 
     @property
@@ -84,10 +176,20 @@ class Run:
         """The trained module, unwrapped."""
         return unwrap_model(self.task.get_trainable_module())
 
+    @property
+    def averaged(self) -> nn.Module | None:
+        """The trained module with averaged weights, or None."""
+        return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """The model to evaluate and save, with averaged weights if there are any."""
+        return self.objective.result(self.averaged or self.trained)
+
     @cached_property
     def mix(self) -> Callable[[Any, Any], tuple[Any, Any]] | None:
         """What mixes the samples of a part of a batch, such as mixup and cutmix; or None."""
-        return recipe_task(self.recipe).mix(self.recipe, self.eval_model)
+        return self.kind.mix(self.recipe, self.eval_model)
 
     @property
     def lanes(self) -> int:
@@ -101,26 +203,26 @@ class Run:
         """Numbers of images, steps and classes per epoch; with others, a run cannot be resumed."""
         return {"images": self.order.images, "steps": self.order.steps, "classes": len(self.train.classes)}
 
-    @property
-    def averaged(self) -> nn.Module | None:
-        """The trained module with averaged weights, or None."""
-        return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
+    def mean_total(self, index: int) -> float:
+        """Return a sum of `total`, the mean over all processes: 0 is the loss, 1 the training accuracy."""
+        return self.runtime.mean(self.total[index])
 
-    @property
-    def eval_model(self) -> nn.Module:
-        """The model to evaluate and save, with averaged weights if there are any."""
-        return self.objective.result(self.averaged or self.trained)
-
-    def share_buffers(self) -> None:
-        """Broadcast the running statistics of the first process, of trained and averaged modules."""
-        for module in (self.trained, self.averaged):
-            if module is not None:
-                self.runtime.broadcast_buffers(module)
+    def next_part(self) -> Any:
+        """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
+        if self.batches is None:  # the first since the run began or resumed: the loader starts at the next step
+            sampler = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
+            self.batches = iter(self.kind.train_loader(self.recipe, self.config, self.train, sampler))
+        return next(self.batches)
 
     def measure(self) -> dict[str, float]:
         """Return the metrics of the evaluated model on the test images, over all processes."""
-        self.share_buffers()
+        self._share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
+
+    def _share_buffers(self) -> None:
+        """Broadcast the running statistics of the first process, of trained and averaged modules."""
+        for module in filter(None, (self.trained, self.averaged)):
+            self.runtime.broadcast_buffers(module)
 
     def note_unreadable(self, problems: list[str]) -> None:
         """Record messages about unreadable images, each once."""
@@ -131,25 +233,48 @@ class Run:
         gathered = self.runtime.gather(self.progress.unreadable)
         self.progress.unreadable = list(dict.fromkeys(text for each in gathered for text in each))
 
-    def next_part(self) -> Any:
-        """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
-        if self.batches is None:  # the first since the run began or resumed: the loader starts at the next step
-            deals = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
-            self.batches = iter(recipe_task(self.recipe).train_loader(self.recipe, self.config, self.train, deals))
-        return next(self.batches)
+    def recast(self) -> str:
+        """Recast the model in the middle of the run; return a message.
+
+        Parameters whose name, shape and values are unchanged keep their optimiser state. Averaged weights are recast
+        too, with the same random draws for new parameters, so that their function is kept as well.
+
+        Source: T-CNN section 5, Table 3: "we keep the same optimizer and learning rate after the reparametrization"
+        """
+        before: dict[str, Tensor] = dict(self.trained.named_parameters())
+        tensors, values = split_optimizer(self.trained, self.optimizer)
+        model, averaged = self._recast_copy(self.trained), self.averaged and self._recast_copy(self.averaged)
+        parameters = dict(model.named_parameters())
+        kept = {n for n, p in parameters.items() if n in before and torch.equal(before[n], p)}
+        self._assemble(model)
+        if averaged is not None:
+            self.averaged.load_state_dict(averaged.state_dict())  # type: ignore[union-attr]
+        owned = {n: t for n, t in tensors.items() if owner_name(n) in kept or owner_name(n).startswith(GROUP_PREFIX)}
+        values["state"] = {name: value for name, value in values["state"].items() if name in kept}
+        load_optimizer(self.trained, self.optimizer, owned, values)
+        self.progress.recast = True
+        message = (
+            f"recast after epoch {self.progress.closed}: {len(kept)} parameter tensors are unchanged, "
+            f"{len(parameters) - len(kept)} are new"
+        )
+        return "; ".join((message, *notes(self.trained)))
+
+    def _recast_copy(self, model: nn.Module) -> nn.Module:
+        seed_everything("recast", self.recipe.seed)
+        return apply_surgery(copy.deepcopy(model), self.recipe.model).train(model.training)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
         optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
-        total = torch.full_like(self.total, self.runtime.mean(self.total))
-        tensors = model_tensors(self.trained, MODEL_PREFIX) | optimizer_tensors | {LOSS_SUM: total}
+        totals = torch.tensor([self.mean_total(0), self.mean_total(1)], dtype=torch.float64).to(self.total)
+        tensors = model_tensors(self.trained, MODEL_PREFIX) | optimizer_tensors | {_TOTALS: totals}
         if self.averaged is not None:
             tensors |= model_tensors(self.averaged, AVERAGED_PREFIX)
         return tensors, values
 
     def snapshot(self) -> Path:
         """Write a snapshot. Raises: UserError when it cannot be written."""
-        self.share_buffers()
+        self._share_buffers()
         tensors, values = self.tensors()
         self.progress.first_loss = self.guard.first
         state = {
@@ -162,6 +287,34 @@ class Run:
         }
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
+    def _restore(self, found: IntactSnapshot) -> None:
+        """Restore weights, optimiser and totals from a snapshot. Raises: UserError when it does not fit."""
+        if differing := changed_fields(found.values["data"], self.counts):
+            raise UserError(
+                f"{found.path} is of a run on other data ({'; '.join(differing)} per epoch); use the images it started "
+                "with, or give `out` another folder"
+            )
+        if self.progress.step % self.order.steps and found.values["lanes"] != self.lanes:
+            raise UserError(
+                f"{found.path} is from within an epoch of a stream with {found.values['lanes']} lanes where this run "
+                f"has {self.lanes}, and would skip images; use the same processes, scale.accumulate and data.workers, "
+                "and the version of isomorph that wrote it"
+            )
+        tensors, layout = self.tensors()[0], read_layout(found.path)
+        parameters = {name: parameter.detach() for name, parameter in self.trained.named_parameters()}
+        for name, (shape, dtype) in layout.items():
+            if name.startswith(OPTIMIZER_PREFIX):
+                tensors[name] = allocate_tensor(name, shape, dtype, parameters)
+        differing = sorted(tensors.keys() ^ layout.keys())
+        differing += [name for name in tensors.keys() & layout.keys() if tensors[name].shape != layout[name][0]]
+        if differing:
+            names = ", ".join(differing[:3])
+            raise UserError(f"{found.path} does not fit the model: {names}; give `out` another folder")
+        read_tensors_into(found.path, tensors)
+        self.total.copy_(tensors[_TOTALS])
+        of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}
+        load_optimizer(self.trained, self.optimizer, of_optimizer, found.values["optimizer"])
+
     def save(self, path: Path) -> None:
         """Write a checkpoint of the evaluated model. Every process must call it."""
         tensors = gathered_state_dict(self.eval_model)
@@ -170,14 +323,12 @@ class Run:
 
     def has_written(self, path: Path) -> bool:
         """Return True if this checkpoint exists with the current weights. Every process must call it."""
-        tensors = gathered_state_dict(self.eval_model)
-        if not self.runtime.is_main:
-            return bool(self.runtime.maximum(0)[0])
-        same = False
-        with suppress(UserError):  # no such file, or a truncated one
-            written = read_contents(path)
-            same = written.header == self.header and written.tensors.keys() == tensors.keys()
-            same = same and all(torch.equal(t.cpu(), written.tensors[name]) for name, t in tensors.items())
+        tensors, same = gathered_state_dict(self.eval_model), False
+        if self.runtime.is_main:
+            with suppress(UserError):  # no such file, or a truncated one
+                written = read_contents(path)
+                same = written.header == self.header and written.tensors.keys() == tensors.keys()
+                same = same and all(torch.equal(t.cpu(), written.tensors[name]) for name, t in tensors.items())
         return bool(self.runtime.maximum(same)[0])
 
     def save_autoencoder(self) -> None:
@@ -194,3 +345,69 @@ class Run:
             return self.eval_model.eval()
         self.runtime.maximum(0)  # wait until the leading process has written the file
         return load(self.recipe.folder / "model.safetensors")
+
+
+def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
+    """Return a run, by default with the runtime that its recipe asks for. Raises: UserError as `Run`."""
+    return Run(recipe, runtime or open_runtime(recipe.device, recipe.amp == "bf16"))
+
+
+def check_files(recipe: Recipe) -> None:
+    """Raise UserError without a model, or for a file that does not exist; names the run that makes it, if known."""
+    if recipe.model.name is None and recipe.model.weights is None:
+        raise UserError(f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME")
+    for field, path in given_files(recipe).items():
+        if path.is_dir():
+            raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}")
+        if not path.is_file():
+            run = path.parts[1] if path.parts[0] == "runs" and path.parts[1:] else ""
+            hint = f"; `isomorph train {run}` creates it" if run else ""
+            raise UserError(f"{field}: {path} does not exist{hint}")
+
+
+def given_files(recipe: Recipe) -> dict[str, Path]:
+    """Return the files that a recipe starts from, by field."""
+    files = {"model.weights": recipe.model.weights and local_file(recipe.model.weights)}
+    files |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
+    files |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
+    return {field: path for field, path in files.items() if path}
+
+
+def find_snapshot(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
+    """Return the newest complete snapshot in the recipe's folder, the same in every process, or None.
+
+    Raises: UserError when the folder has a run of another recipe, or no readable snapshot.
+    """
+    found: IntactSnapshot | None = None
+    problem = ""
+    if runtime.is_main:
+        try:
+            if recipe.folder.exists() and not recipe.folder.is_dir():
+                raise UserError(f"{recipe.folder} is a file; give `out` a folder")
+            found = newest_snapshot(recipe.folder)
+            if found:
+                _check_same_recipe(recipe, found)
+            elif (recipe.folder / "model.safetensors").is_file():
+                raise UserError(
+                    f"{recipe.folder} has a run without a snapshot to resume from; give `out` another folder"
+                )
+        except DamagedSnapshot as error:
+            problem = f"{error}; delete {recipe.folder} to start the run again"
+        except UserError as error:
+            problem = str(error)
+    found, problem = runtime.gather((found, problem))[0]
+    if problem:
+        raise UserError(problem)
+    return found
+
+
+def _check_same_recipe(recipe: Recipe, found: IntactSnapshot) -> None:
+    """Raise UserError when the snapshot is of another recipe. At a constant rate it may be of a shorter run."""
+    old, new = dict(found.values["recipe"]), json.loads(identity_json(recipe))
+    if recipe.optim.schedule == "constant" and recipe.iterations is None and old.get("epochs", 0) < recipe.epochs:
+        old["epochs"] = recipe.epochs  # until then, both runs are the same
+    changed = changed_fields(old, new)
+    if changed:
+        where = found.path.parent
+        hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
+        raise UserError(f"{where} has another run ({'; '.join(changed)}); {hint}")
