@@ -100,7 +100,7 @@ def gating_histories(folders: Sequence[Path], logs: Sequence[Any]) -> dict[str, 
     histories = {}
     for folder, log in zip(folders, logs, strict=True):
         with suppress(UserError):  # no gated layer
-            histories[log.name] = gating_history(folder)
+            histories[log.name] = gating_history(folder, damaged=log.problems)
     return histories
 
 

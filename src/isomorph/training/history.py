@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import GatingHistory, track
+from isomorph.analysis import GatingHistory, track, track_gating
 from isomorph.checkpoints.open import open_trained
 from isomorph.checkpoints.snapshot import newest_snapshot
 from isomorph.data.loaders import eval_loader
@@ -58,10 +58,13 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
             yield epoch, model
 
 
-def gating_history(folder: str | Path) -> GatingHistory:
+def gating_history(folder: str | Path, damaged: list[str] | None = None) -> GatingHistory:
     """Return gates, centres and spans of a run, before training and after every epoch, as its log.jsonl has them.
 
-    Raises: UserError when the log has none: the folder is not of a run, or no model in it has a gated layer.
+    Without such a log they are those of the saved models; with a list `damaged`, unreadable ones are skipped, and their
+    error messages are appended to it.
+
+    Raises: UserError when the folder has neither, or no model in it has a gated layer.
 
     >>> model = {"name": "cifar_resnet20", "recast": {"where": "layer3.2.conv2"}}
     >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
@@ -71,7 +74,7 @@ def gating_history(folder: str | Path) -> GatingHistory:
     """
     rows = [row for row in read_log(Path(folder) / "log.jsonl") if row.get("gating")]
     if not rows:
-        raise UserError(f"{folder}/log.jsonl has no gates; give the folder of a run of a model with gated layers")
+        return track_gating(saved_models(folder, damaged))
     by_layer: dict[str, dict[str, list[Tensor]]] = {"gates": {}, "centres": {}, "spans": {}}
     for row in rows:
         for layer, values in row["gating"].items():

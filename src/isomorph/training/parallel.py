@@ -91,6 +91,19 @@ def no_gradient_sync(task: TrainingTask) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Gather the parameters that FSDP sharded, for the time of a context. Every process must enter it."""
+    shards = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in shards:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in shards:
+            part.reshard()
+
+
 def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers, gathered from their shards. Every process must call it."""
     state = module.state_dict()

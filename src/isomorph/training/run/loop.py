@@ -93,16 +93,17 @@ def train(recipe: Recipe, show: bool = True) -> Result:
 
 def _complete(run: Run, journal: Journal) -> Result:
     """Train the remaining epochs of a run and save its model. Raises: as `train`."""
-    folder = run.recipe.folder
+    folder, runtime = run.recipe.folder, run.runtime
     if run.progress.closed == run.epochs and run.has_written(folder / "model.safetensors"):
         journal.say(f"already complete in {folder}")
-        return Result(run.result(), run.progress.metrics, folder, run.runtime.is_main)
+        return Result(run.result(), run.progress.metrics, folder, runtime.is_main)
     with stop_requests() as request, journal:
         journal.open(run.progress.closed, run.progress.step)
         _print_start(run, journal)
         if not run.progress.step and (row := attention_row(run)):
+            metrics = run.objective.measure(run.averaged or run.trained, run.test, runtime)
             rate = run.optimizer.param_groups[0]["lr"]
-            journal.write("log.jsonl", {"epoch": 0, "loss": None, **run.measure(), "lr": rate, **row})
+            journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
         while run.progress.closed < run.epochs:
             recast_when_due(run, journal)
             name, done = f"epoch {run.progress.closed + 1}/{run.epochs}", run.progress.step % run.order.steps
@@ -110,10 +111,10 @@ def _complete(run: Run, journal: Journal) -> Result:
                 loss = train_epoch(run, advance, journal, request)
             finish_epoch(run, loss, journal)
             if run.progress.closed < run.epochs:
-                raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
+                raise_if_stopped(run, int(runtime.maximum(request.number)[0]))
         run.save_autoencoder()
         run.save(folder / "model.safetensors")  # last: this file marks the run as complete
-    return Result(run.result(), run.progress.metrics, folder, run.runtime.is_main)
+    return Result(run.result(), run.progress.metrics, folder, runtime.is_main)
 
 
 def _print_start(run: Run, journal: Journal) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from isomorph.analysis import attention_spans, branch_similarity, centres, gates, logit_stats, nonlocality
 from isomorph.errors import UserError
 from isomorph.evaluation.model_data import images_on_device
+from isomorph.training.parallel import unsharded
 from isomorph.training.run.state import Run
 
 MONITORED_IMAGES = 32
@@ -27,7 +27,7 @@ def attention_row(run: Run) -> dict[str, Any]:
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
     model, row = run.eval_model, dict[str, Any]()
-    with suppress(UserError):
+    with suppress(UserError), unsharded(model):
         found = {kind: measure(model) for kind, measure in _GATING.items()}
         row["gating"] = {
             layer: {kind: _rounded(values[layer], 3 if kind == "gates" else 2) for kind, values in found.items()}
@@ -42,7 +42,6 @@ def attention_row(run: Run) -> dict[str, Any]:
 
 def _rounded(values: Tensor, decimals: int) -> Any:
     """Return nested lists of rounded numbers, None for a number that is not finite."""
-    values = values.full_tensor() if isinstance(values, DTensor) else values
     if values.ndim > 1:
         return [_rounded(row, decimals) for row in values]
     return [round(x, decimals) if x - x == 0 else None for x in values.float().tolist()]
