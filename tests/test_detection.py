@@ -504,6 +504,9 @@ def test_outputs_that_are_not_finite_have_no_metric(squares):
             model.get_parameter(part).flatten()[0] = math.nan
         with pytest.raises(NotFinite, match=r"outputs are not finite \(NaN or infinite\); check its weights"):
             iso.evaluate(model, root)
+    entry = {"image_id": 0, "category_id": 3, "bbox": [10, 10, 20, 20], "score": math.nan}
+    with pytest.raises(NotFinite):
+        metric_rows(open_split(root, "train", masks=False), Results([entry], [0]))
 
 
 class TestAnchors:

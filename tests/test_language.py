@@ -219,6 +219,8 @@ class TestTexts:
         assert scores["spearman"] == pytest.approx(100)
         assert 90 < scores["pearson"] < 100
         assert compute_metrics(("spearman", "matthews"), np.ones(3), np.array([0, 1, 1]))["spearman"] == 0
+        with pytest.raises(NotFinite):
+            compute_metrics(("spearman",), np.array([1.0, math.nan, 2.0]), np.array([0.0, 1.0, 2.0]))
 
 
 @pytest.fixture(scope="module")

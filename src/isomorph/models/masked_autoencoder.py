@@ -1,12 +1,11 @@
 """Masked autoencoder: a ViT reads the visible patches of an image, and a small decoder reconstructs the hidden ones."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from timm.layers import PatchDropout, PatchEmbed
-from timm.models import checkpoint, checkpoint_seq, group_parameters
+from timm.models import checkpoint, checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -291,18 +290,3 @@ class MaskedAutoencoder(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Return the mask token's name and those of the encoder's parameters without weight decay."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}
-
-    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """Return the layer of each parameter for layer decay: encoder, decoder's input, its blocks, its output."""
-        layers = group_parameters(self.encoder, self.encoder.group_matcher(coarse=coarse), reverse=True)
-        first = max(layers.values()) + 1
-
-        def layer_of(name: str) -> int:
-            part, _, rest = name.partition(".")
-            if part == "encoder":
-                return layers[rest]
-            if part == "decoder_blocks":
-                return first + (1 if coarse else 1 + int(rest.split(".")[0]))
-            return first if part in ("mask_token", "decoder_embed") else first + 1 + len(self.decoder_blocks)
-
-        return layer_of

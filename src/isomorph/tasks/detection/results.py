@@ -20,7 +20,7 @@ from isomorph.data.sources import read_image
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, label_names
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.report.html import ImageCard
 from isomorph.report.page_images import image_uri, stack_images
 from isomorph.tasks.detection.data import (
@@ -127,10 +127,11 @@ def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any
     All classes: box_ap, box_ap50, ..., and mask_ap, ... where the source has masks; and images. A size of objects that
     the data does not have has no number.
 
-    Raises: UserError when there is no image.
+    Raises: UserError when there is no image, NotFinite for scores or boxes that are NaN or infinite.
     """
     if not results.image_ids:
         raise UserError("there is nothing to evaluate: the data has no images")
+    require_finite(torch.tensor([(each["score"], *each["bbox"]) for each in results.entries]))
     truth = ground_truth(source)
     masks = source.masks and all("segmentation" in each for each in results.entries)
     overall: dict[str, Any] = {}

@@ -106,14 +106,9 @@ class Extractor(NamedTuple):
 
     @torch.no_grad()
     def extract(self, batches: Iterable[Tensor]) -> Tensor:
-        """Return the features of batches of images. Raises: NotFinite for features that are NaN or infinite.
-
-        Shape: (B, 3, H, W) uint8 each -> (N, features), float32
-        """
+        """Return the features of batches of images. Shape: (B, 3, H, W) uint8 each -> (N, features), float32"""
         device = next(self.network.parameters()).device
-        features = torch.cat([self.network(batch.to(device)).float().cpu() for batch in batches])
-        require_finite(features)
-        return features
+        return torch.cat([self.network(batch.to(device)).float().cpu() for batch in batches])
 
 
 def open_extractor(features: str, weights: Path | None, device: torch.device) -> Extractor:
@@ -137,11 +132,12 @@ def image_distances(generated: Tensor, real: Tensor, features: str = INCEPTION) 
 
     Shape: (N, features), (M, features)
     Source: Heusel et al. (2017); Binkowski et al. (2018); Kynkaanniemi et al. (2019)
-    Raises: UserError without torch-fidelity, or for fewer than 5 images.
+    Raises: UserError without torch-fidelity, or for fewer than 5 images; NotFinite for NaN or infinite features.
     """
     fid, kid, prc = (_fidelity(f"metric_{name}") for name in ("fid", "kid", "prc"))
     if min(len(generated), len(real)) < MIN_IMAGES:
         raise UserError(f"{min(len(generated), len(real))} images are too few to compare; give at least {MIN_IMAGES}")
+    require_finite((generated, real))
     statistics = [fid.fid_features_to_statistics(each) for each in (generated, real)]
     subset = min(_KERNEL_IMAGES, len(generated), len(real))
     found = fid.fid_statistics_to_metric(*statistics, verbose=False)
@@ -216,7 +212,7 @@ def compare_folder(
     """Return the distances of the images of a folder from real ones, as `image_distances` does.
 
     Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite as
-        `Extractor.extract`.
+        `image_distances`.
     """
     own, features = open_folder(folder), []
     width, height = own.image(0).size

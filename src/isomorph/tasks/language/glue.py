@@ -261,9 +261,13 @@ def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndar
     """Return the named metrics of GLUE in percent, and the number of examples.
 
     F1 is that of the second class. Correlations are 0 if all predictions, or all labels, are alike.
+
+    Raises: NotFinite for predictions that are NaN or infinite.
     """
     from scipy import stats
     from sklearn import metrics
+
+    require_finite(torch.from_numpy(predicted))
 
     def correlation(found: Any) -> float:
         return 0.0 if np.ptp(predicted) == 0 or np.ptp(labels) == 0 else found(predicted, labels).statistic

@@ -103,13 +103,6 @@ class AlignedStudent(nn.Module):
         return {f"student.{name}" for name in self.student.no_weight_decay()}
 
     @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> Any:
-        """Return a function from parameter names to layers: those of the student, then the linear layer."""
-        layer_of = self.student.group_matcher(coarse=coarse)
-        last = max(layer_of(name) for name, _ in self.student.named_parameters())
-        return lambda name: layer_of(name.removeprefix("student.")) if name.startswith("student.") else last + 1
-
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.student.set_grad_checkpointing(enable)
 
