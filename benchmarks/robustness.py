@@ -27,19 +27,17 @@ from interleave import show, write
 from isomorph.data.corruptions.corrupt import (
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
+    IMAGENET_C_CROP,
     SEVERITIES,
+    CorruptedImages,
     corrupt,
     corruption_seed,
-)
-from isomorph.data.corruptions.dataset import (
-    IMAGENET_C_CROP,
-    CorruptedImages,
     fingerprint,
-    image_loader,
     image_transform,
 )
 from isomorph.data.formats.registry import open_source
-from isomorph.evaluation.suites.robustness.scores import summary_lines
+from isomorph.data.loaders import batch_ranges, ordered_loader
+from isomorph.evaluation.robustness.scores import summary_lines
 
 ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 
@@ -57,7 +55,7 @@ class Before(CorruptedImages):
     """Pictures made as before: each cell decodes its images itself and takes imagecorruptions' forms."""
 
     def __getitem__(self, index):
-        pixels = np.asarray(self.frame(self.source.image(index)))
+        pixels = np.asarray(self.crop(self.source.image(index)))
         seeds = (
             corruption_seed(self.corruption, severity, int(self.source.ids[index])) for severity in self.severities
         )
@@ -94,7 +92,8 @@ def seconds_of(dataset, model, options):
     """Seconds to show a model a dataset; without a model, to make the pictures."""
     start = time.perf_counter()
     with torch.inference_mode():
-        for pictures, _ in image_loader(dataset, max(1, options.batch // len(dataset.severities)), options.workers):
+        batches = batch_ranges(len(dataset), max(1, options.batch // len(dataset.severities)))
+        for pictures, _ in ordered_loader(dataset, batches, options.workers):
             if model is not None:
                 model(pictures.flatten(0, 1).float() / 255)
     return time.perf_counter() - start
@@ -161,7 +160,6 @@ def measured(name, options):
         workers=options.workers,
         batch_size=100,
         out=options.out / f"{name.replace('/', '_')}-{options.images}-{fingerprint(source)}.jsonl",
-        cache=options.cache,
         name=name,
     )
     print(f"\n{name}\n" + "\n".join(summary_lines(result)), flush=True)
@@ -216,7 +214,6 @@ def main():
     )
     table.add_argument("--images", type=int, default=10_000)
     table.add_argument("--out", type=Path, default=Path("runs/robustness"))
-    table.add_argument("--cache", type=Path, help="keeps corrupted pictures: 3 KB each, 95 cells")
     for command in (fast, table):
         command.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""ImageNet-C's corruptions against its own code's output; who draws what; pictures kept on disk."""
+"""ImageNet-C's corruptions against its own code's output; who draws what."""
 
 import json
 import sys
@@ -9,18 +9,20 @@ import torch
 from PIL import Image
 
 from isomorph.data.corruptions import corrupt as seam
-from isomorph.data.corruptions.cache import CachedImages, CellWriter, CorruptionCache
 from isomorph.data.corruptions.corrupt import (
     CORRUPTION_CATEGORIES,
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
+    IMAGENET_C_CROP,
     SEVERITIES,
+    CorruptedImages,
     CorruptedSource,
     corrupt,
     corruption_seed,
+    image_transform,
 )
-from isomorph.data.corruptions.dataset import IMAGENET_C_CROP, CorruptedImages, image_loader, image_transform
 from isomorph.data.corruptions.imagenet_c import gaussian_blur_matrix, mirror_indices, sample_bilinear
+from isomorph.data.loaders import batch_ranges, ordered_loader
 from isomorph.data.sources import Source
 from refusals import refused
 
@@ -201,12 +203,12 @@ CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpola
 def test_order_workers_and_subsets_change_nothing(workers):
     source, frame = source_of(), image_transform(CONFIG)
     whole = CorruptedImages(source, frame, "impulse_noise", (2, 5))
-    (images, labels), *rest = image_loader(whole, 6, workers)
+    (images, labels), *rest = ordered_loader(whole, batch_ranges(len(whole), 6), workers)
     assert not rest
     assert images.shape == (6, 2, 3, 32, 32)
     assert labels.tolist() == [0, 1, 2, 0, 1, 2]
     part = CorruptedImages(source.subset([4, 1]), frame, "impulse_noise", (5,))
-    (some, _), *_ = image_loader(part, 6, workers)
+    (some, _), *_ = ordered_loader(part, batch_ranges(len(part), 6), workers)
     assert torch.equal(some[:, 0], images[[4, 1], 1])
     other = CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
@@ -221,37 +223,3 @@ def test_pictures_are_framed_then_corrupted():
     assert np.array_equal(np.asarray(framed), np.asarray(expected))
     seen = CorruptedImages(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
     assert np.array_equal(seen, corrupt(np.asarray(framed), "fog", 3, corruption_seed("fog", 3, 0)))
-
-
-def test_stored_pictures_are_the_pictures_or_none(tmp_path):
-    pictures = CorruptedImages(source_of(), image_transform(CONFIG), "fog", (1, 4))
-    cache = CorruptionCache(tmp_path / "kept", {"source": "a"}, 6, (32, 32))
-    assert cache.load("fog", 1) is None
-    half = CellWriter(cache, "fog", (1, 4))
-    half.add(pictures[0][0][None], first=0)
-    half.discard()
-    assert [path.name for path in cache.folder.iterdir()] == ["kind.json"]
-    writer = CellWriter(cache, "fog", (1, 4))
-    for i in range(6):
-        writer.add(pictures[i][0][None], first=i)
-    assert cache.load("fog", 1) is None  # written, not finished
-    writer.finish()
-    cells = [cache.load("fog", severity) for severity in (1, 4)]
-    kept = CachedImages(cells, pictures.source.labels)
-    assert all(torch.equal(kept[i][0], pictures[i][0]) and kept[i][1] == pictures[i][1] for i in range(6))
-    assert CorruptionCache(tmp_path / "kept", {"source": "b"}, 6, (32, 32)).load("fog", 1) is None
-    raw = cache.paths("fog", 4)[0]
-    block = bytearray(raw.read_bytes())
-    block[5000] ^= 1
-    raw.write_bytes(block)
-    assert cache.load("fog", 4) is None
-    raw.write_bytes(block[:-1])
-    assert cache.load("fog", 4) is None
-    assert cache.load("fog", 1) is not None
-
-
-def test_a_cache_that_does_not_fit_is_refused_before_it_fills_the_disk(tmp_path):
-    cache = CorruptionCache(tmp_path, {}, 10**9, (224, 224))
-    refused(r"the cache needs 140\d+\.\d GiB", cache.check_free_space, 1)
-    (tmp_path / "file").write_text("")
-    refused("cannot write the cache", CorruptionCache, tmp_path / "file", {}, 1, (32, 32))

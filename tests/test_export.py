@@ -22,7 +22,7 @@ from command_line import isomorph, refusal
 from isomorph.deployment.artefact import describe, load_artefact
 from isomorph.deployment.program import name_failure, prepare, to_onnx, trace
 from isomorph.deployment.shapes import parse_dynamic, plan_shapes
-from isomorph.evaluation.suites.robustness.cells import weights_hash
+from isomorph.evaluation.robustness.cells import weights_hash
 from refusals import refused
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear")

@@ -21,7 +21,7 @@ from isomorph.errors import DataWarning, NotFinite
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.model_data import evaluation_data, open_split, open_test_images, sample_images
-from isomorph.evaluation.suites.robustness.images import prepare_inputs
+from isomorph.evaluation.robustness.images import prepare_inputs
 from isomorph.recipes import parse_overrides
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table
@@ -263,7 +263,7 @@ def test_a_vit_built_for_96_is_measured_at_96(tmp_path):
     assert count_macs(model, evaluation_config(model)["input_size"]) < 215e6  # 1,264 million at 224
     source = iso.data.open_source(images(tmp_path / "photos", each=1), "test")
     assert iso.evaluate(model, source)["images"] == 3
-    assert prepare_inputs(model, source, None, None, 0, None).size == (96, 96)
+    assert prepare_inputs(model, source).size == (96, 96)
 
 
 def test_images_of_odd_sizes_and_modes(tmp_path):

@@ -30,8 +30,8 @@ from isomorph.data.sources import Source
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.model_data import sample_images
-from isomorph.evaluation.suites.robustness.cells import _IDENTITY_KEYS, CellFile, read_results, weights_hash
-from isomorph.evaluation.suites.robustness.scores import robustness_summary
+from isomorph.evaluation.robustness.cells import _IDENTITY_KEYS, CellFile, read_results, weights_hash
+from isomorph.evaluation.robustness.scores import robustness_summary
 from isomorph.report import (
     AnalyzeOptions,
     Bars,
@@ -365,11 +365,11 @@ class TestLayerSimilarity:
 
 def write_cells(path, gain=0.0, corruptions=("fog", "snow", "saturate"), model="net", **sight):
     """A file as `isomorph robustness --out` writes it, by what writes it."""
-    journal = CellFile(path, {"model": model, "weights": model, **dict.fromkeys(_IDENTITY_KEYS, 0), **sight}, {})
-    journal.add("clean", 0, {"top1": 90.0 + gain, "images": 10})
-    for name in corruptions:
-        for severity in (1, 2):
-            journal.add(name, severity, {"top1": 50.0 + gain - severity - len(name), "images": 10})
+    journal = CellFile(path, {"model": model, "weights": model, **dict.fromkeys(_IDENTITY_KEYS, 0), **sight})
+    cells = {("clean", 0): 90.0} | {(name, s): 50.0 - s - len(name) for name in corruptions for s in (1, 2)}
+    for (name, severity), top1 in cells.items():
+        journal.append({"corruption": name, "severity": severity, "top1": top1 + gain, "images": 10})
+    journal.close()
     return path
 
 

@@ -1,6 +1,5 @@
 """The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
 
-import copy
 import json
 import shutil
 import sys
@@ -22,9 +21,10 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
-from isomorph.evaluation.suites.robustness.cells import weights_hash
-from isomorph.evaluation.suites.robustness.images import ImageNetC
-from isomorph.evaluation.suites.robustness.scores import (
+from isomorph.errors import NotFinite
+from isomorph.evaluation.robustness.cells import weights_hash
+from isomorph.evaluation.robustness.images import ImageNetC
+from isomorph.evaluation.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
     compare_to_baseline,
@@ -32,6 +32,7 @@ from isomorph.evaluation.suites.robustness.scores import (
     severity_table,
     summary_lines,
 )
+from refusals import refused
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
 BY_SEVERITY = {
@@ -205,6 +206,33 @@ def test_workers_and_batches_change_nothing(net):
     assert iso.robustness(net, source, **FEW, seed=1)["cells"] != plain["cells"]
 
 
+def test_two_commands_do_not_write_one_file(net, tmp_path):
+    out = tmp_path / "cells.jsonl"
+
+    def again(*progress):
+        iso.robustness(net, source_of(), **FOG, out=out)
+
+    refused(
+        "another command writes .*cells.jsonl now", iso.robustness, net, source_of(), **FOG, out=out, progress=again
+    )
+    again()
+    (tmp_path / "a.json").write_text(json.dumps(iso.robustness(net, source_of(), **FOG)))
+    refused("but its --json output", iso.robustness, net, source_of(), **FOG, out=tmp_path / "a.json")
+
+
+def test_a_network_of_nan_and_an_unknown_network_on_a_folder(net, tmp_path):
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (48, 40)).save(tmp_path / name / "1.png")
+    own = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
+    found = iso.robustness(own, tmp_path, **FOG, size=(32, 36))
+    assert (found["images"], found["size"], "top5" in found["clean"]) == (2, [32, 36], False)
+    refused(r"has 10 classes .*, the data has 2", iso.robustness, net, tmp_path, **FOG)
+    own[2].bias.data.fill_(float("nan"))
+    with pytest.raises(NotFinite, match="not finite"):
+        iso.robustness(own, tmp_path, **FOG)
+
+
 def test_a_killed_run_goes_on(net, tmp_path):
     source, out, told = source_of(), tmp_path / "cells.jsonl", []
     whole = iso.robustness(net, source, **FEW)
@@ -253,7 +281,7 @@ def test_another_models_file_is_refused(net, tmp_path):
     out.write_text("not cells\n")
     with pytest.raises(iso.UserError, match="is not a result file of isomorph robustness"):
         iso.robustness(net, source, **one)
-    with pytest.raises(iso.UserError, match=r"cannot read .*: Is a directory"):
+    with pytest.raises(iso.UserError, match=r"cannot write .*: Is a directory"):
         iso.robustness(net, source, **{**one, "out": tmp_path})
 
 
@@ -298,36 +326,9 @@ def test_a_baseline_in_either_form(net, tmp_path, as_json, monkeypatch):
         iso.robustness(net, source, **FEW, baseline=tmp_path / "none")
     with pytest.raises(iso.UserError, match=r"was measured with seed 0, .* with 4;"):
         iso.robustness(net, source, **options, seed=4)
-    monkeypatch.setattr("isomorph.data.corruptions.dataset.corrupt", None)  # nothing is measured before
+    monkeypatch.setattr("isomorph.data.corruptions.corrupt.corrupt", None)  # nothing is measured before
     with pytest.raises(iso.UserError, match="the baseline net has none of these cells"):
         iso.robustness(net, source, corruptions=["snow"], severities=(2,), baseline=base)
-
-
-def test_the_cache_is_of_one_crop(net, tmp_path):
-    other = copy.deepcopy(net)
-    config = net.pretrained_cfg if isinstance(net.pretrained_cfg, dict) else vars(net.pretrained_cfg)
-    other.pretrained_cfg = other.default_cfg = {**config, "crop_pct": 0.7}
-    expected = numbers(iso.robustness(other, source_of(), **FOG))
-    iso.robustness(net, source_of(), **FOG, cache=tmp_path)
-    assert numbers(iso.robustness(other, source_of(), **FOG, cache=tmp_path)) == pytest.approx(expected, rel=1e-5)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_cache_changes_nothing_and_is_used(net, tmp_path, monkeypatch):
-    source = source_of()
-    plain = numbers(iso.robustness(net, source, **FEW))
-    few = dict(FEW, severities=(1,))
-    iso.robustness(net, source, **few, cache=tmp_path)  # one severity stored, one to be made
-    assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
-    stored = sorted(path.name for path in tmp_path.rglob("*.raw"))
-    assert stored == sorted(f"{name}-{severity}.raw" for name in FEW["corruptions"] for severity in (1, 5))
-    monkeypatch.setattr("isomorph.data.corruptions.dataset.corrupt", None)  # cannot be called any more
-    assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
-    monkeypatch.undo()
-    damaged = next(tmp_path.rglob("fog-5.raw"))
-    damaged.write_bytes(bytes(damaged.stat().st_size))
-    assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
-    assert damaged.read_bytes().strip(b"\0")  # made anew
 
 
 def test_limit_takes_images_evenly_spaced_over_the_classes_with_their_own_draws(net):
@@ -400,7 +401,7 @@ def test_the_published_folder(published):
     assert found["clean"] is None
     some = iso.robustness(model, folder=published, corruptions=["fog"], severities=[1], limit=2)
     assert some["images"] == 2
-    cell = ImageNetC(published).cell("fog", 1, 1000)
+    cell = ImageNetC(published, {}).cell("fog", 1, 1000)
     assert len(cell.classes) == 1000
     assert cell.labels.tolist() == [0, 0, 0, 1, 1, 1]
     other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
@@ -493,10 +494,9 @@ def test_what_is_missing_is_said(published, tmp_path):
         "suite 'imagenet-d' is unknown": dict(folder=published, suite="imagenet-d"),
         "give a source": {},
         "has 1000 classes, the data has 10": dict(source=source_of()),
-        "the published images are 224 x 224, the model needs 96 x 96": dict(folder=published, size=(96, 96)),
-        "no pixel": dict(folder=published, size=(0, 3)),
+        "the published images are 224 x 224, the model needs 96 x 96": dict(folder=published, **FOG, size=(96, 96)),
+        "no pixel": dict(folder=published, **FOG, size=(0, 3)),
         "batch_size and limit": dict(folder=published, batch_size=0),
-        "those of --folder are on disk already": dict(folder=published, **FOG, cache=tmp_path / "c"),
     }
     for said, arguments in cases.items():
         with pytest.raises(iso.UserError, match=said) as caught:

@@ -128,7 +128,7 @@ def _open_models(
     Raises: UserError for models of different numbers of image channels, or one that does not take the size.
     """
     from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
-    from isomorph.evaluation.suites.robustness.cells import read_results, weights_hash
+    from isomorph.evaluation.robustness.cells import read_results, weights_hash
     from isomorph.report.page_models import unique_names
 
     titles = unique_names(names)

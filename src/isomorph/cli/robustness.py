@@ -1,8 +1,8 @@
 """The robustness command."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -32,8 +32,6 @@ class ClassifierOptions:
     folder: Path | None = None
     """Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
     instead of corrupting clean images."""
-    cache: Path | None = None
-    """Folder to store corrupted images in for further models: about 150 KB per image and cell at 224 px."""
     size: Size | None = None
     """Height and width of the images; by default 224 224 for models of 1000 classes, else the model's own."""
     partial: bool = False
@@ -99,62 +97,33 @@ def robustness(
     check_page(page, overwrite)
     with loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.data.corruptions.corrupt import SEVERITIES
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.suites.robustness.cells import CellOptions
-        from isomorph.evaluation.suites.robustness.images import open_published
-        from isomorph.evaluation.suites.robustness.scores import severity_table, summary_lines
-        from isomorph.training.task import EvaluationOptions
-    wanted = CellOptions(cells.corruption or None, cells.severity or SEVERITIES, cells.extra, cells.out, cells.baseline)
-    if published := open_published(suite, of.folder and of.folder.expanduser()):
-        published.check_files(wanted.wanted())
+        from isomorph.evaluation.model_data import open_test_images
+        from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, measure_classifier, read_result
+        from isomorph.evaluation.robustness.images import open_published
+        from isomorph.evaluation.robustness.scores import severity_table, summary_lines
+        from isomorph.report.robustness_page import write_robustness
+        from isomorph.tasks.robustness import measure_task
+        from isomorph.training.task import task_of
+    own = dict(folder=of.folder, size=of.size, partial=of.partial)
+    loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
+    files = dict(out=cells.out, baseline=cells.baseline, name=display_name(model, opening.pretrained))
+    which = dict(corruptions=cells.corruption or None, severities=cells.severity or SEVERITIES, extra=cells.extra)
+    options = RobustnessOptions(suite, seed=seed, **which, **own, **loaded, **files)  # type: ignore[arg-type]
+    open_published(suite, of.folder, options.wanted())
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
-    given = EvaluationOptions(data, **vars(load))
     with progress_bar("cells", show=runtime.is_main) as progress:
-        name = display_name(model, opening.pretrained)
-        result = _measure(net, name, suite, seed, of, given, wanted._replace(progress=progress), runtime)
+        options = replace(options, runtime=runtime, progress=progress)
+        if task := task_of(net):
+            reject_classifier_options(vars(of))
+            result = measure_task(net, task, data, load.root, options)
+        else:
+            clean = None if of.folder and data is None else open_test_images(net, data, load.root, of.classes, of.split)
+            result = measure_classifier(net, clean, options)
     if runtime.is_main:
         if page:
-            _write_page(page, result, cells.baseline)
+            base = read_result(cells.baseline.expanduser()) if cells.baseline else None
+            write_robustness(page, result, base, page_footer())
         written = [f"page: {page}"] if page else []
         show(json_, result, severity_table(result), "\n" + "\n".join(summary_lines(result)), *written)
-
-
-def _measure(
-    net: Any, name: str, suite: str, seed: int, of: ClassifierOptions, given: Any, cells: Any, runtime: Any
-) -> dict[str, Any]:
-    """Return the result of a model: of a classifier on published images, or on those of its data source."""
-    from isomorph.evaluation.model_data import open_test_images
-    from isomorph.evaluation.suites.robustness import measure_classifier
-    from isomorph.tasks.robustness import measure_task
-    from isomorph.training.task import task_of
-
-    if task := task_of(net):
-        reject_classifier_options(vars(of))
-        return measure_task(net, task, given, cells, name, seed, runtime)
-    published_only = of.folder and given.data is None
-    source = None if published_only else open_test_images(net, given.data, given.root, of.classes, of.split)
-    own = dict(folder=of.folder, cache=of.cache, size=of.size, partial=of.partial, seed=seed, limit=given.max_images)
-    loaded = dict(batch_size=given.batch_size, workers=given.workers)
-    return measure_classifier(net, source, suite, cells, name, runtime=runtime, **own, **loaded)
-
-
-def _write_page(page: Path, result: Mapping[str, Any], baseline: Path | None) -> None:
-    """Write the page of a result, with the baseline's if there is one. Raises: UserError when it cannot be written."""
-    from isomorph.data.corruptions.dataset import CLEAN
-    from isomorph.evaluation.suites.robustness.cells import read_result
-    from isomorph.evaluation.suites.robustness.scores import metric_name, metric_of, severity_table, summary_lines
-    from isomorph.report.robustness_page import write_robustness
-
-    metric, name = metric_of(result), result["model"]
-    clean = [{"corruption": CLEAN, "severity": 0, **result["clean"]}] if result["clean"] else []
-    own = {(cell["corruption"], cell["severity"]): cell for cell in [*clean, *result["cells"]]}
-    results = {name: own}
-    if baseline:
-        identity, base = read_result(baseline.expanduser())
-        first = identity["model"] if identity["model"] != name else f"{name} (baseline)"
-        results = {first: {key: base[key] for key in base if key in own}, name: own}
-    values = {model: {key: float(cell[metric]) for key, cell in found.items()} for model, found in results.items()}
-    measured = [f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result)]
-    write_robustness(page, values, metric_name(result), measured, severity_table(result), page_footer())

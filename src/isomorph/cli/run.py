@@ -171,7 +171,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     tokens = join_sizes(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         with SafeChildProcesses(), _output_written(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             NEW_PATHS.clear()
             app(tokens)
     except Stopped as stopped:

@@ -80,10 +80,18 @@ def eval_loader(
         transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
     source = copy.copy(source)
     source.transform = transform
+    return ordered_loader(source, batch_ranges(len(source), batch_size)[batches], workers)
+
+
+def ordered_loader(
+    examples: Any, batches: Sequence[Sequence[int]], workers: int, collate: Callable[[Any], Any] | None = None
+) -> DataLoader[Any]:
+    """Return a loader of the given batches of anything with an index."""
     return IsolatedDataLoader(
-        source,
-        batch_sampler=batch_ranges(len(source), batch_size)[batches],  # type: ignore[arg-type]
+        examples,
+        batch_sampler=batches,  # type: ignore[arg-type]
         num_workers=workers,
+        collate_fn=collate,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
     )
@@ -96,14 +104,8 @@ def loader_of_share(
     if len(examples) < runtime.world:
         raise UserError(f"{len(examples)} test examples are too few for {runtime.world} processes; start fewer")
     own = range(len(examples))[runtime.share]
-    return IsolatedDataLoader(
-        examples,
-        batch_sampler=[[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)],
-        num_workers=workers,
-        collate_fn=collate,
-        worker_init_fn=ignore_stop_signals,
-        persistent_workers=workers > 0,
-    )
+    batches = [[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)]
+    return ordered_loader(examples, batches, workers, collate)
 
 
 def batch_ranges(images: int, batch_size: int) -> list[Sequence[int]]:

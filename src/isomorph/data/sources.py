@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 
 from isomorph.errors import UserError, first_line
 
-ImageLike = Image.Image | bytes | Path
-"""A PIL image, the bytes of an image file or the path of one."""
+ImageLike = Image.Image | np.ndarray | bytes | Path
+"""A PIL image, its pixels (H, W, 3) uint8, the bytes of an image file or the path of one."""
 _TURNS = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
@@ -73,8 +73,8 @@ def image_name(images: Sequence[ImageLike], index: int) -> str | None:
 
 def decode(image: ImageLike) -> Image.Image:
     """Return the image in RGB, turned as its EXIF data says."""
-    if isinstance(image, Image.Image):
-        return _to_rgb(image)
+    if isinstance(image, Image.Image | np.ndarray):
+        return _to_rgb(image if isinstance(image, Image.Image) else Image.fromarray(np.array(image)))
     with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
         return _to_rgb(upright(opened))
 

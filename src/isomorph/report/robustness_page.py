@@ -1,12 +1,14 @@
 """The page of `isomorph robustness`: a metric by corruption and severity, of one model or next to a baseline."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from isomorph.data.corruptions.corrupt import EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS
-from isomorph.data.corruptions.dataset import CLEAN
+from isomorph.data.corruptions.corrupt import CLEAN, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS
+from isomorph.evaluation.robustness.cells import SavedResult
+from isomorph.evaluation.robustness.scores import metric_name, metric_of, severity_table, summary_lines
 from isomorph.report import guides
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 from isomorph.report.findings import robustness_finding
@@ -20,22 +22,29 @@ SUITES = (("", "", IMAGENET_C_CORRUPTIONS), ("Extra corruptions: ", "extra: ", E
 """Prefixes of chart titles and table heads, and names, of the 15 corruptions of the suite and of the extra ones."""
 
 
-def _select(cells: AccuracyCells, corruptions: Sequence[str]) -> AccuracyCells:
-    """Return the cells of some corruptions, in their order, by severity."""
-    known = [cell for cell in cells if cell[0] in corruptions]
-    return {cell: cells[cell] for cell in sorted(known, key=lambda cell: (corruptions.index(cell[0]), cell[1]))}
+def _select(results: Mapping[str, AccuracyCells], corruptions: Sequence[str]) -> dict[str, AccuracyCells]:
+    """Return the cells of some corruptions of every model, in their order, by severity."""
+    order = {
+        name: sorted((c for c in cells if c[0] in corruptions), key=lambda c: (corruptions.index(c[0]), c[1]))
+        for name, cells in results.items()
+    }
+    return {name: {cell: results[name][cell] for cell in own} for name, own in order.items()}
 
 
-def _mean_by_corruption(cells: AccuracyCells) -> dict[str, float]:
+def _shared(results: Mapping[str, AccuracyCells]) -> dict[str, AccuracyCells]:
+    """Return the cells that all models have."""
+    both = set.intersection(*map(set, results.values())) if results else set()
+    return {name: {cell: value for cell, value in cells.items() if cell in both} for name, cells in results.items()}
+
+
+def _means(cells: AccuracyCells, key: Callable[[tuple[str, int]], str]) -> dict[str, float]:
+    """Return the mean of the cells of each key, in the order of the first."""
+    return {each: fmean(v for cell, v in cells.items() if key(cell) == each) for each in dict.fromkeys(map(key, cells))}
+
+
+def _by_corruption(cells: AccuracyCells) -> dict[str, float]:
     """Return the mean over severities."""
-    names = dict.fromkeys(name for name, _ in cells)
-    return {name: fmean(value for cell, value in cells.items() if cell[0] == name) for name in names}
-
-
-def _mean_by_severity(cells: AccuracyCells) -> dict[str, float]:
-    """Return the mean over corruptions."""
-    levels = sorted({severity for _, severity in cells})
-    return {f"severity {s}": fmean(value for cell, value in cells.items() if cell[1] == s) for s in levels}
+    return _means(cells, lambda cell: cell[0])
 
 
 def _cell_matrix(title: str, values: AccuracyCells, low: float, high: float) -> Matrix:
@@ -48,54 +57,31 @@ def _cell_matrix(title: str, values: AccuracyCells, low: float, high: float) -> 
 def robustness_charts(results: Mapping[str, AccuracyCells], metric: str = "top-1") -> list[Chart]:
     """Return charts of the suite's 15 corruptions, then of the extra ones, both without the clean images.
 
-    The differences of two models have one colour scale in both.
+    Bars by corruption and by severity, and the cells: of two models their difference, on one colour scale, else of each
+    model.
     """
-    suites = {
-        title: {name: cells for name, all_ in results.items() if (cells := _select(all_, corruptions))}
-        for title, _, corruptions in SUITES
-    }
-    largest = max((abs(points) for suite in suites.values() for points in _gains(suite).values()), default=0.0) or 1.0
-    return [
-        chart for prefix, suite in suites.items() if suite for chart in _suite_charts(prefix, suite, largest, metric)
-    ]
-
-
-def _gains(results: Mapping[str, AccuracyCells]) -> AccuracyCells:
-    """Return the second of two models minus the first, cell by cell; empty for another number of models."""
-    if len(results) != 2:
-        return {}
-    first, second = results.values()
-    return {cell: second[cell] - first[cell] for cell in first if cell in second}
-
-
-def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gain: float, metric: str) -> list[Chart]:
-    """Return bars by corruption and by severity, and the cells: of two models their difference, else of each model."""
-    by_corruption = {name: _mean_by_corruption(cells) for name, cells in results.items()}
-    by_severity = {name: _mean_by_severity(cells) for name, cells in results.items()}
-    charts: list[Chart] = [
-        Bars(f"{prefix}By corruption, mean over severities", f"{metric}, %", by_corruption),
-        Bars(f"{prefix}By severity, mean over corruptions", f"{metric}, %", by_severity),
-    ]
-    if len(results) == 2:
-        first, second = results
-        title, gains = f"{prefix}Points gained (red) or lost (blue): {second} minus {first}", _gains(results)
-        return [*charts, _cell_matrix(title, gains, -largest_gain, largest_gain)] if gains else charts
-    return [
-        *charts,
-        *(
-            _cell_matrix(f"{prefix}{metric[:1].upper()}{metric[1:]} (%) of {name}", cells, 0.0, 100.0)
-            for name, cells in results.items()
-        ),
-    ]
-
-
-def _shared_cells(results: Mapping[str, AccuracyCells], corruptions: Sequence[str]) -> dict[str, AccuracyCells]:
-    """Return the cells of some corruptions that all models have, of each model."""
-    selected = {name: _select(cells, corruptions) for name, cells in results.items()}
-    return {
-        name: {cell: value for cell, value in cells.items() if all(cell in others for others in selected.values())}
-        for name, cells in selected.items()
-    }
+    suites, changes, charts = {}, dict[str, AccuracyCells](), list[Chart]()
+    for prefix, _, corruptions in SUITES:
+        suites[prefix] = own = {name: cells for name, cells in _select(results, corruptions).items() if cells}
+        if len(own) == 2:
+            first, second = _shared(own).values()
+            changes[prefix] = {cell: second[cell] - first[cell] for cell in first}
+    largest = max((abs(points) for cells in changes.values() for points in cells.values()), default=0.0) or 1.0
+    for prefix, own in suites.items():
+        if not own:
+            continue
+        levels = {name: dict(sorted(cells.items(), key=lambda item: item[0][1])) for name, cells in own.items()}
+        by_severity = {name: _means(cells, lambda cell: f"severity {cell[1]}") for name, cells in levels.items()}
+        by_corruption = {name: _by_corruption(cells) for name, cells in own.items()}
+        charts.append(Bars(f"{prefix}By corruption, mean over severities", f"{metric}, %", by_corruption))
+        charts.append(Bars(f"{prefix}By severity, mean over corruptions", f"{metric}, %", by_severity))
+        if prefix not in changes:
+            title = f"{prefix}{metric[:1].upper()}{metric[1:]} (%) of "
+            charts += [_cell_matrix(title + name, cells, 0.0, 100.0) for name, cells in own.items()]
+        elif changes[prefix]:
+            title = "{}Points gained (red) or lost (blue): {} minus {}".format(prefix, *reversed(own))
+            charts.append(_cell_matrix(title, changes[prefix], -largest, largest))
+    return charts
 
 
 def shared_means(results: Mapping[str, AccuracyCells]) -> dict[str, dict[str, float]]:
@@ -104,53 +90,48 @@ def shared_means(results: Mapping[str, AccuracyCells]) -> dict[str, dict[str, fl
     Of results with extra corruptions only, over those.
     """
     for _, _, corruptions in SUITES:
-        means = {name: _mean_by_corruption(of) for name, of in _shared_cells(results, corruptions).items()}
+        means = {name: _by_corruption(cells) for name, cells in _shared(_select(results, corruptions)).items()}
         if any(means.values()):
             break
     return means
 
 
-def _two_decimals(value: float | None) -> str:
-    """Return the number with two decimals, a dash for None."""
-    return "-" if value is None else f"{value:.2f}"
-
-
 def robustness_table(results: Mapping[str, AccuracyCells], metric: str = "top-1") -> Table:
     """Return a table of the clean metric and means over the suite's and the extra cells that all models have."""
-    rows = [
-        ["", f"clean {metric} (%)"],
-        *([name, _two_decimals(cells.get((CLEAN, 0)))] for name, cells in results.items()),
-    ]
+
+    def text(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    rows = [["", f"clean {metric} (%)"], *([name, text(cells.get((CLEAN, 0)))] for name, cells in results.items())]
+    mean = metric if metric.startswith("mean ") else f"mean {metric}"
     for _, prefix, corruptions in SUITES:
-        counts = [len(_select(cells, corruptions)) for cells in results.values()]
-        if not any(counts):
+        own = _select(results, corruptions)
+        if not any(own.values()):
             continue
-        shared = list(_shared_cells(results, corruptions).values())
-        mean = metric if metric.startswith("mean ") else f"mean {metric}"
-        rows[0] += [f"{prefix}cells", f"{prefix}{mean} (%) over {len(shared[0])} shared cells"]
-        for row, count, cells in zip(rows[1:], counts, shared, strict=True):
-            row += [str(count), _two_decimals(fmean(_mean_by_corruption(cells).values()) if cells else None)]
+        shared = _shared(own)
+        rows[0] += [f"{prefix}cells", f"{prefix}{mean} (%) over {len(next(iter(shared.values())))} shared cells"]
+        for row, (name, cells) in zip(rows[1:], shared.items(), strict=True):
+            row += [str(len(own[name])), text(fmean(_by_corruption(cells).values()) if cells else None)]
     return rows
 
 
-def write_robustness(
-    path: Path,
-    results: Mapping[str, AccuracyCells],
-    metric: str,
-    measured: Sequence[str],
-    table: Table,
-    footer: str = "",
-) -> int:
-    """Write the page and return its size in bytes. `measured` are lines on the images, `table` has every corruption.
-
-    `results` are the cells of the baseline, if there is one, and of the model, by name; `metric` is what they hold, in
-    words ("top-1", "mean IoU").
+def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResult | None, footer: str = "") -> int:
+    """Write the page of a result of `iso.robustness`, next to its baseline's, and return its size in bytes.
 
     Raises: UserError when it cannot be written.
     """
+    metric, name = metric_of(result), result["model"]
+    cells = [*([result["clean"]] if result["clean"] else []), *result["cells"]]
+    results = {name: {(cell["corruption"], cell["severity"]): float(cell[metric]) for cell in cells}}
+    if baseline:
+        first = str(baseline.identity["model"])
+        own = {key: float(cell[metric]) for key, cell in baseline.cells.items() if key in results[name]}
+        results = {f"{first} (baseline)" if first == name else first: own, **results}
+    words = metric_name(result)
+    measured = " ".join(f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result))
     sections = [
-        Section("Clean and corrupted images", " ".join(measured), table=robustness_table(results, metric)),
-        Section("By corruption and severity", charts=robustness_charts(results, metric), guide=guides.ROBUSTNESS),
-        Section("Every corruption and category", "Columns are severities.", table=table),
+        Section("Clean and corrupted images", measured, table=robustness_table(results, words)),
+        Section("By corruption and severity", charts=robustness_charts(results, words), guide=guides.ROBUSTNESS),
+        Section("Every corruption and category", "Columns are severities.", table=severity_table(result)),
     ]
-    return write_page(path, "Robustness", robustness_finding(shared_means(results), metric), sections, footer)
+    return write_page(path, "Robustness", robustness_finding(shared_means(results), words), sections, footer)

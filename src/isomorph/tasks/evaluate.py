@@ -49,8 +49,9 @@ def evaluate(
     model = unwrap(model, to_copy=False)
     task = task_of(model)
     if task is None:
-        given = dict(test_fraction=test_fraction, size=size)
-        return evaluate_classifier(model, data, **given, batch_size=batch_size, workers=workers)
+        return evaluate_classifier(
+            model, data, test_fraction=test_fraction, size=size, batch_size=batch_size, workers=workers
+        )
     if not (data is None or isinstance(data, str | Path)) or test_fraction is not None or size is not None:
         raise UserError("give the data of this model's task as a folder or the name of a data source, nothing else")
     options = EvaluationOptions(str(data) if data else None, batch_size=batch_size, workers=workers)

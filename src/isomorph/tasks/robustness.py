@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,16 @@ import numpy as np
 from torch import nn
 
 from isomorph.data.corruptions.corrupt import (
+    CLEAN,
     CORRUPTION_VERSION,
-    SEVERITIES,
     SEVERITY_SCALE,
     ImageCorruption,
     corruption_functions,
 )
-from isomorph.data.corruptions.dataset import CLEAN
+from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.suites.robustness import measure_classifier
-from isomorph.evaluation.suites.robustness.cells import CellOptions, ProgressCallback, open_cells, weights_hash
+from isomorph.evaluation.robustness.cells import RobustnessOptions, measure_cells, measure_classifier
 from isomorph.operations import unwrap
 from isomorph.training.task import EvaluationOptions, ImagesWithTruth, Task, task_of, task_record
 
@@ -30,26 +28,7 @@ _PICTURES = "files at their own size, corrupted, then as in testing"
 
 
 def robustness(
-    model: nn.Module,
-    source: Source | str | Path | None = None,
-    suite: str = "imagenet-c",
-    *,
-    folder: str | Path | None = None,
-    corruptions: Sequence[str] | None = None,
-    severities: Sequence[int] = SEVERITIES,
-    extra: bool = False,
-    size: tuple[int, int] | None = None,
-    seed: int = 0,
-    limit: int | None = None,
-    partial: bool = False,
-    batch_size: int = 100,
-    workers: int = 0,
-    out: str | Path | None = None,
-    cache: str | Path | None = None,
-    baseline: str | Path | None = None,
-    name: str | None = None,
-    progress: ProgressCallback | None = None,
-    runtime: Runtime = ALONE,
+    model: nn.Module, source: Source | str | Path | None = None, suite: str = "imagenet-c", **options: Any
 ) -> dict[str, Any]:
     """Measure accuracy under the corruptions of ImageNet-C: by corruption, category and severity, and mCE if defined.
 
@@ -61,20 +40,23 @@ def robustness(
     corrupted at their own size and then processed as in testing; masks and boxes stay those of the clean images.
 
     Args:
-        source: The clean images. With `folder`, they are optional and give the clean error. For segmentation and
-            detection a folder, or None for the data of $ISOMORPH_DATA.
+        source: The clean images: a source, a folder, or the name of a data source. With `folder`, they are optional and
+            give the clean error. For segmentation and detection a folder, or None for the data of $ISOMORPH_DATA.
         suite: "imagenet-c", or "cifar-c" for the arrays of CIFAR-10-C or CIFAR-100-C in `folder`.
+        options: Any of the following.
         folder: Published data set to evaluate on instead of corrupting `source`.
         corruptions: The corruptions; by default the 15 of the suite.
         severities: The severities; by default 1 to 5.
         extra: Also use the four extra corruptions.
         size: Height and width of the images; by default 224 x 224 for 1000 classes, unless the model was built for
             another size; else the model's own.
+        seed: Seed of the random corruptions; by default 0.
         limit: Use only this many images, evenly spaced over the classes.
         partial: Accept a source with only some of ImageNet's classes. For 1000 classes, labels follow from the class
             names: wnids, label numbers or ImageNet's English names.
+        batch_size: Images of a batch; by default 100.
+        workers: Processes that corrupt images; by default 0.
         out: File for the results of finished cells, from which a later call resumes.
-        cache: Folder to store corrupted images in for further models.
         baseline: Another model's `out` file, or its result as JSON; adds the gain over it to the result.
         name: Name of the model in the result; by default its class.
         progress: Called with the number of finished cells, of all cells, and the current corruption.
@@ -82,7 +64,8 @@ def robustness(
             `isomorph robustness` gives those that torchrun started. By default this process does it all.
 
     Source: Hendrycks and Dietterich 2019
-    Raises: UserError when an argument does not fit the model or the data, or something is missing.
+    Raises: UserError when an argument does not fit the model or the data, or something is missing; NotFinite for
+        outputs that are NaN or infinite.
 
     >>> model = timm.create_model("cifar_resnet20")
     >>> digits = iso.data.open_source("digits", "test")
@@ -90,32 +73,20 @@ def robustness(
     >>> result["images"], list(result["by_corruption"])
     (10, ['snow', 'fog'])
     """
-    cells = CellOptions(corruptions, severities, extra, out, baseline, progress)
-    model = unwrap(model, to_copy=False)
-    name = name or type(model).__name__
-    options: dict[str, Any] = dict(folder=folder, size=size, partial=partial, cache=cache)
+    given, model = RobustnessOptions(suite, **options), unwrap(model, to_copy=False)
     if (task := task_of(model)) is None:
-        if isinstance(source, str | Path):
-            raise UserError("give the images of a classifier as a source, such as iso.data.open_source(name, 'test')")
-        loading: dict[str, Any] = dict(limit=limit, batch_size=batch_size, workers=workers)
-        return measure_classifier(model, source, suite, cells, name, seed=seed, runtime=runtime, **options, **loading)
-    for option, value in {"suite": suite != "imagenet-c", **options}.items():
-        if value:
+        source = open_source(source, "test") if isinstance(source, str | Path) else source
+        return measure_classifier(model, source, given)
+    for option, default in vars(RobustnessOptions()).items():
+        if option in ("suite", "folder", "size", "partial") and getattr(given, option) != default:
             raise UserError(f"{option} is for image classifiers; leave it out for this model")
     if isinstance(source, Source):
         raise UserError("give the data of this model's task as a folder or the name of a data source")
-    data = EvaluationOptions(str(source) if source else None, None, batch_size, workers, None, limit)
-    return measure_task(model, task, data, cells, name, seed, runtime)
+    return measure_task(model, task, str(source) if source else None, None, given)
 
 
 def measure_task(
-    model: nn.Module,
-    task: Task,
-    options: EvaluationOptions,
-    cells: CellOptions,
-    name: str,
-    seed: int = 0,
-    runtime: Runtime = ALONE,
+    model: nn.Module, task: Task, data: str | None, root: Path | None, options: RobustnessOptions
 ) -> dict[str, Any]:
     """Measure the metric of a model's own task under corruptions of the images. Returns the same as `robustness`.
 
@@ -124,31 +95,33 @@ def measure_task(
     metric = task.corruption_metric
     if not metric:
         raise UserError(f"the model is for {task_record(model)['name']}: corruptions of images do not apply to it")
-    wanted = cells.wanted()
+    options.wanted()  # raises before images are opened
     corruption_functions()  # raises now, not after hours, if their package is missing
-    images = task.open_images(model, options)
+    given = EvaluationOptions(data, root, options.batch_size, options.workers, None, options.limit)
+    images = task.open_images(model, given)
     identity = {  # what must be equal for two results to be comparable, and the images in words
-        "model": name,
-        "weights": weights_hash(model),
         "metric": metric,
         "suite": "imagenet-c",
         "version": CORRUPTION_VERSION,
         "source": _fingerprint(images),
-        "limit": options.max_images,
+        "limit": options.limit,
         "size": list(images.image(0).size[::-1]),
-        "seed": seed,
+        "seed": options.seed,
         "pictures": _PICTURES,
         "data": f"{len(images):,} images of {len(images.classes):,} classes",
         "constants": SEVERITY_SCALE,
     }
-    state = open_cells(identity, wanted, cells, runtime)
-    for corruption, severities in state.missing.items():
-        for number, severity in enumerate(severities):
-            state.update(corruption, severities[number:])
-            given = copy.copy(images)
-            given.alter = None if corruption == CLEAN else ImageCorruption(corruption, severity, seed)
-            state.add(corruption, severity, task.evaluate_images(model, given, options, runtime)[0])
-    return state.result()
+
+    def measure(
+        name: str, severities: tuple[int, ...], report: Callable[[float], None]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for severity in severities:
+            report(0)
+            altered = copy.copy(images)
+            altered.alter = None if name == CLEAN else ImageCorruption(name, severity, options.seed)
+            yield severity, task.evaluate_images(model, altered, given, options.runtime)[0]
+
+    return measure_cells(model, identity, options, measure)
 
 
 def _fingerprint(images: ImagesWithTruth) -> str:

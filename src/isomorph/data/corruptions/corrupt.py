@@ -4,6 +4,7 @@ The corruptions follow ImageNet-C's own code, and are compared with its output i
 package imagecorruptions implements differently or slowly are isomorph's own; the others are the package's.
 """
 
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,14 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.random import RandomState
 from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import transforms
 
+from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line, install_hint
 
@@ -32,6 +38,8 @@ EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_SCALE = "ImageNet-C's constants"
 MIN_IMAGE_SIDE = 32
+CLEAN = "clean"
+"""Name of the images without corruption, at severity 0."""
 CORRUPTION_VERSION = 2
 """Increased when the pixels of a corruption change: results and cached images of other versions are not reused."""
 
@@ -174,3 +182,57 @@ class NoisySource(_AlteredSource):
         pixels = np.asarray(self.inner.image(index)) / 255
         noise = np.random.default_rng(self.ids[index]).normal(0, self.std, pixels.shape)
         return Image.fromarray((np.clip(pixels + noise, 0, 1) * 255).astype(np.uint8))
+
+
+ImageTransform = Callable[[Image.Image], Image.Image]
+IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
+"""The crop of ImageNet-C's files before corruption: shorter side to 256, bilinear, then the central 224 x 224."""
+
+
+def image_transform(config: Mapping[str, Any]) -> ImageTransform:
+    """Return the part of the test transform that resizes and crops images, without conversion to tensors."""
+    steps = eval_transform(config).transforms  # type: ignore[attr-defined]
+    return transforms.Compose([s for s in steps if not type(s).__name__.endswith(("ToTensor", "Normalize"))])
+
+
+class CorruptedImages(Dataset[tuple[Tensor, int]]):
+    """The images of a source, cropped and then under several severities of one corruption; uncorrupted for None.
+
+    Shape: [i] -> (severities, 3, H, W) uint8, label
+    Raises: UserError for an image under 32 px.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        crop: ImageTransform,
+        corruption: str | None = None,
+        severities: Sequence[int] = (0,),
+        seed: int = 0,
+    ) -> None:
+        self.source, self.crop, self.seed = source, crop, seed
+        self.corruption, self.severities = corruption, tuple(severities)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        versions = pixels = np.asarray(self.crop(self.source.image(index)))[None]  # (1, H, W, 3)
+        if self.corruption:
+            draws = [
+                (s, corruption_seed(self.corruption, s, int(self.source.ids[index]), self.seed))
+                for s in self.severities
+            ]
+            versions = np.stack([corrupt(pixels[0], self.corruption, *draw) for draw in draws])
+        return torch.from_numpy(versions.copy()).permute(0, 3, 1, 2), int(self.source.labels[index])
+
+
+def fingerprint(source: Source) -> str:
+    """Return a hash of a source: of labels, ids, classes, and the pixels of its first, middle and last image."""
+    if not len(source):
+        raise UserError("there is nothing to evaluate: the source has no image")
+    digest = hashlib.sha256("\n".join(source.classes).encode())
+    digest.update(np.asarray(source.labels, np.int64).tobytes() + np.asarray(source.ids, np.int64).tobytes())
+    for index in sorted({0, len(source) // 2, len(source) - 1}):
+        digest.update(np.asarray(source.image(index)).tobytes())
+    return digest.hexdigest()[:16]

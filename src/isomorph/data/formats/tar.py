@@ -207,7 +207,7 @@ def _save_index(index: TarIndex, samples: bool) -> None:
     stamp, written = np.array([_INDEX_VERSION, index.stamp.size, index.stamp.modified]), io.BytesIO()
     left_out = np.frombuffer(json.dumps(index.left_out).encode(), np.uint8)
     columns = dict(block=index.names.block, ends=index.names.ends, numbers=index.numbers, left_out=left_out)
-    np.savez(written, stamp=stamp, **columns)
+    np.savez(written, stamp=stamp, **columns)  # type: ignore[arg-type]
     with suppress(OSError, RuntimeError):
         target = _cache_file(index.stamp, samples)
         target.parent.mkdir(parents=True, exist_ok=True)

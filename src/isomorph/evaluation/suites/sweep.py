@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from isomorph.data.corruptions.dataset import fingerprint
+from isomorph.data.corruptions.corrupt import fingerprint
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE, Runtime
 from isomorph.evaluation.accuracy import PredictionCounts
 from isomorph.evaluation.cost import count_parameters, count_pass
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
+from isomorph.evaluation.robustness.cells import weights_hash
 from isomorph.evaluation.speed import throughput
 from isomorph.evaluation.suites.imagenet import NUM_CLASSES, open_suites
-from isomorph.evaluation.suites.robustness.cells import weights_hash
 from isomorph.evaluation.suites.test_set import (
     BatchProgress,
     TestSet,

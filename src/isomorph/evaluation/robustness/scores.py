@@ -154,8 +154,15 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     severities, metric = list(result["by_severity"]), metric_of(result)
     cells = {(cell["corruption"], cell["severity"]): cell[metric] for cell in result["cells"]}
     gain, ce = result.get("against", {}), result.get("ce", {})
-    heads = [f"{result['model']}: {metric_title(result)}", *map(str, severities), "mean"]
-    rows = [heads + ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)]
+
+    def row(
+        name: str, values: Iterable[str], average: str = "", error: str = "", points: float | None = None
+    ) -> list[str]:
+        more = [error] * bool(ce) + ["" if points is None else f"{points:+.2f}"] * bool(gain)
+        return [name, *values, average, *more]
+
+    rows = [row(f"{result['model']}: {metric_title(result)}", map(str, severities), "mean", "CE (%)")]
+    rows[0][-1] = "gain" if gain else rows[0][-1]
     groups = {
         **{name: (name,) for name in result["by_corruption"]},
         **CORRUPTION_CATEGORIES,
@@ -163,23 +170,23 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     }
     for view in ("by_corruption", "by_category"):
         for name, value in result[view].items():
-            by_severity = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
-            row = [name, *(f"{mean(part):.1f}" if part else "" for part in by_severity), f"{value:.2f}"]
+            parts = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
+            means = (f"{mean(part):.1f}" if part else "" for part in parts)
             points = gain.get(view, {}).get(name, {}).get("points")
-            more = [f"{ce[name]:.1f}" if name in ce else ""] * bool(ce)
-            rows.append(row + more + ["" if points is None else f"{points:+.2f}"] * bool(gain))
-    suite = [name for name in result["by_corruption"] if name in IMAGENET_C_CORRUPTIONS]
-    if suite:
-        whole = len(IMAGENET_C_CORRUPTIONS)
-        part = "all of the suite" if len(suite) == whole else f"{len(suite)} of the suite's {whole}"
-        row = [part, *(f"{value:.1f}" for value in result["by_severity"].values())]
-        row.append(f"{result[f'mean_{metric}']:.2f}" if f"mean_{metric}" in result else "")
-        more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
-        rows.append(row + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain))
-    for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")) if suite and gain else ():
+            rows.append(row(name, means, f"{value:.2f}", f"{ce[name]:.1f}" if name in ce else "", points))
+    suite, whole = (
+        [name for name in result["by_corruption"] if name in IMAGENET_C_CORRUPTIONS],
+        len(IMAGENET_C_CORRUPTIONS),
+    )
+    if not suite:
+        return rows
+    part = "all of the suite" if len(suite) == whole else f"{len(suite)} of the suite's {whole}"
+    average = f"{result[f'mean_{metric}']:.2f}" if f"mean_{metric}" in result else ""
+    means = (f"{value:.1f}" for value in result["by_severity"].values())
+    rows.append(row(part, means, average, f"{result['mce']:.1f}" if "mce" in result else "", gain.get("points")))
+    for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")) if gain else ():
         found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
-        row = [title, *("" if value is None else f"{value:+.2f}" for value in found)]
-        rows.append(row + [""] * (len(rows[0]) - len(row)))
+        rows.append(row(title, ("" if value is None else f"{value:+.2f}" for value in found)))
     return rows
 
 
