@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -98,13 +98,10 @@ def robustness(
     with loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.model_data import open_test_images
-        from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, measure_classifier, read_result
+        from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, read_result
         from isomorph.evaluation.robustness.images import open_published
         from isomorph.evaluation.robustness.scores import severity_table, summary_lines
         from isomorph.report.robustness_page import write_robustness
-        from isomorph.tasks.robustness import measure_task
-        from isomorph.training.task import task_of
     own = dict(folder=of.folder, size=of.size, partial=of.partial)
     loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
     files = dict(out=cells.out, baseline=cells.baseline, name=display_name(model, opening.pretrained))
@@ -114,16 +111,24 @@ def robustness(
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
     with progress_bar("cells", show=runtime.is_main) as progress:
-        options = replace(options, runtime=runtime, progress=progress)
-        if task := task_of(net):
-            reject_classifier_options(vars(of))
-            result = measure_task(net, task, data, load.root, options)
-        else:
-            clean = None if of.folder and data is None else open_test_images(net, data, load.root, of.classes, of.split)
-            result = measure_classifier(net, clean, options)
+        result = _measure(net, data, load.root, of, replace(options, runtime=runtime, progress=progress))
     if runtime.is_main:
         if page:
             base = read_result(cells.baseline.expanduser()) if cells.baseline else None
             write_robustness(page, result, base, page_footer())
         written = [f"page: {page}"] if page else []
         show(json_, result, severity_table(result), "\n" + "\n".join(summary_lines(result)), *written)
+
+
+def _measure(net: Any, data: str | None, root: Path | None, of: ClassifierOptions, options: Any) -> dict[str, Any]:
+    """Return the result of a model: of its own task, or of a classifier on published images or its data source's."""
+    from isomorph.evaluation.model_data import open_test_images
+    from isomorph.evaluation.robustness.cells import measure_classifier
+    from isomorph.tasks.robustness import measure_task
+    from isomorph.training.task import task_of
+
+    if task := task_of(net):
+        reject_classifier_options(vars(of))
+        return measure_task(net, task, data, root, options)
+    clean = None if of.folder and data is None else open_test_images(net, data, root, of.classes, of.split)
+    return measure_classifier(net, clean, options)
