@@ -186,7 +186,7 @@ BAD = [
     ("verify {w} {w} --atol -1", "--atol -1 must be at least 0"),
     ("verify {w} {w} --atol nan", "--atol nan must be a number"),
     ("verify {w} {w} --max-images 5", "give --data too"),
-    ("analyze {w} --image pixel.png --out page.txt", "--out page.txt must end in .html"),
+    ("analyze {w} --image text.pth --out page.txt", "--out page.txt must end in .html"),
     ("fuse resnet18.pth", "there is no checkpoint resnet18.pth"),
     ("fuse text.pth --out x.safetensors", "cannot read checkpoint text.pth; it may be"),
     ("train digits_cnn --optim.min_lr 1 --optim.min-lr=2", "--optim.min-lr is given twice"),
@@ -235,6 +235,11 @@ BAD = [
     ("robustness {w} --folder empty", "empty has no folder gaussian_noise; unpack it"),
     ("bench vit_tiny_patch16_224.nope", "vit_tiny_patch16_224 has no weights tagged 'nope'"),
     ("bench {name}", "cannot open aaa"),
+    ("analyze {w} --image text.pth --image none.png", "there is no file none.png"),
+    ("predict {w} --image images", "images is a folder"),
+    ("evaluate --model nets:build --data digits", "cannot build a model by nets:build (ModuleNotFoundError: No module"),
+    ("verify {w} {w} --split 0.5", "--split is about the images of --data; give --data too"),
+    ("train tcnn_late_100 --iterations 10 data.source=digits", "give model.recast_epoch=0 too, or epochs"),
 ]
 """Command lines that fail, and what their one line says."""
 

@@ -19,7 +19,7 @@ from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import explain_shape_error, name_options
 from isomorph.cli.open_models import library_options
-from isomorph.cli.options import CheckpointOptions, check_figures, choose_page, join_sizes, only_size, parse_size
+from isomorph.cli.options import CheckpointOptions, choose_page, join_sizes, only_size, parse_size
 from isomorph.cli.output import progress_bar, spinner, track_steps
 from isomorph.cli.run import _error_message
 from isomorph.cli.tables import recipe_fields
@@ -146,10 +146,6 @@ def test_a_page_is_not_overwritten_by_accident(tmp_path, monkeypatch):
     assert choose_page(Path("demo.html"), "", False) == Path("demo.html")
     assert choose_page(None, "demo.html", False, "-models") == Path("demo-2.html")
     refused("--out: demo-models exists; give --overwrite", choose_page, Path("demo.html"), "", False, "-models")
-    check_figures(Path("demo-models"), False)
-    Path("demo-models/a.svg").touch()
-    check_figures(Path("demo-models"), True)
-    refused("--figures demo-models is not empty; give --overwrite", check_figures, Path("demo-models"), False)
 
 
 def test_the_type_of_an_unexpected_error_is_printed():

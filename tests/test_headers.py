@@ -121,7 +121,7 @@ def test_a_forged_header_is_one_line(kind, tmp_path):
         ["fuse", "FOLDER"],
         ["recast", "FILE", "--where", "*", "--out", "new.safetensors"],
         ["verify", "FILE", "cifar_resnet20"],
-        ["analyze", "FOLDER", "--image", "x.png"],
+        ["analyze", "FOLDER", "--image", __file__],
     ],
     ids=" ".join,
 )

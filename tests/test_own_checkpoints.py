@@ -4,6 +4,7 @@ import argparse
 import datetime
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.files import read_contents, strip_wrappers
-from isomorph.checkpoints.foreign import ModelOptions, guess_architecture
+from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
 from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
@@ -68,7 +69,7 @@ def test_prefixes_of_wrappers(tmp_path, wrap):
 def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     model, path = cnn("cifar_resnet20"), tmp_path / "model.safetensors"
     save_file(model.state_dict(), path, {"format": "pt"})
-    refused("its tensors are those of cifar_resnet20: give --arch cifar_resnet20", open_own, path)
+    refused("does not say what model it is; give --arch NAME", open_own, path)
     assert same(open_own(path, arch="cifar_resnet20"), model)
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
@@ -201,14 +202,11 @@ def test_what_the_tensors_do_not_say_is_asked_for(tmp_path):
     torch.testing.assert_close(opened(images), wide.eval()(images))
 
 
-def test_the_architecture_is_suggested(tmp_path):
+def test_what_is_given_and_the_checkpoint_agree(tmp_path):
     path = save(tmp_path / "my_resnet18.pth", cnn().state_dict())
-    refused("its tensors are those of resnet18: give --arch resnet18", open_own, path)
-    refused("its tensors are those of resnet18: give --arch resnet18", open_own, path, arch="resnet50")
+    refused(r"does not fit ResNet|resnet50 asks for|cannot open", open_own, path, arch="resnet50")
     refused("num_classes 4 is given, and the checkpoint has 3", open_own, path, arch="resnet18", num_classes=4)
     refused("there is no model 'resnet19'", open_own, path, arch="resnet19")
-    assert guess_architecture(cnn("vit_tiny_patch16_224", img_size=96).state_dict()) == "vit_tiny_patch16_224"
-    assert guess_architecture({"my.weight": torch.zeros(1)}) is None
 
 
 def test_weights_of_a_named_model_bring_their_classes(tmp_path):
@@ -360,3 +358,38 @@ def test_checkpoint_path_of_timm_resizes_positions(tmp_path, name, arguments):
     again = timm.create_model(name, num_classes=3, img_size=96, **arguments)
     iso.load_weights(again, path)
     assert same(model, again)
+
+
+def test_a_function_that_builds_ones_own_model(tmp_path, monkeypatch):
+    """It is looked for in the working folder too, builds a model by name and the base of a checkpoint."""
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets/mine.py").write_text(
+        "import torch.nn as nn\n"
+        "def build(classes=3): return nn.Sequential(nn.Conv2d(3, classes, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
+        "ready, number = build(), 5\n"
+        "def fails(): raise RuntimeError('no disk\\nat all')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    own = open_model("nets.mine:build", options=ModelOptions(model_kwargs={"classes": 4}))
+    assert own(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
+    assert open_model("nets.mine:ready").training is False
+    save(tmp_path / "w.pth", own.state_dict())
+    iso.save(iso.recast(own, iso.ConvToGPSA(), where="0"), tmp_path / "t.safetensors")
+    for path in ("w.pth", "t.safetensors"):
+        assert open_own(path, arch="nets.mine:build", model_kwargs={"classes": 4})(torch.zeros(1, 3, 8, 8)).shape == (
+            1,
+            4,
+        )
+    assert same(open_model("nets.mine:build", Path("w.pth"), options=ModelOptions(model_kwargs={"classes": 4})), own)
+    assert same(iso.load("w.pth", base="nets.mine:build", classes=4), own)
+    for name, said in {
+        "nets.gone:build": "cannot build a model by nets.gone:build .ModuleNotFoundError",
+        "nets.mine:gone": "AttributeError",
+        "nets.mine:number": "TypeError",
+        "nets.mine:fails": "RuntimeError: no disk",
+        "nets.mine:nn": "cannot build",
+        "os:getcwd": "os:getcwd returns a str, not a torch.nn.Module",
+    }.items():
+        refused(said, open_model, name)
+    refused("does not fit", open_own, "w.pth", arch="nets.mine:build")
+    assert str(tmp_path) not in sys.path

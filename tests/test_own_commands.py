@@ -81,14 +81,32 @@ def test_train_on_the_folder(folder):
     for more in ("my.pth --model.name cifar_resnet20 --out runs/b", "best.pth.tar --out runs/c"):
         run = isomorph(*f"{FINETUNE} --model.weights {more}".split(), folder=folder)
         assert run.returncode == 0, run.stderr
-    said = refusal(isomorph(*["evaluate", "runs/c", "--data", "photos"], folder=folder))
+    for command, where in SPLIT_COMMANDS.items():
+        found, _ = answer(folder, f"{command} --data photos")
+        for key in where:
+            found = found[key]
+        assert not where or found == left_out(folder), command
+    assert answer(folder, "evaluate runs/c --data photos --no-cost --split 1")[0]["images"] == 12
+    said = refusal(
+        isomorph(*["evaluate", "runs/c/model.safetensors", "--data", "photos", "--split", "0.5"], folder=folder)
+    )
     assert "--split 0.25 to test on the images left out" in said
-    assert answer(folder, f"evaluate runs/c {SPLIT} --no-cost")[0]["images"] == left_out(folder)
+    _, notes = answer(folder, "evaluate runs/c --no-cost")  # and the folder
+    assert "isomorph: runs/c: weights of the run's last snapshot, after 1 of 1 epochs" in notes
 
+
+SPLIT_COMMANDS = {
+    "evaluate runs/c --no-cost": ["images"],
+    "evaluate runs/c/model.safetensors --no-cost": ["images"],
+    "robustness runs/c --corruption fog --severity 1": ["images"],
+    "quantize runs/c --images 4 --out q.onnx --weights-only": ["accuracy", "int8", "images"],
+    "analyze runs/c --image photos/pear/0.png --max-images 4": [],
+}
+"""Commands that test on the images that training left out, a quarter of twelve, without being told."""
 
 WRONG = {
-    "evaluate my.pth": "give --arch cifar_resnet20",
-    "evaluate my.pth --arch resnet18": "give --arch cifar_resnet20",
+    "evaluate my.pth": "give --arch NAME, one of timm.list_models(), or --arch package.module:function",
+    "evaluate my.pth --arch resnet18": "resnet18 asks for 11,186,132 numbers",
     "evaluate my.pth --arch resnet_18": "there is no model 'resnet_18'",
     f"evaluate {OWN} --num-classes 4": "the checkpoint has 3",
     f"evaluate {OWN} --model-kwargs img_size": "must be NAME=VALUE",
@@ -99,7 +117,7 @@ WRONG = {
     "verify grey.safetensors grey.safetensors --arch resnet18": "leave --arch resnet18 out",
     "verify my.pth grey.safetensors --arch cifar_resnet20": "1-channel",
     f"fuse {VIT}": "has nothing to fuse",
-    f"{FINETUNE} --model.weights my.pth --out runs/a": "give --model.name cifar_resnet20",
+    f"{FINETUNE} --model.weights my.pth --out runs/a": "give --model.name NAME",
 }
 
 

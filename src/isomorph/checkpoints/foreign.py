@@ -1,15 +1,16 @@
-"""Models from checkpoint files that isomorph did not write, and the architectures of timm that have their tensors."""
+"""Models from checkpoint files that isomorph did not write: state dicts, and those of timm's training script."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
+import torch
 from timm.data import resolve_data_config
-from torch import nn
+from torch import Tensor, nn
 
-from isomorph.checkpoints.arguments import build_empty, layer_names, read_arguments, shapes_fit
 from isomorph.checkpoints.files import Contents, strip_wrappers
 from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
@@ -21,13 +22,15 @@ from isomorph.surgery.record import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 """Settings of timm's training script that say which images the model expects."""
+_COMMON_SIZES = (32, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 336, 384, 448, 512)
+"""Image sizes to try for a model whose tensors depend on the size in another way than by a position embedding."""
 
 
 class ModelOptions(NamedTuple):
     """How to open a model that isomorph did not write, where the file does not say it.
 
-    `arch` is the name of a timm model, `model_kwargs` are more arguments of timm.create_model. `ema` takes the averaged
-    weights of a training checkpoint, where it has any.
+    `arch` is the name of a timm model, or `package.module:function` of your own; `model_kwargs` are more arguments of
+    timm.create_model, or of the function. `ema` takes the averaged weights of a training checkpoint, where it has any.
     """
 
     arch: str | None = None
@@ -57,34 +60,26 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     """
     path, tensors = contents.path, strip_wrappers(contents.tensors)
     settings = read_config(path) if path.suffix == ".safetensors" else contents.settings
-    name = options.arch or _named_architecture(settings)
+    named = settings.get("model", settings.get("arch"))  # by timm's training script
+    name = options.arch or (named if isinstance(named, str) and timm.is_model(named.partition(".")[0]) else None)
     if not name:
-        raise UserError(f"{path} does not say what model it is; {_architecture_hint(tensors)}")
+        raise UserError(
+            f"{path} does not say what model it is; give --arch NAME, one of timm.list_models(), or --arch "
+            "package.module:function for your own (in Python iso.load(path, base=MyModel()))"
+        )
     require_registered(name)
-    given = {**_model_settings(settings, path), **options.arguments()}
     try:
-        arguments = read_arguments(name, tensors, given)
+        arguments = read_arguments(name, tensors, {**_model_settings(settings, path), **options.arguments()})
     except UserError as error:
         raise UserError(f"cannot open {path} as {name}: {error}") from None
-    try:
-        model = build_checked(contents, lambda: create(name, **arguments), name)
-        load_state(model, tensors, path)
-    except UserError as misfit:
-        other = guess_architecture(tensors)
-        hint = f"; its tensors are those of {other}: give --arch {other}" if other and other != name else ""
-        raise UserError(f"{misfit}{hint}") from None
+    model = build_checked(contents, lambda: create(name, **arguments), name)
+    load_state(model, tensors, path)
     record_base(model, {"name": name, **arguments})
     images = _image_settings(settings, model, path)
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)
     add_notes(model, *contents.notes)
     return model.eval()
-
-
-def _named_architecture(settings: Mapping[str, Any]) -> str | None:
-    """Return the timm model that a training script names in its settings."""
-    name = settings.get("model", settings.get("arch"))
-    return name if isinstance(name, str) and timm.is_model(name.partition(".")[0]) else None
 
 
 def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -114,56 +109,98 @@ def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -
         raise UserError(f"{path}: its args have no valid image settings ({error or type(error).__name__})") from None
 
 
-_COMMON = {
-    "layer1.0.conv1.weight": (
-        *("resnet18", "resnet34", "resnet26", "resnet50", "resnet101", "resnet152", "wide_resnet50_2"),
-        *("resnet18d", "resnet34d", "resnet26d", "resnet50d", "resnet101d", "resnet152d", "resnetrs50"),
-        *("resnext50_32x4d", "resnext101_32x8d", "seresnet50", "cifar_resnet20", "cifar_resnet56"),
-    ),
-    "blocks.0.attn.qkv.weight": (
-        *("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224"),
-        *("vit_small_patch32_224", "vit_base_patch32_224", "vit_base_patch8_224", "vit_small_patch14_dinov2"),
-        *("vit_base_patch14_dinov2", "deit3_small_patch16_224", "deit3_base_patch16_224", "beit_base_patch16_224"),
-        *("deit_tiny_distilled_patch16_224", "deit_small_distilled_patch16_224", "cait_xxs24_224"),
-    ),
-    "stages.0.blocks.0.conv_dw.weight": (
-        *("convnext_atto", "convnext_femto", "convnext_pico", "convnext_nano", "convnext_tiny", "convnext_small"),
-        *("convnext_base", "convnext_large", "convnextv2_atto", "convnextv2_nano", "convnextv2_tiny"),
-    ),
-    "conv_stem.weight": (
-        *("efficientnet_b0", "efficientnet_b1", "efficientnet_b2", "efficientnet_b3", "efficientnet_b4"),
-        *("mobilenetv2_100", "mobilenetv3_small_100", "mobilenetv3_large_100", "tf_efficientnetv2_s", "mnasnet_100"),
-    ),
-    "layers.0.blocks.0.attn.qkv.weight": (
-        *("swin_tiny_patch4_window7_224", "swin_small_patch4_window7_224", "swin_base_patch4_window7_224"),
-    ),
-    "features.0.weight": ("vgg11", "vgg13", "vgg16", "vgg19", "vgg11_bn", "vgg13_bn", "vgg16_bn", "vgg19_bn"),
-    "features.denseblock1.denselayer1.conv1.weight": ("densenet121", "densenet169", "densenet201", "densenet161"),
-    "s1.b1.conv1.conv.weight": ("regnetx_002", "regnety_002", "regnety_008", "regnety_016", "regnety_032"),
-}
-"""Common architectures, by the name of a tensor that only they have; of several with equal tensors, the usual one."""
+def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which timm's model `name` has the shapes of these tensors: those given, and more.
 
+    Read are the number of classes and of input channels, and where shapes differ still: size of images and patches,
+    the pooling of tokens, and depth and width of a ViT. Tensors of another layout are left to the model's own filter.
 
-def guess_architecture(tensors: Mapping[str, Any]) -> str | None:
-    """Return the name of a common model whose tensors have exactly these names and shapes; None if there is none.
-
-    Classifier, position embedding and the first convolution, which depend on classes and images, may differ in shape.
+    Raises: UserError when the number of patches does not say the size of the image, or the width not the heads.
     """
-    candidates = (name for marker, names in _COMMON.items() if marker in tensors for name in names)
-    return next((name for name in candidates if _fits(name, tensors)), None)
+    config, arguments = timm.get_pretrained_cfg(name), dict(given)
+    assert config
+    stems, heads = (
+        [x for layer in _names(entry) if isinstance(x := tensors.get(f"{layer}.weight"), Tensor) and x.ndim]
+        for entry in (config.first_conv, config.classifier)
+    )
+    channels = next((weight.shape[1] for weight in stems if weight.ndim == 4), None)
+    classes = len(heads[0]) if heads else 0 if channels else None  # 0: in timm's layout, without a classifier
+    for argument, number in (("num_classes", classes), ("in_chans", channels)):
+        if number and arguments.get(argument, number) != number:
+            raise UserError(f"{argument} {arguments[argument]} is given, and the checkpoint has {number}; leave it out")
+        if number is not None:
+            arguments.setdefault(argument, number)
+    for argument, value in _read_vit(_build_empty(name, arguments), tensors, arguments):
+        arguments.setdefault(argument, value)
+    own = dict(_build_empty(name, arguments).named_parameters())
+    known = own.keys() <= tensors.keys()
+    if "img_size" not in arguments and known and any(_shape(tensors[each]) != own[each].shape for each in own):
+        for size in _COMMON_SIZES:
+            with suppress(UserError):  # the model has no image size, or not this one
+                state = _build_empty(name, {**arguments, "img_size": size}).state_dict()
+                if {each: x.shape for each, x in state.items()} == {each: _shape(x) for each, x in tensors.items()}:
+                    return {**arguments, "img_size": size}
+    return arguments
 
 
-def _fits(name: str, tensors: Mapping[str, Any]) -> bool:
-    """True if a model has these tensors, apart from those that depend on classes and images."""
-    config = timm.get_pretrained_cfg(name)
-    without = [f"{layer}." for entry in (config.classifier, config.first_conv) for layer in layer_names(entry)]
-    with suppress(UserError):
-        return shapes_fit(build_empty(name, {}), tensors, [*without, "pos_embed"])
-    return False
+def _names(entry: Any) -> tuple[str, ...]:
+    """Return the names of layers in an entry of a pretrained_cfg: a name, several, or None."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _architecture_hint(tensors: Mapping[str, Any]) -> str:
-    """Return what to give as --arch, in words: the architecture with these tensors, or where to look."""
-    if name := guess_architecture(tensors):
-        return f"its tensors are those of {name}: give --arch {name}"
-    return "give --arch NAME, one of timm.list_models(); another model opens in Python: iso.load(path, base=MyModel())"
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _build_empty(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Create a model without memory for its tensors, on the meta device."""
+    with torch.device("meta"):
+        return create(name, **arguments)
+
+
+def _read_vit(model: Any, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments by which a ViT's tensors differ from the model's, by name."""
+    patches, positions = tensors.get("patch_embed.proj.weight"), tensors.get("pos_embed")
+    embed: Any = getattr(model, "patch_embed", None)
+    if not (isinstance(patches, Tensor) and patches.ndim == 4 and isinstance(getattr(embed, "proj", None), nn.Conv2d)):
+        return
+    own, width = model.state_dict(), len(patches)
+    patch, grid = tuple(patches.shape[-2:]), math.prod(embed.grid_size)
+    if patch != tuple(embed.proj.kernel_size):
+        yield "patch_size", patch[0] if patch[0] == patch[1] else list(patch)
+    bare = "cls_token" in own and "cls_token" not in tensors
+    if "fc_norm.weight" in tensors and "fc_norm.weight" not in own:
+        yield "global_pool", "avg"
+        if bare:
+            yield "class_token", False
+    if (depth := _depth(tensors)) and depth != _depth(own):
+        yield "depth", depth
+    if width != embed.proj.out_channels:
+        if "num_heads" not in given:
+            raise UserError(
+                f"the checkpoint has embed_dim {width}, which is not the architecture's, and its tensors do not give "
+                f"the number of heads; give another --arch, or --model-kwargs embed_dim={width} num_heads=N"
+            )
+        yield "embed_dim", width
+    if isinstance(positions, Tensor) and positions.ndim == 3 and "pos_embed" in own and "img_size" not in given:
+        prefix = own["pos_embed"].shape[1] - grid
+        count = positions.shape[1] - prefix + (bare and prefix > 0)
+        if count != grid or patch != tuple(embed.proj.kernel_size):
+            yield "img_size", _image_size(count, patch)
+
+
+def _depth(tensors: Mapping[str, Any]) -> int:
+    """Return the number of blocks: of those that have tensors, as a file may name any number."""
+    numbers = (name.split(".")[1] for name in tensors if name.startswith("blocks."))
+    return len({number for number in numbers if number.isdigit()})
+
+
+def _image_size(count: int, patch: tuple[int, ...]) -> list[int]:
+    """Return height and width of images of `count` patches. Raises: UserError when it is not a square number."""
+    side = math.isqrt(max(count, 0))
+    if side**2 != count or not side:
+        raise UserError(
+            f"the checkpoint has positions for {count} patches, not a square number; give the image size it was "
+            "trained with, like --model-kwargs img_size=96,128"
+        )
+    return [side * patch[0], side * patch[1]]

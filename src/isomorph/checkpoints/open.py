@@ -1,8 +1,11 @@
 """Opening a model: from its file, by its name in timm, or from the folder of its run."""
 
 import copy
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,8 @@ import timm
 import torch
 from torch import nn
 
-from isomorph.checkpoints.arguments import read_arguments
-from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header
-from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
+from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header, short_reason
+from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign, read_arguments
 from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import (
     cast_like,
@@ -26,15 +28,12 @@ from isomorph.checkpoints.model import (
     record_data,
 )
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.paths import HUB, parse_hub_name
+from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, parse_hub_name
 from isomorph.checkpoints.snapshot import DamagedSnapshot, IntactSnapshot, newest_snapshot, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.surgery import Edit, edits, replay
 from isomorph.surgery.record import add_notes, notes
-
-_SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
-"""How names of checkpoints end; a file of another name is one too, if it exists."""
 
 
 def load(
@@ -97,6 +96,8 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
 
 def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
     """Open a file, as its header or the options say how to build the model."""
+    if options.arch and is_function(options.arch):
+        return _load_into_base(contents, build_own(options.arch, options.arguments()))
     if not contents.is_own:
         return open_foreign(contents, options)
     if options.arch and "module" in contents.header:  # such as torchvision's ResNets
@@ -107,6 +108,31 @@ def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
     model = rebuild_from_header(contents)
     load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
     _check_agreement(model, options, contents.path)
+    return model.eval()
+
+
+def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Return the model that `package.module:function` builds with these arguments, or that it is; in eval mode.
+
+    Modules are looked for in the working folder too, after all others.
+
+    Raises: UserError when it cannot be imported or called, or is not a module.
+    """
+    module, _, function = name.partition(":")
+    sys.path.append(os.getcwd())
+    try:
+        found = getattr(import_module(module), function)
+        model = found if isinstance(found, nn.Module) else found(**arguments)
+    except Exception as error:  # whatever the user's code raises
+        reason = f"{type(error).__name__}: {short_reason(error)}"
+        raise UserError(
+            f"cannot build a model by {name} ({reason}); give a function that runs without arguments, or "
+            "its arguments as --model-kwargs"
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does")
     return model.eval()
 
 
@@ -159,7 +185,7 @@ def open_model(
     options: ModelOptions = NO_OPTIONS,
     **arguments: Any,
 ) -> nn.Module:
-    """Open a model by its name in timm, its checkpoint, or the folder of its run; in eval mode.
+    """Open a model in eval mode: its name in timm, its checkpoint, the folder of its run, or package.module:function.
 
     `options` say what a checkpoint that isomorph did not write leaves open. A timm model gets the weights of the file
     `weights`, else its public weights if `pretrained`, else random ones; `arguments` go to timm.create_model.
@@ -170,6 +196,9 @@ def open_model(
         if weights:
             raise UserError(f"{name} has weights already; --weights applies to timm models by name")
         return open_trained(Path(name), options)
+    if is_function(name):
+        model = build_own(name, options.arguments() | arguments)
+        return _load_into_base(read_contents(weights, options.ema), model) if weights else model
     if options.arch:
         raise UserError(f"--arch is for checkpoints; {name!r} is not a file" + _close_files(name))
     require_registered(name)
@@ -211,7 +240,7 @@ def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrain
 
 def is_checkpoint_or_run(name: str) -> bool:
     """True if this is a checkpoint, also on the hub, or a run's folder, and not the name of a timm model."""
-    return name.startswith(HUB) or name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
+    return name.startswith(HUB) or name.endswith(CHECKPOINTS) or (Path(name).exists() and not timm.is_model(name))
 
 
 def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
@@ -274,6 +303,10 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
         model.load_state_dict(state)
     except RuntimeError:
         raise UserError(f"{found.path} is damaged: its tensors are not those of its model") from None
+    progress, total = found.values["progress"], found.values["recipe"].get("epochs")
+    kind = "averaged weights (EMA)" if prefix.startswith(AVERAGED_PREFIX) else "weights"
+    when = f"after {progress['closed']} of {total} epochs, {progress['step']} steps"
+    add_notes(model, f"{path}: {kind} of the run's last snapshot, {when}")
     return model.eval()
 
 

@@ -19,6 +19,14 @@ _MODEL = re.compile(r"hf[-_]hub:([^@]*)(?:@(.+))?")
 
 HUB = ("hf-hub:", "hf_hub:")
 """Prefixes of models on the hub."""
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
+"""How names of checkpoints end; a file of another name is one too, if it exists."""
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def is_function(name: str) -> bool:
+    """True for package.module:function, which builds a model of the user's own."""
+    return bool(_FUNCTION.fullmatch(name)) and not name.startswith(HUB)
 
 
 class HubModel(NamedTuple):

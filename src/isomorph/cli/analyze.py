@@ -1,29 +1,15 @@
 """The analyze command."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from isomorph.cli.options import (
-    Device,
-    Flag,
-    Json,
-    Model,
-    OpenOptions,
-    Overwrite,
-    Several,
-    Size,
-    WholeNumber,
-    check_figures,
-    choose_page,
-    command,
-    display_name,
-    group,
-    loading,
-)
-from isomorph.cli.output import page_footer, save_figures_and_show, spinner
+from isomorph.cli import options as opt
+from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
+from isomorph.terminal_tables import say
 
 if TYPE_CHECKING:
     from isomorph.report.page_models import PageModel
@@ -32,7 +18,7 @@ _CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")
 """Keys of a data config that decide which pixels a model gets, besides the size; the others normalise them."""
 
 
-@group
+@opt.group
 class ImageOptions:
     """Test images to compare features on."""
 
@@ -41,32 +27,32 @@ class ImageOptions:
     on."""
     root: Path | None = None
     """Folder of that data."""
-    max_images: WholeNumber = 256
+    split: opt.Split = None
+    max_images: opt.WholeNumber = 256
     """Number of images for CKA, at least 4."""
-    evolution: Flag = False
+    evolution: opt.Flag = False
     """With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
     linear CKA, mean of 10 random batches of 32 images)."""
 
 
-@command
+@opt.command
 def analyze(
-    model: Model,
+    model: opt.Model,
     /,
     *,
     image: list[Path],
     against: str | None = None,
     out: Path | None = None,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
     layers: list[str] | None = None,
     test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    robustness: Annotated[list[Path] | None, Several] = None,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008
-    size: Size | None = None,
-    figures: Path | None = None,
+    robustness: Annotated[list[Path] | None, opt.Several] = None,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
+    size: opt.Size | None = None,
     megabytes: float = 7.5,
     speed: bool = False,
-    device: Device = "auto",
-    json_: Json = False,
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
 ) -> None:
     """Write an HTML page about a model, or two next to each other: attention maps of images, statistics, CKA, cost.
 
@@ -87,8 +73,6 @@ def analyze(
         Results of `isomorph robustness` (its --out file or its --json output) of MODEL, of --against, or of both.
     size
         Height and width of the input; by default the model's own.
-    figures
-        Folder to save every chart in as PDF and SVG.
     megabytes
         Target size of the page in megabytes; attention maps are subsampled to fit.
     speed
@@ -98,9 +82,8 @@ def analyze(
         raise UserError("--max-images must be at least 4")
     if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
-    out = choose_page(out, "isomorph-analysis.html", overwrite)
-    check_figures(figures, overwrite)
-    with loading():
+    out = opt.choose_page(out, "isomorph-analysis.html", overwrite)
+    with opt.loading():
         from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table, lead_text
         from isomorph.report.html import write_page
         from isomorph.report.page_images import open_images
@@ -111,14 +94,13 @@ def analyze(
         options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
         sections = analyze_sections(models, shown, layers, options)
     written = write_page(out, " and ".join(m.name for m in models), lead_text(sections), sections, page_footer())
-    measured = {"evolution": evolutions} if evolutions else {}
-    tables = [evolution_table(evolutions)] if evolutions else []
-    save_figures_and_show(json_, out, written, sections, figures, measured, tables)
+    measured = {"out": str(out), "bytes": written} | ({"evolution": evolutions} if evolutions else {})
+    show(json_, measured, *([evolution_table(evolutions), ""] if evolutions else []), page_line(out, written))
 
 
 def _open_models(
     names: list[str],
-    opening: OpenOptions,
+    opening: opt.OpenOptions,
     device: str,
     robustness: list[Path] | None,
     size: tuple[int, int] | None,
@@ -139,6 +121,15 @@ def _open_models(
         raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
     results = read_results(robustness, {m.name: weights_hash(m.model) for m in models}) if robustness else None
     common = size or models[0].config["input_size"][-2:]
+    for entry in models:
+        own = entry.config["input_size"][-2:]
+        if own != common and not size:
+            sizes = " and ".join(f"{height} x {width}" for height, width in (own, common))
+            say(
+                f"isomorph: {entry.name} and {models[0].name} are for images of {sizes}; both are shown at the latter, "
+                "unless you give --size",
+                sys.stderr,
+            )
     fitted = [
         replace(m, model=fit_to_size(m.model, common), config=evaluation_config(m.model, common))
         if m.config["input_size"][-2:] != common
@@ -149,7 +140,7 @@ def _open_models(
 
 
 def open_page_model(
-    name: str, title: str, opening: OpenOptions, device: str, among: list[str] | None = None
+    name: str, title: str, opening: opt.OpenOptions, device: str, among: list[str] | None = None
 ) -> "PageModel":
     """Open a model by name, checkpoint or run folder, with its data config and recipe; `among`, see `open_given`."""
     from isomorph.checkpoints.open import is_checkpoint_or_run
@@ -162,7 +153,7 @@ def open_page_model(
     model = open_given(name, opening, among=among or [name])
     recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
     has_weights = is_checkpoint_or_run(name) or (opening.weights and name == (among or [name])[0])
-    title = display_name(title, opening.pretrained or bool(has_weights))
+    title = opt.display_name(title, opening.pretrained or bool(has_weights))
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
@@ -176,27 +167,16 @@ def _test_images(
     """
     from isomorph.analysis import feature_evolution
     from isomorph.analysis.evolution import random_draw_indices
-    from isomorph.evaluation.model_data import default_data, images_on_device, open_test_images
+    from isomorph.evaluation.model_data import default_data, images_on_device, open_test_images, sample_images
 
     sampled = f"{test.max_images} images of {test.data or default_data(models[0].model)}, drawn at random"
     if not (test.data or test.root):
         return {}, sampled, {}
-    evolutions = {}
+    evolutions, source = {}, open_test_images(models[0].model, test.data, test.root, test_fraction=test.split)
     if test.evolution:
-        source = open_test_images(models[0].model, test.data, test.root, test_fraction=1)
         batches = _same_image_loaders(models, source.subset(random_draw_indices(len(source)).tolist()))
         evolutions = {m.name: feature_evolution(m.model, images_on_device(batches[m.name], m.model)) for m in models}
-    return open_image_loaders(models, test.data, test.root, test.max_images), sampled, evolutions
-
-
-def open_image_loaders(
-    models: list["PageModel"], data: str | None, root: Path | None, samples: int
-) -> dict[str, Iterable[Any]]:
-    """Return a loader for each model of the same random test images, which are the same at every call."""
-    from isomorph.evaluation.model_data import open_test_images, sample_images
-
-    source = open_test_images(models[0].model, data, root, test_fraction=1)
-    return _same_image_loaders(models, sample_images(source, samples))
+    return _same_image_loaders(models, sample_images(source, test.max_images)), sampled, evolutions
 
 
 def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Iterable[Any]]:

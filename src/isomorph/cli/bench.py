@@ -3,25 +3,25 @@
 import sys
 from typing import Annotated
 
-from isomorph.cli.options import Device, Json, Several, Sizes, WeightsOptions, WholeNumber, command, loading
+from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.errors import UserError
 from isomorph.terminal_tables import say
 
 
-@command
+@opt.command
 def bench(
     model: str,
     /,
     *,
-    against: Annotated[list[str] | None, Several] = None,
-    batch_size: Annotated[list[WholeNumber], Several] = [32],  # noqa: B006 (cyclopts shows it)
-    size: Sizes = None,
+    against: Annotated[list[str] | None, opt.Several] = None,
+    batch_size: Annotated[list[opt.WholeNumber], opt.Several] = [32],  # noqa: B006 (cyclopts shows it)
+    size: opt.Sizes = None,
     seconds: float = 2.0,
     peak: bool = True,
-    opening: WeightsOptions = WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    device: Device = "auto",
-    json_: Json = False,
+    opening: opt.WeightsOptions = opt.WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
 ) -> None:
     """Measure parameters, MACs, activations, peak memory and images per second, by batch size and image size.
 
@@ -46,7 +46,7 @@ def bench(
     names = [model, *(against or [])]
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
-    with loading():
+    with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.cost_tables import cost_table

@@ -5,23 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from isomorph.cli.options import (
-    Device,
-    Json,
-    Overwrite,
-    Several,
-    WholeNumber,
-    check_figures,
-    choose_page,
-    command,
-    group,
-    loading,
-)
-from isomorph.cli.output import page_footer, save_figures_and_show, spinner
+from isomorph.cli import options as opt
+from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
 
 
-@group
+@opt.group
 class ImageOptions:
     """The test images of --along."""
 
@@ -29,23 +18,22 @@ class ImageOptions:
     """Data source of the test images for --along; by default each run's own."""
     root: Path | None = None
     """Folder of that data; by default the one in each run's recipe."""
-    max_images: WholeNumber = 256
+    max_images: opt.WholeNumber = 256
     """Number of images for --along, drawn at random, the same for all runs."""
 
 
-@command
+@opt.command
 def compare_(
     runs: list[Path] | None = None,
     /,
     *,
-    along: Annotated[list[Literal["nonlocality", "entropy"]] | None, Several] = None,
+    along: Annotated[list[Literal["nonlocality", "entropy"]] | None, opt.Several] = None,
     test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    evaluated: Annotated[list[Path] | None, Several] = None,
+    evaluated: Annotated[list[Path] | None, opt.Several] = None,
     out: Path | None = None,
-    overwrite: Overwrite = False,
-    figures: Path | None = None,
-    device: Device = "auto",
-    json_: Json = False,
+    overwrite: opt.Overwrite = False,
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
 ) -> None:
     """Compare runs in one HTML page: learning curves, accuracy against cost, gates along training, recipes.
 
@@ -63,17 +51,14 @@ def compare_(
     out
         File for the page, which needs no other file and no network; by default isomorph-comparison.html, with a number
         if it exists.
-    figures
-        Folder to save every chart in as PDF and SVG.
     """
     folders = runs or []
     if not folders and not evaluated:
         raise UserError("there is nothing to compare; give folders of runs, or --evaluated")
     if (test.data or test.root) and not along:
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
-    out = choose_page(out, "isomorph-comparison.html", overwrite)
-    check_figures(figures, overwrite)
-    with loading():
+    out = opt.choose_page(out, "isomorph-comparison.html", overwrite)
+    with opt.loading():
         from isomorph.report.compare_page import compare_sections, histories_json, history_tables
         from isomorph.report.html import write_page
         from isomorph.report.run_files import read_run_logs
@@ -88,9 +73,10 @@ def compare_(
     names = [log.name for log in logs] or [point.name for point in points]
     title = names[0] if len(names) == 1 else f"{len(names)} {'runs' if logs else 'models'}"
     size = write_page(out, title, sections[0].finding, sections, page_footer())
-    measured: dict[str, Any] = {"along": histories_json(histories)} if histories else {}
+    measured: dict[str, Any] = {"out": str(out), "bytes": size}
+    measured |= {"along": histories_json(histories)} if histories else {}
     measured |= {"points": [point._asdict() for point in points]} if points else {}
-    save_figures_and_show(json_, out, size, sections, figures, measured, history_tables(histories))
+    show(json_, measured, *(part for table in history_tables(histories) for part in (table, "")), page_line(out, size))
 
 
 def gating_histories(folders: Sequence[Path], logs: Sequence[Any]) -> dict[str, Any]:

@@ -2,19 +2,19 @@
 
 from typing import Annotated, Any
 
-from isomorph.cli.options import Json, Several, command, loading
+from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.terminal_tables import print_text_table, say
 
 
-@command
+@opt.command
 def coverage(
     *models: str,
-    rule: Annotated[list[str] | None, Several] = None,
+    rule: Annotated[list[str] | None, opt.Several] = None,
     family: str | None = None,
-    json_: Json = False,
+    json_: opt.Json = False,
 ) -> None:
     """Count which modules of timm's models each rule accepts, and the reasons for the others; nothing is downloaded.
 
@@ -32,7 +32,7 @@ def coverage(
     for name in rule or []:
         if name not in tables()["rules"]:
             raise UserError(f"--rule {name} is not a rule; choose from {', '.join(tables()['rules'])}")
-    with loading():
+    with opt.loading():
         from isomorph.surgery.coverage import cover_models, summarise_coverage, timm_models
         from isomorph.surgery.rule import RULES
     names = timm_models(models, family)

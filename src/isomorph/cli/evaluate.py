@@ -6,30 +6,13 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.options import (
-    EXPORTED,
-    Device,
-    Flag,
-    Json,
-    LoadOptions,
-    Model,
-    OpenOptions,
-    Sizes,
-    Split,
-    WholeNumber,
-    check_page,
-    command,
-    display_name,
-    group,
-    loading,
-    only_size,
-)
+from isomorph.cli import options as opt
 from isomorph.cli.output import show, track_steps
 from isomorph.errors import UserError
 from isomorph.terminal_tables import grid_table, metric_table, row_table
 
 
-@group
+@opt.group
 class ClassifierOptions:
     """What to measure of a classifier of images."""
 
@@ -38,10 +21,10 @@ class ClassifierOptions:
     imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several with
     commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
     NAME=FOLDER gives its folder."""
-    split: Split = None
-    partial: Flag = False
+    split: opt.Split = None
+    partial: opt.Flag = False
     """Accept a suite with missing classes or images."""
-    classes: WholeNumber | None = None
+    classes: opt.WholeNumber | None = None
     """Use only the first N classes of the data, as data.classes does in training."""
     rfc: tuple[float, ...] = ()
     """Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
@@ -55,20 +38,20 @@ class ClassifierOptions:
     """Also measure MACs and throughput."""
 
 
-@command
+@opt.command
 def evaluate_(
-    model: Model,
+    model: opt.Model,
     /,
     *,
     data: str | None = None,
-    load: LoadOptions = LoadOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    size: Sizes = None,
+    load: opt.LoadOptions = opt.LoadOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    size: opt.Sizes = None,
     of: ClassifierOptions = ClassifierOptions(),  # noqa: B008
-    opening: OpenOptions = OpenOptions(),  # noqa: B008
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     page: Path | None = None,
     overwrite: Annotated[bool, Parameter(negative="", help="Replace --per-class or --page if they exist.")] = False,
-    device: Device = "auto",
-    json_: Json = False,
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
 ) -> None:
     """Measure accuracy, calibration and cost of a model on a test set, or on several ImageNet test suites.
 
@@ -91,8 +74,8 @@ def evaluate_(
         raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
     if of.partial and not of.suite:
         raise UserError("--partial applies to --suite only; give --suite too")
-    check_page(page, overwrite)
-    with loading():
+    opt.check_page(page, overwrite)
+    with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.model_data import default_data
@@ -105,11 +88,13 @@ def evaluate_(
     net = open_classifier(model, opening, runtime.device)
     given = EvaluationOptions(data, **vars(load), page=page)
     if task := task_of(net):
-        evaluate_task(task, net, model, of, given._replace(size=only_size(size)), runtime, json_)
+        evaluate_task(task, net, model, of, given._replace(size=opt.only_size(size)), runtime, json_)
     elif page:
         raise UserError("--page is for networks of other tasks, such as detectors; for a classifier: isomorph analyze")
     else:
-        rows, costs = _measure(net, of, given, locations, tuple(size or ()), runtime, Path(model).suffix in EXPORTED)
+        rows, costs = _measure(
+            net, of, given, locations, tuple(size or ()), runtime, Path(model).suffix in opt.EXPORTED
+        )
         if runtime.is_main:
             head = {"model": model} | ({} if locations else {"data": data or default_data(net)})
             head |= {} if opening.pretrained else {"weights": "random"}
@@ -204,7 +189,7 @@ def _show_rows(
 
     A star marks the best of several rfc ratios alone.
     """
-    model = display_name(head["model"], pretrained="weights" not in head)
+    model = opt.display_name(head["model"], pretrained="weights" not in head)
     single_cost = costs[0] if len(costs) == 1 else {}
     if len(rows) == 1 and not many:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""

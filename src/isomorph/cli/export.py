@@ -7,29 +7,13 @@ from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.checkpoints.paths import require_writable
-from isomorph.cli.options import (
-    EXPORTED,
-    Flag,
-    Json,
-    MaxImages,
-    Model,
-    OpenOptions,
-    Overwrite,
-    Root,
-    Size,
-    WholeNumber,
-    check_out,
-    command,
-    group,
-    loading,
-    out_next_to,
-)
+from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner, track_steps
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
 
 
-@group
+@opt.group
 class FileOptions:
     """The form of an exported file."""
 
@@ -38,21 +22,21 @@ class FileOptions:
     their number and length."""
     opset: Literal[18, 19, 20, 21, 22, 23] | None = None
     """Operator set of the ONNX file; by default 20."""
-    overwrite: Overwrite = False
+    overwrite: opt.Overwrite = False
 
 
-@command
+@opt.command
 def export(
-    model: Model,
+    model: opt.Model,
     /,
     *,
     format_: Literal["onnx", "pt2"] | None = None,
     out: Path | None = None,
-    size: Size | None = None,
+    size: opt.Size | None = None,
     atol: float = 1e-4,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     file: FileOptions = FileOptions(),  # noqa: B008
-    json_: Json = False,
+    json_: opt.Json = False,
 ) -> None:
     """Export a model as an ONNX file or a PyTorch program that runs without isomorph; fuse it first, and check it.
 
@@ -73,28 +57,28 @@ def export(
     atol
         Largest difference from the model's outputs, relative to the largest output.
     """
-    if Path(model).suffix in EXPORTED:
+    if Path(model).suffix in opt.EXPORTED:
         raise UserError(f"{model} is an exported model; give the checkpoint that it was made from")
-    path = out or out_next_to(model, f".{format_ or 'onnx'}")
+    path = out or opt.out_next_to(model, f".{format_ or 'onnx'}")
     if format_ and path.suffix != f".{format_}":
         raise UserError(f"--out {path} must end in .{format_}, or leave --format out")
     if file.opset and path.suffix == ".pt2":
         raise UserError("--opset is for ONNX files; leave it out, or give --format onnx")
     if not atol > 0:
         raise UserError(f"--atol {atol:g} must be above 0")
-    check_out(path, file.overwrite, Path(model), EXPORTED)
+    opt.check_out(path, file.overwrite, Path(model), opt.EXPORTED)
     with spinner("export") as show_step:
         net = _open(model, opening, path, file, show_step)
         report = _export(net, path, size=size, atol=atol, progress=show_step, **vars(file))
     show(json_, report.as_dict(), f"{report}\nwrote {path}")
 
 
-def _open(model: str, opening: OpenOptions, path: Path, file: FileOptions, show_step: Any) -> Any:
+def _open(model: str, opening: opt.OpenOptions, path: Path, file: FileOptions, show_step: Any) -> Any:
     """Open the model to export, after checking that the file can be written."""
     if path.exists() and not file.overwrite:
         raise UserError(f"{path} exists; give --overwrite to replace it, or another file")
     require_writable(path)
-    with loading():
+    with opt.loading():
         from isomorph.cli.open_models import open_classifier
     show_step(f"loading {model}")
     return open_classifier(model, opening)
@@ -110,23 +94,21 @@ def _export(net: Any, path: Path, **given: Any) -> Any:
         raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
 
 
-@command
+@opt.command
 def quantize(
-    model: Model,
+    model: opt.Model,
     /,
     *,
-    data: str | None = None,
-    root: Root = None,
-    images: WholeNumber = 512,
-    weights_only: Flag = False,
+    test: opt.DataOptions = opt.DataOptions(),  # noqa: B008
+    images: opt.WholeNumber = 512,
+    weights_only: opt.Flag = False,
     float_layers: Annotated[list[str] | None, Parameter(negative="")] = None,
     weight_bits: Literal[7, 8] | None = None,
-    max_images: MaxImages = None,
-    batch_size: WholeNumber = 100,
+    batch_size: opt.WholeNumber = 100,
     out: Path | None = None,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     file: FileOptions = FileOptions(),  # noqa: B008
-    json_: Json = False,
+    json_: opt.Json = False,
 ) -> None:
     """Quantise a model to 8-bit integers, as an ONNX file; calibrate it on training images, and test it.
 
@@ -137,11 +119,8 @@ def quantize(
 
     Parameters
     ----------
-    data
-        Data source or folder, with training images to calibrate on and test images; by default the one the model was
-        trained on.
     images
-        Number of training images to calibrate on.
+        Number of training images of --data to calibrate on.
     weights_only
         Only weights are 8-bit integers, activations stay in float: a small file that computes in float.
     float_layers
@@ -154,12 +133,12 @@ def quantize(
     out
         File to write; by default NAME-int8.onnx in the folder of MODEL.
     """
-    path = out or out_next_to(model, "-int8.onnx")
-    check_out(path, file.overwrite, Path(model), (".onnx",))
+    path = out or opt.out_next_to(model, "-int8.onnx")
+    opt.check_out(path, file.overwrite, Path(model), (".onnx",))
     chosen = dict(weights_only=weights_only, float_layers=float_layers or (), weight_bits=weight_bits)
     with spinner("quantize") as show_step:
         net = _open(model, opening, path, file, show_step)
-        train, test = _open_images(net, data, root, images, max_images, batch_size if "batch" in file.dynamic else 1)
+        train, test = _open_images(net, test, images, batch_size if "batch" in file.dynamic else 1)
         report = iso.quantize(net, train, path, progress=show_step, **vars(file), **chosen)  # type: ignore[arg-type]
     accuracy = {}
     for name, each in (("float", net), ("int8", iso.deployment.open_artefact(path))):
@@ -170,9 +149,7 @@ def quantize(
     show(json_, report.as_dict() | {"accuracy": accuracy}, str(report), table, f"wrote {report.path}")
 
 
-def _open_images(
-    net: Any, data: str | None, root: Path | None, images: int, max_images: int | None, batch_size: int
-) -> tuple[Any, Any]:
+def _open_images(net: Any, given: opt.DataOptions, images: int, batch_size: int) -> tuple[Any, Any]:
     """Return loaders of random training images to calibrate on, and of test images, prepared as for a test.
 
     Raises: UserError when there are no such images, or the data has other classes than the model.
@@ -181,7 +158,8 @@ def _open_images(
     from isomorph.data.sources import spaced_images
     from isomorph.evaluation.model_data import evaluation_data, open_split, sample_images
 
-    test, config = evaluation_data(net, data, root)
-    train = sample_images(open_split(net, "train", data, root), images)
-    test = test if max_images is None else spaced_images(test, max_images)
-    return eval_loader(train, config, batch_size), eval_loader(test, config, batch_size)
+    test, config = evaluation_data(net, given.data, given.root, test_fraction=given.split)
+    train = sample_images(open_split(net, "train", given.data, given.root, given.split), images)
+    return eval_loader(train, config, batch_size), eval_loader(
+        spaced_images(test, given.max_images), config, batch_size
+    )

@@ -3,26 +3,26 @@
 from pathlib import Path
 from typing import Literal
 
-from isomorph.cli.options import Device, Flag, Json, MaxImages, Root, WholeNumber, command, loading
+from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
 
 
-@command
+@opt.command
 def fid(
     images: Path,
     /,
     *,
     data: str,
-    root: Root = None,
-    test: Flag = False,
+    root: opt.Root = None,
+    test: opt.Flag = False,
     features: str = "inception",
     weights: Path | None = None,
-    max_images: MaxImages = None,
-    batch_size: WholeNumber = 100,
-    device: Device = "auto",
-    json_: Json = False,
+    max_images: opt.MaxImages = None,
+    batch_size: opt.WholeNumber = 100,
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
 ) -> None:
     """Compare generated images with real ones: FID, KID, precision and recall, as torch-fidelity computes them.
 
@@ -51,7 +51,7 @@ def fid(
         raise UserError(f"there is no folder {images}; `isomorph sample --out FOLDER` makes one of generated images")
     if weights and not weights.is_file():
         raise UserError(f"--weights {weights} does not exist")
-    with loading():
+    with opt.loading():
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.image_distance import (
             compare_folder,

@@ -13,7 +13,7 @@ from torch import nn
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import check_pretrained_option, local_file, needs_options, open_model, open_trained
 from isomorph.checkpoints.paths import HUB
-from isomorph.cli.options import EXPORTED, CheckpointOptions, OpenOptions
+from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
@@ -34,12 +34,10 @@ def open_given(
     `pretrained` replaces that of the options. `among` are all models of the command, the first of which has the
     weights: if some are checkpoints of other programs, the options are about these alone.
 
-    Raises: UserError when there is no such model, file or folder.
+    Raises: UserError when there is no such model.
     """
     if Path(name).suffix in EXPORTED:
         raise UserError(f"{name} is an exported model, which only evaluate and robustness take; give its checkpoint")
-    if "/" in name and ":" not in name and not Path(name).exists():
-        raise UserError(f"there is no file or folder {name}")
     weights = getattr(opening, "weights", None) if not among or name == among[0] else None
     pretrained = getattr(opening, "pretrained", True) if pretrained is None else pretrained
     name, among = _on_disk(name), [_on_disk(other) for other in among]
@@ -70,8 +68,8 @@ def _on_disk(name: str) -> str:
 def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:
     """Open a model as `open_given` does, or an exported one, to measure its accuracy on a device.
 
-    Raises: UserError for --no-pretrained with weights, or a run of masked pre-training, whose classifier is not
-        trained.
+    Raises: UserError for --no-pretrained with weights, an exported model of other inputs than images, or a run of
+        masked pre-training, whose classifier is not trained.
     """
     if Path(name).suffix in EXPORTED:
         from isomorph.deployment.artefact import open_artefact
@@ -117,23 +115,15 @@ def _print_notes(model: nn.Module) -> nn.Module:
 
 
 def comparison_inputs(
-    model: nn.Module,
-    data: str | None,
-    root: Path | None,
-    batch: int,
-    max_images: int | None = None,
-    sizes: Sequence[tuple[int, int]] = (),
+    model: nn.Module, images: DataOptions, batch: int, sizes: Sequence[tuple[int, int]] = ()
 ) -> list[Inputs]:
     """Return batches of test images of a data source or folder, by default one batch; without data, random inputs.
 
     They are of every size, or of the model's own.
-
-    Raises: UserError for a number of images without data.
     """
-    if max_images and not data:
-        raise UserError("--max-images is a number of images of --data; give --data too")
-    if not data:
+    if not images.data:
         return [random_inputs(batch, model, size) for size in sizes or (None,)]
-    source = spaced_images(open_source(data, "test", root), max_images or batch)
+    fraction = None if images.split == 1 else images.split
+    source = spaced_images(open_source(images.data, "test", images.root, fraction), images.max_images or batch)
     configs = [training_config(model, size) for size in sizes] or [training_config(model)]
-    return [images for config in configs for images, _ in eval_loader(source, config, batch)]
+    return [part for config in configs for part, _ in eval_loader(source, config, batch)]

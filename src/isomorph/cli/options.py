@@ -7,17 +7,21 @@ the smallest and largest value of a number to LIMITS.
 
 import dataclasses
 import functools
+import inspect
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from cyclopts import App, Parameter, Token
 
 import isomorph as iso
-from isomorph.checkpoints.paths import parse_hub_name, require_new, require_writable
+from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, parse_hub_name, require_new, require_writable
+from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
 
@@ -97,6 +101,16 @@ def join_sizes(tokens: Sequence[str]) -> list[str]:
     return joined
 
 
+def place_model(tokens: Sequence[str]) -> list[str]:
+    """Return a command line in which what follows --model comes right after the command, as its MODEL."""
+    command, *rest = tokens
+    for number, token in enumerate(rest if command != "train" else ()):
+        name, equals, value = token.partition("=")
+        if name == "--model" and (equals or rest[number + 1 :]):
+            return [command, value or rest[number + 1], *rest[:number], *rest[number + (1 if equals else 2) :]]
+    return list(tokens)
+
+
 Flag = Annotated[bool, Parameter(negative="")]
 WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
 Several = Parameter(consume_multiple=True)
@@ -108,14 +122,17 @@ Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the res
 Model = Annotated[
     str,
     Parameter(
-        help="Name of a timm model, a checkpoint of isomorph or of another program, the folder of a run, or a model on "
-        "the Hugging Face hub as hf-hub:OWNER/NAME."
+        help="Name of a timm model, a checkpoint of isomorph or of another program, the folder of a run, a model on "
+        "the Hugging Face hub as hf-hub:OWNER/NAME, or package.module:function that builds your own.",
     ),
 ]
 Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
 Split = Annotated[
     float | None,
-    Parameter(help="Fraction of every class to test on, for a folder without test images of its own; 1 takes all."),
+    Parameter(
+        help="Fraction of every class to test on, for a folder without test images of its own; 1 takes all. By default "
+        "that of the model's training."
+    ),
 ]
 MaxImages = Annotated[
     WholeNumber | None,
@@ -160,8 +177,8 @@ class CheckpointOptions:
     """How to open a checkpoint that isomorph did not write."""
 
     arch: str | None = None
-    """Architecture of a checkpoint of another program: a timm model, for example resnet18. Checkpoints of timm's train
-    script name theirs."""
+    """Architecture of a checkpoint of another program: a timm model, for example resnet18, or package.module:function
+    that builds your own. Checkpoints of timm's train script name theirs."""
     num_classes: WholeNumber | None = None
     """Number of classes, if the checkpoint does not contain it."""
     model_kwargs: Annotated[list[str] | None, Several] = None
@@ -198,6 +215,17 @@ class LoadOptions:
     """Number of processes that load images; 0 loads them in the main process."""
 
 
+@group
+class DataOptions:
+    """Which test images to take."""
+
+    data: str | None = None
+    """A folder of images or a data source (cifar10, cifar100, digits, imagefolder, ...)."""
+    root: Root = None
+    split: Split = None
+    max_images: MaxImages = None
+
+
 @contextmanager
 def loading() -> Iterator[None]:
     """Context for the imports of what a command computes with: torch, timm and the packages of isomorph.
@@ -232,33 +260,78 @@ def check_limits(function: Command) -> Command:
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> None:
-        _check_options(options)
+        given = inspect.signature(function).bind(*arguments, **options).arguments
+        _check_options(given, _LIMIT_CHECKS)
+        _check_options(given, _EXISTING)
         function(*arguments, **options)
 
     return checked  # type: ignore[return-value]
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise UserError for an option beyond its limit, alone or in a group."""
+def _check_options(options: Mapping[str, Any], checks: Mapping[str, Callable[[Any], None]]) -> None:
+    """Raise UserError for an option, or one of its values, that does not pass its check, alone or in a group."""
     for name, value in options.items():
-        if name in LIMITS:
-            _check_limit(name, value)
-        elif dataclasses.is_dataclass(value):
-            _check_options(vars(value))
+        if dataclasses.is_dataclass(value):
+            _check_options(vars(value), checks)
+        elif name in checks and value is not None:
+            for each in _flatten(value):
+                checks[name](each)
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    """Yield the values in lists, or the value itself."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flatten(each)
+    else:
+        yield value
 
 
 def _check_limit(name: str, value: Any) -> None:
-    """Raise UserError if a number, or one of several, is beyond its limits."""
+    """Raise UserError if a number is beyond its limits."""
     option, (least, most) = f"--{name.replace('_', '-')}", LIMITS[name]
-    if isinstance(value, list | tuple):
-        for each in value:
-            _check_limit(name, each)
-    elif isinstance(value, int | float) and not least <= value <= most:
+    if isinstance(value, int | float) and not least <= value <= most:
         if math.isnan(value):
             raise UserError(f"{option} nan must be a number")
         if value < least:
             raise UserError(f"{option} {value:,g} must be at least {least:g}")
         raise UserError(f"{option} {value:,g} is out of range; give at most {most:,}")
+
+
+def _check_model(path: Any) -> None:
+    """Raise UserError for the path of a model that is not there, before torch is imported to look for it."""
+    name = str(path)
+    suffix, missing = Path(name).suffix, not os.path.exists(name)
+    if missing and suffix not in EXPORTED and not name.startswith(HUB) and not is_function(name):
+        if name.endswith(CHECKPOINTS):
+            raise UserError(f"there is no checkpoint {name}")
+        if "/" in name:
+            raise UserError(f"there is no file or folder {name}")
+
+
+def _check_data(name: str) -> None:
+    """Raise UserError for what is neither a data source nor a folder."""
+    if name in tables()["sources"] or os.path.isdir(os.path.expanduser(name)):
+        return
+    folder = os.path.dirname(os.path.expanduser(name)) or "."
+    near = [entry.path.removeprefix("./") for entry in os.scandir(folder)] if os.path.isdir(folder) else []
+    close = get_close_matches(name[:200], [*tables()["sources"], *near], n=1)
+    hint = f"did you mean {close[0]}?" if close else f"give a folder, or one of {', '.join(tables()['sources'])}"
+    raise UserError(f"data source {name!r} is unknown, and there is no folder of that name; {hint}")
+
+
+def _check_file(name: Any) -> None:
+    if not os.path.isfile(os.path.expanduser(name)):
+        raise UserError(f"{name} is a folder; give a file" if os.path.isdir(name) else f"there is no file {name}")
+
+
+_LIMIT_CHECKS = {name: functools.partial(_check_limit, name) for name in LIMITS}
+_EXISTING: dict[str, Callable[[Any], None]] = {
+    **dict.fromkeys(("model", "original", "other", "against", "weights"), _check_model),
+    **dict.fromkeys(("image", "robustness", "evaluated"), _check_file),
+    "data": _check_data,
+}
+"""Checks that what an option names is there, by the names of options; the same in all commands."""
 
 
 def _check_suffix(option: str, path: Path, suffixes: Sequence[str]) -> None:
@@ -311,16 +384,11 @@ def check_page(page: Path | None, overwrite: bool) -> None:
     require_writable(page)
 
 
-def check_figures(folder: Path | None, overwrite: bool) -> None:
-    """Raise UserError if --figures names a folder that has files already, without --overwrite."""
-    if folder and not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"--figures {folder} is not empty; give --overwrite to replace its files, or another folder")
-
-
 def out_next_to(model: Path | str, ending: str) -> Path:
     """Return NAME with an ending in the folder of a file or run; of a model that is none, in the working folder."""
     hub = parse_hub_name(model)
-    path = Path(model).resolve() if Path(model).exists() else Path(Path(hub.repository if hub else model).name)
+    name = hub.repository if hub else str(model).rpartition(":")[2] if is_function(str(model)) else model
+    path = Path(model).resolve() if Path(model).exists() else Path(Path(name).name)
     return path.with_name(path.name.removesuffix(".safetensors") + ending)
 
 

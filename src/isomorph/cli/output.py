@@ -4,10 +4,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich import progress as rich_progress
@@ -48,26 +47,9 @@ def page_footer() -> str:
     return f"{versions}. This file loads nothing from the network."
 
 
-def save_figures_and_show(
-    json_: bool,
-    out: Path,
-    size: int,
-    sections: list[Any],
-    figures: Path | None,
-    measured: Mapping[str, Any] | None = None,
-    tables: Sequence[list[list[str]]] = (),
-) -> None:
-    """Save the charts of a page to the folder `figures`, if given, and print what was measured and written.
-
-    `out` and `size` are the page's path and its size in bytes, `measured` further values for JSON, `tables` for text.
-    """
-    from isomorph.report.figures import save_figures
-
-    saved = save_figures(figures, sections) if figures else []
-    written = {"out": str(out), "bytes": size, "figures": [str(path) for path in saved], **(measured or {})}
-    last = f"page: {out}  ({size / 1e6:.2f} MB; open it in a browser)"
-    last += f"\nfigures: {len(saved)} files in {figures}" * bool(figures)
-    show(json_, written, *(part for table in tables for part in (table, "")), last)
+def page_line(out: object, size: int) -> str:
+    """Return the line on a page that was written, with its size in bytes."""
+    return f"page: {out}  ({size / 1e6:.2f} MB; open it in a browser)"
 
 
 class ProgressLines:

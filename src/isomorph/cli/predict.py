@@ -5,23 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from isomorph.checkpoints.paths import require_new
-from isomorph.cli.options import Device, Json, Model, OpenOptions, Overwrite, command, loading
+from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.errors import UserError
 from isomorph.terminal_tables import row_table
 
 
-@command
+@opt.command
 def predict(
-    model: Model,
+    model: opt.Model,
     /,
     *,
     image: Path,
     out: Path | None = None,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    device: Device = "auto",
-    overwrite: Overwrite = False,
-    json_: Json = False,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    device: opt.Device = "auto",
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
 ) -> None:
     """Predict one image: the five likeliest classes, a class for every pixel, or the objects in it.
 
@@ -40,7 +40,7 @@ def predict(
         raise UserError(f"--image {image} does not exist" if not image.is_dir() else f"--image {image} is a folder")
     if out and out.exists() and out.samefile(image):
         raise UserError(f"--out {out} is the image itself; give another file")
-    with loading():
+    with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
         from isomorph.training.classification import CLASSIFICATION

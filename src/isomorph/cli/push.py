@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from isomorph.checkpoints.paths import NEW_PATHS, check_repository
-from isomorph.cli.options import CheckpointOptions, Json, Overwrite, command, loading
+from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.errors import UserError
 
 
-@command
+@opt.command
 def push(
     model: str,
     name: str,
@@ -19,9 +19,9 @@ def push(
     message: str | None = None,
     replace_card: bool = False,
     out: Path | None = None,
-    overwrite: Overwrite = False,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    json_: Json = False,
+    overwrite: opt.Overwrite = False,
+    checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    json_: opt.Json = False,
 ) -> None:
     """Upload a model to the Hugging Face hub, with a model card, for `hf-hub:OWNER/NAME` in every command and in timm.
 
@@ -46,7 +46,7 @@ def push(
     """
     check_repository(name)
     _check_out(out, overwrite, {"--private": private, "--revision": revision, "--message": message})
-    with loading():
+    with opt.loading():
         from isomorph.cli.open_models import find_recipe, open_given
         from isomorph.deployment.hub import push as upload
         from isomorph.deployment.hub import require_token, save_for_hub

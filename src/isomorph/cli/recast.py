@@ -8,28 +8,16 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 import isomorph as iso
-from isomorph.cli.options import (
-    Command,
-    Json,
-    Model,
-    OpenOptions,
-    Overwrite,
-    Size,
-    WholeNumber,
-    check_limits,
-    check_out,
-    group,
-    loading,
-)
+from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
 
-_TYPES = {"bool": bool, "float": float, "int": WholeNumber, "str": str, "tuple[int, int]": Size}
+_TYPES = {"bool": bool, "float": float, "int": opt.WholeNumber, "str": str, "tuple[int, int]": opt.Size}
 """Types of the fields of isomorph's rules by name, as they are parsed: without rounding, and sizes as in every
 command."""
 
 
-def _with_rule_options(command: Command) -> Command:
+def _with_rule_options(command: opt.Command) -> opt.Command:
     """Let the parameters `rule` and `fields` of a command take any registered rule, and the fields of all rules.
 
     `fields` becomes a dataclass with one option per field, None where it is not given, so that a rule states its
@@ -38,7 +26,7 @@ def _with_rule_options(command: Command) -> Command:
     rules, rows = _known_rules()
     kinds = {row["name"]: Annotated[typing.Union[(*_types(row), None)], Parameter(help=row["help"])] for row in rows}
     defaults = dict.fromkeys(kinds)
-    fields: Any = group(type("RuleFields", (), {"__annotations__": kinds, "__module__": __name__, **defaults}))
+    fields: Any = opt.group(type("RuleFields", (), {"__annotations__": kinds, "__module__": __name__, **defaults}))
     texts = [f"{name}: {text}" for name, text in rules.items()]
     command.__annotations__["rule"] = Annotated[Literal[tuple(rules)], Parameter(help=" ".join(texts))]
     command.__annotations__["fields"] = fields
@@ -54,7 +42,7 @@ def _known_rules() -> tuple[dict[str, str], list[dict[str, Any]]]:
     """
     if not entry_points(group="isomorph.rules"):
         return tables()["rules"], tables()["rule_options"]
-    with loading():
+    with opt.loading():
         from isomorph.cli.write_tables import rule_rows
         from isomorph.surgery.rule import rule_texts
     return rule_texts(), rule_rows()
@@ -66,10 +54,10 @@ def _types(row: dict[str, Any]) -> list[Any]:
     return kinds + [_TYPES[name] for name in row["types"]]
 
 
-@check_limits
+@opt.check_limits
 @_with_rule_options
 def recast(
-    model: Model,
+    model: opt.Model,
     /,
     *,
     where: list[str],
@@ -77,10 +65,10 @@ def recast(
     rule: str = "ConvToGPSA",
     fields: Any = None,
     unstride: str | None = None,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    size: Size | None = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    size: opt.Size | None = None,
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
 ) -> None:
     """Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model.
 
@@ -98,8 +86,8 @@ def recast(
     size
         Height and width of the input to verify on; by default the model's own.
     """
-    check_out(out, overwrite, Path(model))
-    with loading():
+    opt.check_out(out, overwrite, Path(model))
+    with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import NotEqual, compare_outputs, edits_since

@@ -23,7 +23,6 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
     fid,
     listing,
     predict,
-    prune,
     push,
     robustness,
     sample,
@@ -31,8 +30,8 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
     train,
 )
 from isomorph.cli.messages import explain_parse_error, explain_shape_error, name_options
-from isomorph.cli.options import app, join_sizes
-from isomorph.errors import DataWarning, DoesNotRun, Stopped, UserError, is_out_of_memory
+from isomorph.cli.options import app, join_sizes, place_model
+from isomorph.errors import DataWarning, Stopped, UserError, is_out_of_memory
 from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, was_interrupted
 from isomorph.terminal_tables import say
 
@@ -56,10 +55,8 @@ def _error_message(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, CycloptsError):
         return explain_parse_error(error)
-    if isinstance(error, DoesNotRun):
-        return explain_shape_error(str(error.__cause__)) or _strip_traceback(error)
     if isinstance(error, UserError):
-        return _strip_traceback(error)
+        return explain_shape_error(f"{error.__cause__} {text}") or _strip_traceback(error)
     if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text:
         return _ANOTHER_ENDED
     if isinstance(error, OSError) and error.filename and error.strerror:
@@ -168,8 +165,10 @@ _AFTERWARDS = {
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command, by default that of this process; see `isomorph.cli.main`."""
-    tokens = join_sizes(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    tokens = place_model(join_sizes(sys.argv[1:] if arguments is None else arguments) or ["--help"])
     try:
+        if tokens[0] == "train" and {"--help", "-h"} & {*tokens}:
+            train.describe_recipe(tokens[1:])
         with SafeChildProcesses(), _output_written(), warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             NEW_PATHS.clear()

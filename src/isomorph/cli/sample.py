@@ -4,17 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from isomorph.checkpoints.paths import require_new
-from isomorph.cli.options import (
-    CheckpointOptions,
-    Device,
-    Json,
-    Overwrite,
-    Sizes,
-    WholeNumber,
-    command,
-    loading,
-    only_size,
-)
+from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.errors import UserError
 
@@ -22,22 +12,22 @@ MAX_GRID = 4096
 """Largest number of images in one grid."""
 
 
-@command
+@opt.command
 def sample(
     model: str,
     /,
     *,
     out: Path,
-    images: WholeNumber = 64,
+    images: opt.WholeNumber = 64,
     sampler: Literal["ancestral", "ddim"] = "ancestral",
-    steps: WholeNumber | None = None,
-    seed: WholeNumber = 0,
-    size: Sizes = None,
-    batch_size: WholeNumber = 64,
-    device: Device = "auto",
-    overwrite: Overwrite = False,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    json_: Json = False,
+    steps: opt.WholeNumber | None = None,
+    seed: opt.WholeNumber = 0,
+    size: opt.Sizes = None,
+    batch_size: opt.WholeNumber = 64,
+    device: opt.Device = "auto",
+    overwrite: opt.Overwrite = False,
+    checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    json_: opt.Json = False,
 ) -> None:
     """Generate images with a diffusion model, as a grid in one PNG or as a folder of PNGs.
 
@@ -63,8 +53,8 @@ def sample(
         Images that are generated at the same time.
     """
     _check_out(out, images, overwrite)
-    height_width = only_size(size)
-    with loading():
+    height_width = opt.only_size(size)
+    with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.sampling import check_replaceable, require_denoiser, write_folder, write_grid

@@ -1,28 +1,15 @@
-"""The verify, fuse and revert commands."""
+"""The verify, fuse, revert and prune commands."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.cli.options import (
-    CheckpointOptions,
-    Json,
-    MaxImages,
-    OpenOptions,
-    Overwrite,
-    Sizes,
-    WholeNumber,
-    app,
-    check_out,
-    command,
-    loading,
-    out_next_to,
-)
-from isomorph.cli.output import show
+from isomorph.cli import options as opt
+from isomorph.cli.output import show, spinner
 from isomorph.errors import UserError
 
-app.command(
+opt.app.command(
     "isomorph.cli.recast:recast",
     name="recast",
     help="Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model."
@@ -30,58 +17,52 @@ app.command(
 )
 
 
-@command
+@opt.command
 def verify(
-    original: str,
-    other: str,
+    original: opt.Model,
+    other: opt.Model,
     /,
     *,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    size: Sizes = None,
-    batch: WholeNumber = 2,
-    seeds: list[WholeNumber] | None = None,
-    data: str | None = None,
-    root: Path | None = None,
-    max_images: MaxImages = None,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    size: opt.Sizes = None,
+    batch: opt.WholeNumber = 2,
+    seeds: list[opt.WholeNumber] | None = None,
+    images: opt.DataOptions = opt.DataOptions(),  # noqa: B008
     atol: float | None = None,
     thorough: bool = False,
-    json_: Json = False,
+    json_: opt.Json = False,
 ) -> None:
     """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
+
+    The inputs are random, or with --data evenly spaced test images, by default as many as --batch says.
 
     Example: isomorph verify resnet18 t.safetensors --size 224
 
     Parameters
     ----------
-    original
-        A timm model, a checkpoint of isomorph or of another program, or the folder of a run.
     other
-        The model made from it.
+        The model made from ORIGINAL.
     size
         Height and width of the inputs; may be given several times. By default the model's own.
     batch
         Images per input.
     seeds
         Seeds of additional standard normal inputs, one input for each size and seed; by default 1.
-    data
-        Compare on test images of this data source or folder instead of random inputs; by default on --batch images,
-        evenly spaced over the classes.
-    root
-        Folder of the data.
     atol
         Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER.
     thorough
         Try also other sizes and batches, negative inputs, a second call, lower precision and train mode.
     """
-    with loading():
+    _check_images(images)
+    with opt.loading():
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
         from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
     check_pretrained_option(both, opening.weights, opening.pretrained)
     first, second = (open_given(name, opening, among=both) for name in both)
-    inputs = comparison_inputs(first, data, root, batch, max_images, size or ())
-    what = f"images of {data}" if data else "random"
+    inputs = comparison_inputs(first, images, batch, size or ())
+    what = f"images of {images.data}" if images.data else "random"
     report = compare_outputs(first, second, inputs, atol, seeds or [1], what, thorough)
     details = "" if report.passed else str(report).partition("\n")[2]
     show(json_, report.as_dict(), details or str(report))
@@ -89,21 +70,28 @@ def verify(
         raise NotEqual(report, "")
 
 
-@command
+def _check_images(images: opt.DataOptions) -> None:
+    """Raise UserError for options on the images of --data without --data."""
+    for option in ("root", "split", "max_images"):
+        if getattr(images, option) is not None and not images.data:
+            raise UserError(f"--{option.replace('_', '-')} is about the images of --data; give --data too")
+
+
+@opt.command
 def fuse(
     model: Path,
     /,
     *,
     out: Path | None = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    recalibrate: WholeNumber = 0,
+    checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    recalibrate: opt.WholeNumber = 0,
     data: str | None = None,
     root: Path | None = None,
-    batch_size: WholeNumber = 128,
+    batch_size: opt.WholeNumber = 128,
     norms: bool = True,
     affine: bool = False,
-    overwrite: Overwrite = False,
-    json_: Json = False,
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
 ) -> None:
     """Merge the branches, norms and scales of a trained model into its layers; verify and save it, to run or fine-tune.
 
@@ -135,9 +123,9 @@ def fuse(
         raise UserError(f"--batch-size {batch_size} must be at least 2")
     if (data or root) and not recalibrate:
         raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
-    out = out or out_next_to(model, "-fused.safetensors")
-    check_out(out, overwrite, model)
-    with loading():
+    out = out or opt.out_next_to(model, "-fused.safetensors")
+    opt.check_out(out, overwrite, model)
+    with opt.loading():
         from isomorph.cli.open_models import open_given_checkpoint
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
@@ -164,7 +152,7 @@ def _recalibrate(net: Any, data: str | None, root: Path | None, batches: int, ba
     return iso.recalibrate(net, images, keep_function=False)
 
 
-@command
+@opt.command
 def revert(
     model: Path,
     /,
@@ -172,9 +160,9 @@ def revert(
     where: list[str] | None = None,
     atol: float = 1e-3,
     out: Path | None = None,
-    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    overwrite: Overwrite = False,
-    json_: Json = False,
+    checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
 ) -> None:
     """Convert recast layers back to convolutions or plain attention, verify and save the model.
 
@@ -194,9 +182,9 @@ def revert(
     out
         File for the new checkpoint; by default NAME-reverted.safetensors in the same folder.
     """
-    out = out or out_next_to(model, "-reverted.safetensors")
-    check_out(out, overwrite, model)
-    with loading():
+    out = out or opt.out_next_to(model, "-reverted.safetensors")
+    opt.check_out(out, overwrite, model)
+    with opt.loading():
         from isomorph.cli.open_models import open_given_checkpoint
     net = open_given_checkpoint(model, checkpoint)
     reverted = iso.revert(net, where or "*", atol)
@@ -222,3 +210,73 @@ def _write_converted(
     told = merged or f"{counts['before']:,} parameters before, {counts['after']:,} after {what}"
     facts = {"out": str(out), **counts, "report": report.as_dict()} | ({"fuse": asdict(merged)} if merged else {})
     show(json_, facts, f"{report}\n{told}\nwrote {out}")
+
+
+@opt.command
+def prune(
+    model: Path,
+    /,
+    *,
+    tolerance: float = 0.01,
+    where: list[str] | None = None,
+    out: Path | None = None,
+    checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    atol: float | None = None,
+    images: opt.DataOptions = opt.DataOptions(),  # noqa: B008
+    batch: opt.WholeNumber = 2,
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
+) -> None:
+    """Remove what trained gated attention no longer uses, verify and save the model, which can be trained further.
+
+    A layer whose gates are all closed loses its queries and keys, or becomes a convolution if its heads all stand on
+    taps; one whose gates are all open becomes plain attention.
+
+    Example: isomorph prune runs/tcnn --tolerance 0.01 --out pruned.safetensors
+
+    Parameters
+    ----------
+    model
+        A checkpoint of isomorph or of another program, or the folder of a run, finished or not.
+    tolerance
+        Share of a head's attention that may be left out, from 0 to 0.5.
+    where
+        Glob over the names of layers to prune; may be given several times. By default all layers with gates.
+    out
+        File for the pruned checkpoint; by default NAME-pruned.safetensors in the same folder.
+    atol
+        Largest difference of the outputs allowed, relative to the largest output; by default ten times the tolerance,
+        as what the heads leave out adds up, and at most 0.1.
+    batch
+        Number of images to compare on: random ones, or test images of --data.
+    """
+    _check_images(images)
+    out = out or opt.out_next_to(model, "-pruned.safetensors")
+    opt.check_out(out, overwrite, model)
+    with opt.loading():
+        from isomorph.cli.open_models import comparison_inputs, open_given_checkpoint
+        from isomorph.evaluation.cost import count_macs, count_parameters
+        from isomorph.evaluation.input_sizes import training_config
+        from isomorph.surgery import NotEqual, compare_outputs, prunable_layers
+    with spinner("prune") as show_step:
+        show_step(f"loading {model}")
+        net = open_given_checkpoint(model, checkpoint)
+        forms = prunable_layers(net, tolerance, where or "*")
+        pruned = iso.prune(net, tolerance, where or "*")
+        show_step("comparing the outputs of both models in float32 and float64")
+        report = compare_outputs(net, pruned, comparison_inputs(net, images, batch), atol=atol)
+        if not report.passed:
+            raise NotEqual(report, "; give a smaller --tolerance, or a larger --atol")
+        show_step("counting parameters and multiply-accumulates")
+        macs = [count_macs(each, training_config(net)["input_size"]) for each in (net, pruned)]
+    iso.save(pruned, out)
+    counts = {name: [count_parameters(x.get_submodule(name)) for x in (net, pruned)] for name in forms}
+    rows = [[name, form, *(f"{count:,}" for count in counts[name])] for name, form in forms.items()]
+    layers = [{"layer": name, "becomes": form, "parameters": counts[name]} for name, form in forms.items()]
+    show(
+        json_,
+        {"out": str(out), "layers": layers, "macs": macs, "report": report.as_dict()},
+        [["layer", "becomes", "parameters before", "parameters after"], *rows],
+        f"{len(forms)} layers pruned; {macs[0] / 1e6:,.1f} M MACs an image before, {macs[1] / 1e6:,.1f} after",
+        f"{report}\nwrote {out}",
+    )

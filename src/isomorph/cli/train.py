@@ -1,13 +1,14 @@
 """The demo and train commands."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from isomorph.cli.options import SIZE_FIELDS, Overwrite, app, choose_page, command, loading, parse_size
+from isomorph.cli import options as opt
 from isomorph.cli.tables import recipe_fields, tables
 from isomorph.errors import UserError
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
@@ -17,8 +18,8 @@ _OWN_CHECKS = ("model.recast.", "task.")
 """Groups whose fields may come from other packages: those of rules and of tasks."""
 
 
-@command
-def demo(*, out: Path | None = None, overwrite: Overwrite = False) -> None:
+@opt.command
+def demo(*, out: Path | None = None, overwrite: opt.Overwrite = False) -> None:
     """Train a small CNN on digits, recast it as attention, verify that both are equal, and train a ViT in two forms.
 
     Takes about two minutes on a CPU, downloads nothing, and writes a page with the results. Example: isomorph demo
@@ -29,8 +30,8 @@ def demo(*, out: Path | None = None, overwrite: Overwrite = False) -> None:
         File for the page; by default isomorph-demo.html, with a number if it exists. The models go to a folder next to
         it.
     """
-    out = choose_page(out, "isomorph-demo.html", overwrite, "-models")
-    with loading():
+    out = opt.choose_page(out, "isomorph-demo.html", overwrite, "-models")
+    with opt.loading():
         from isomorph.demo import next_commands, run_demo, write_demo_page
 
     folder = out.with_name(out.stem + "-models")
@@ -43,7 +44,7 @@ def demo(*, out: Path | None = None, overwrite: Overwrite = False) -> None:
         print(f"  {line}  # {what}")
 
 
-@app.command(
+@opt.app.command(
     help="Train a model with a recipe, or resume its run. Example: isomorph train digits_cnn --epochs 3\n\n"
     f"Every field of the recipe is an option:\n\n{tables()['recipe_help']}"
 )
@@ -66,11 +67,11 @@ def train(
             "--iterations null as well"
         )
     check_fields(overrides)
-    with loading():
+    with opt.loading():
         from isomorph.training import dry_run as try_recipe
         from isomorph.training import train as train_recipe
     if dry_run:
-        print("\n".join(try_recipe(load_recipe(recipe, overrides))))
+        say("\n".join(try_recipe(load_recipe(recipe, overrides))))
         return
     result = train_recipe(load_recipe(recipe, overrides))
     if result.is_main:
@@ -78,12 +79,31 @@ def train(
         say(f"wrote {result.folder / 'model.safetensors'}")
 
 
+def describe_recipe(tokens: Sequence[str]) -> None:
+    """Show in the help the values of the recipe that a command line names, in place of the defaults."""
+    try:
+        values = recipe_values(next(token for token in tokens if not token.startswith("-")))
+    except (StopIteration, UserError):  # the general help
+        return
+
+    def value_of(found: re.Match[str]) -> str:
+        group: Any = values
+        for name in found[2].split("."):
+            group = group.get(name) if isinstance(group, dict) else None
+        text, _, default = found[1].rpartition(" [")
+        return found[1] if group is None or not text else f"{text} [{group}, else {default}"
+
+    source = f"{values.get('source', '')}. " * bool(values.get("source"))
+    text = re.sub(r"^(\* `--([\w.]+)` .*)$", value_of, tables()["recipe_help"], flags=re.MULTILINE)
+    opt.app["train"].help = f"{values['name']}: {source}Its values come first, then the defaults:\n\n{text}"
+
+
 def _rewrite_size(assignment: str) -> str:
     """Return an assignment to a size field with the size as a list: data.size=96x128 -> data.size=[96, 128]."""
     name, _, value = assignment.partition("=")
-    if name not in SIZE_FIELDS or value in ("null", "~", ""):
+    if name not in opt.SIZE_FIELDS or value in ("null", "~", ""):
         return assignment
-    return f"{name}={list(parse_size(f'--{name}', value))}"
+    return f"{name}={list(opt.parse_size(f'--{name}', value))}"
 
 
 def check_fields(assignments: Sequence[str]) -> None:

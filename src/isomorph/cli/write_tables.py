@@ -9,9 +9,12 @@ import torch
 
 import isomorph as iso
 from isomorph.cli.tables import PATH
+from isomorph.data.formats.registry import SOURCES
+from isomorph.data.streams.stream import STREAMS
 from isomorph.evaluation.cost import count_parameters
 from isomorph.surgery.rule import rule_options, rule_texts
 from isomorph.training.recipe.recipe import document_fields
+from isomorph.training.recipe.tasks import TASKS, find_task
 
 
 def library_tables() -> dict[str, Any]:
@@ -21,6 +24,7 @@ def library_tables() -> dict[str, Any]:
         "rules": rule_texts(),
         "rule_options": rule_rows(),
         "recipe_help": document_fields(),
+        "sources": sorted({*SOURCES, *STREAMS, *(each for task in TASKS for each in find_task(task).sources)}),
     }
 
 

@@ -66,25 +66,31 @@ def open_test_images(
 ) -> Source:
     """Open the test images of a data source or folder, by default of the model's own, with the model's labels.
 
-    With `classes`, only of the first classes; `test_fraction` as in `open_source`, and 1 for all images of a folder.
+    With `classes`, only of the first classes. `test_fraction` is as in `open_source`, and 1 for all images of a folder;
+    by default, of the folder that the model's training split, the images that it left out.
 
     Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
     some of these images.
     """
-    source = _open(model, "test", data, root, None if test_fraction == 1 else test_fraction)
+    source = open_split(model, "test", data, root, test_fraction)
     if test_fraction != 1:
         _check_unseen(source, model)
     source = source if classes is None else first_classes(source, classes)
     return with_model_labels(source, model)
 
 
-def open_split(model: nn.Module, split: str, data: str | None, root: Path | None) -> Source:
+def open_split(
+    model: nn.Module, split: str, data: str | None, root: Path | None, test_fraction: float | None = None
+) -> Source:
     """Open the `train` or `test` images of a data source or folder, by default of the model's own.
 
-    Of a folder that the model's training split, they are those of the same side.
+    Of a folder that the model's training split, they are those of the same side, unless another `test_fraction` is
+    given; with 1 all images of a folder are on both sides.
 
     Raises: UserError when the data is missing.
     """
+    if test_fraction is not None:
+        return _open(model, "test" if test_fraction == 1 else split, data, root, test_fraction % 1 or None)
     fraction, images = _recorded_split(model)
     if fraction:
         with suppress(UserError):  # other data, which cannot be split

@@ -32,6 +32,11 @@ RECIPES: dict[str, dict[str, Any]] = {name: fields for module in _MODULES for na
 """Recipes by name: nested dicts of the fields that differ from their defaults."""
 
 
+_OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}
+_OTHER_NAMES |= {"weights": "model.weights", "arch": "model.name", "num_classes": "model.num_classes"}
+"""Options of other commands, and the recipe fields that they are."""
+
+
 def recipe_values(name: str) -> dict[str, Any]:
     """Return the values in a named recipe, or in a YAML or TOML file.
 
@@ -76,7 +81,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":
 def parse_overrides(tokens: Sequence[str]) -> list[str]:
     """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
 
-    `--split` is data.split, as in other commands.
+    Names that other commands use are fields: `--size` is data.size, `--weights` is model.weights.
 
     Raises: UserError for a field without a value, or one that is given twice.
     """
@@ -90,8 +95,10 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             if not token.startswith("--"):
                 raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
             field = f"{field}={rest.pop(0)}"
-        field = f"data.{field}" if field.startswith("split=") else field
         name, option = field.partition("=")[0].replace("-", "_"), token.partition("=")[0]
+        if name in _OTHER_NAMES:
+            name = _OTHER_NAMES[name]
+            field = f"{name}={field.partition('=')[2]}"
         if name in given:
             raise UserError(f"{option} is given twice; give it one value")
         given.add(name)

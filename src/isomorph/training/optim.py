@@ -59,7 +59,7 @@ def parameter_groups(
     *,
     lr: float = 1e-4,
     weight_decay: float = 0.05,
-    gate_lr: float | str = "1000x",
+    gate_lr: float | str = 0.1,
     position_lr: float | str = "1x",
     branch_lr: float | str | None = None,
     layer_decay: float = 1.0,
@@ -68,9 +68,10 @@ def parameter_groups(
 
     Weights have weight decay. Biases, norms, gates, centres, localities and what the model exempts itself have none,
     which torch's optimisers do not know. Gates learn at `gate_lr`, centres and localities at `position_lr`, and pyramid
-    weights before a BatchNorm at `branch_lr`: each is a number, or a multiple of `lr` like "1000x". With a
-    `layer_decay` below 1, every layer learns at that factor of the next one's rate. Each group has its `lr`,
-    `weight_decay` and `name`; parameters without `requires_grad` are in no group.
+    weights before a BatchNorm at `branch_lr`: each is a number, or a multiple of `lr` like "100x". The gates'
+    default is the T-CNN paper's, 1000 times its `lr` of 1e-4. With a `layer_decay` below 1, every layer learns at that
+    factor of the next one's rate. Each group has its `lr`, `weight_decay` and `name`; parameters without
+    `requires_grad` are in no group.
 
     A recast creates new parameters: make groups and optimiser after it. Schedulers of torch and timm keep the ratios of
     the rates.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeGuard, Union
 import yaml
 
 from isomorph.errors import UserError
-from isomorph.training.recipe.fields import DataPart
+from isomorph.training.recipe.fields import DataPart, OptimPart
 from isomorph.training.recipe.recipe import Recipe, fields_of, validate
 
 MAX_CHARACTERS = 100_000
@@ -105,10 +105,11 @@ def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     changed = apply_overrides(values, assignments)
     given = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
     unit = "iterations" if values.get("iterations") else "epochs"
+    moved = _warm_up_in_steps(changed, given) if unit == "epochs" else ""
     usual = values.get(unit, Recipe.model_fields[unit].default)
     shortened = shorten_schedules(changed, usual, given, unit)
     replaced = _leave_out_arguments(values, changed, given)
-    return validate(changed).with_note("; ".join(filter(None, (shortened, replaced))))
+    return validate(changed).with_note("; ".join(filter(None, (moved or shortened, replaced))))
 
 
 def _leave_out_arguments(values: dict[str, Any], changed: dict[str, Any], given: Sequence[str]) -> str:
@@ -122,6 +123,19 @@ def _leave_out_arguments(values: dict[str, Any], changed: dict[str, Any], given:
         return ""
     after.pop("backbone_kwargs", None)
     return f"the backbone is {name}, so {', '.join(own)} of {before.get('backbone')} is left out"
+
+
+def _warm_up_in_steps(values: dict[str, Any], given: Sequence[str]) -> str:
+    """Give a recipe in epochs that is now to run some iterations its warm-up in steps; return what was changed."""
+    steps, optim = values.get("iterations"), values.get("optim")
+    epochs = values.get("epochs", Recipe.model_fields["epochs"].default)
+    old = optim.get("warmup_epochs", OptimPart.model_fields["warmup_epochs"].default) if isinstance(optim, dict) else 0
+    numbers = all(_is_number(value) and value > 0 for value in (steps, epochs, old))
+    if not numbers or any(name in given for name in ("optim.warmup_epochs", "optim.warmup_iterations")):
+        return ""
+    new = min(max(1, round(steps * min(old / epochs, 0.5))), steps - 1)
+    values["optim"] |= {"warmup_epochs": 0, "warmup_iterations": new or None}
+    return f"{steps} iterations, so optim.warmup_epochs {old:g} -> {new} steps"
 
 
 def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:

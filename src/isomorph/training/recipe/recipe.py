@@ -162,10 +162,13 @@ class Recipe(Part):
 
     def _iteration_problems(self, iterations: int) -> Iterator[str]:
         """Yield schedules in epochs, or beyond the end, in a run of a given number of steps."""
-        if self.optim.warmup_epochs or self.anneal or self.model.recast_epoch:
+        warmup = f"optim.warmup_epochs=0 optim.warmup_iterations={max(1, iterations // 20)}"
+        schedules = {warmup: self.optim.warmup_epochs, "anneal=null": self.anneal}
+        schedules["model.recast_epoch=0"] = self.model.recast_epoch
+        if changes := [change for change, value in schedules.items() if value]:
             yield (
-                "a run with iterations has no schedules in epochs; give optim.warmup_iterations instead of "
-                "warmup_epochs, and leave anneal and model.recast_epoch out"
+                f"a run with iterations has no schedules in epochs; give {' '.join(changes)} too, or epochs instead of "
+                "iterations"
             )
         if (self.optim.warmup_iterations or 0) >= iterations:
             yield f"optim.warmup_iterations must be below iterations {iterations}; lower it"
