@@ -87,14 +87,15 @@ class TestData:
         assert objects["masks"].sum() == 400
         assert torch.equal(objects["masks"][0].bool(), torch.tensor(np.asarray(image)[..., 0] > 0))
 
-    def test_masks_from_polygons_and_rle(self):
+    def test_masks_from_polygons_and_rle(self, tmp_path):
         mask = np.zeros((48, 64), np.uint8)
         mask[10:30, 10:30] = 1
         compact = codec.encode(np.asfortranarray(mask))
         text = {"size": [48, 64], "counts": compact["counts"].decode()}
         counts = {"size": [48, 64], "counts": [10 * 48 + 10, *[20, 28] * 19, 20, 48 * 34 + 18]}
-        for outline in ([SQUARE], text, counts):
-            assert torch.equal(draw_masks([outline], 48, 64)[0], torch.from_numpy(mask))
+        for outline in ([SQUARE], text, counts, {**text, "size": [48.0, 64.0]}):
+            source = open_split(write(tmp_path, changed(segmentation=outline)), "train", masks=True)
+            assert torch.equal(source.objects(0)["masks"][0], torch.from_numpy(mask))
         assert draw_masks([], 4, 5).shape == (0, 4, 5)
 
     def test_rle_text_is_read_as_pycocotools_writes_it(self):

@@ -139,6 +139,8 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
             raise UserError(f"{name} has the unknown category_id {given}; the file's categories are {listed}")
         record, box, outline = records[number], annotation.get("bbox"), annotation.get("segmentation") or None
         unusable = _outline_problem(outline, record)
+        if isinstance(outline, dict) and not unusable:
+            outline = {"size": [record.height, record.width], "counts": outline["counts"]}  # sizes may be 48.0
         if box is None and not unusable:
             box = pycocotools("mask").toBbox(encode_outline(outline, record.height, record.width)).tolist()
         instead = ", or train boxes only with task.masks false" if masks and unusable else ""
