@@ -306,6 +306,16 @@ def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
     assert source.classes == tuple(names)
     write_table(table.drop_columns(["img"]), tmp_path / "cifar100/train-0.parquet")
     refused("it must have image and label", open_source, "cifar100", "train", tmp_path)
+    for label, said in (
+        (10**12, "label 1000000000000"),
+        (100, "label 100, and names 100"),
+        (-1, "number from 0"),
+        (None, "from 0"),
+    ):
+        meta = {} if label == 10**12 else {"huggingface": json.dumps(features)}
+        wrong = pyarrow.table({**columns, "fine_label": [7, label]}).replace_schema_metadata(meta)
+        write_table(wrong, tmp_path / "cifar100/train-0.parquet")
+        refused(said, open_source, "cifar100", "train", tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "augmix-m10-w1", "original", "v0"])

@@ -29,7 +29,7 @@ from isomorph.tasks.detection.data import (
     run_lengths,
 )
 from isomorph.tasks.detection.results import Results, as_results, ground_truth, group_results, metric_rows, score_image
-from isomorph.tasks.detection.task import GuidedDetectionLoss, guided_losses
+from isomorph.tasks.detection.task import DetectionPart, GuidedDetectionLoss, guided_losses
 from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
 from refusals import refused
@@ -451,7 +451,10 @@ class TestDistillation:
     def test_the_teacher_gets_images_in_its_own_normalisation(self):
         student, teacher = detectors(16, 16)
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
-        task, pixels = GuidedDetectionLoss(student, teacher, torch.device("cpu")), torch.rand(2, 3, 64, 64)
+        task, pixels = (
+            GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart()),
+            torch.rand(2, 3, 64, 64),
+        )
         images, theirs = (
             normalize(pixels, list(net.pretrained_cfg["mean"]), list(net.pretrained_cfg["std"]))
             for net in (student, teacher)
@@ -478,7 +481,7 @@ class TestDistillation:
 
     def test_a_frozen_teacher_guides_after_its_ramp(self):
         student, teacher = detectors(16, 24)
-        task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), ramp=2).train()
+        task = GuidedDetectionLoss(student, teacher, torch.device("cpu"), DetectionPart(ramp=2)).train()
         assert not teacher.training
         x, targets = (
             torch.randn(1, 3, 64, 64),
@@ -494,7 +497,7 @@ class TestDistillation:
         assert scales["adapt.0.weight"] == 1
         assert scales["student.backbone.patch_embed.proj.weight"] == 0.25
         with pytest.raises(iso.UserError, match="give a Mask R-CNN"):
-            GuidedDetectionLoss(student, timm.create_model("cifar_resnet20"), torch.device("cpu"))
+            GuidedDetectionLoss(student, timm.create_model("cifar_resnet20"), torch.device("cpu"), DetectionPart())
 
 
 def test_outputs_that_are_not_finite_have_no_metric(squares):

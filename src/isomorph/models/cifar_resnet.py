@@ -136,18 +136,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 def cifar_cfg(name: str) -> dict[str, Any]:
     """Return the pretrained_cfg of an architecture's public weights, which expect ImageNet's mean and std."""
-    return image_cfg(
-        url=f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}",
-        num_classes=10,
-        input_size=(3, 32, 32),
-        pool_size=(8, 8),
-        crop_pct=1.0,
-        interpolation="bilinear",
-        first_conv="conv1",
-        classifier="linear",
-        label_names=CIFAR10_CLASSES,
-        license="bsd-2-clause",
-    )
+    images = dict(input_size=(3, 32, 32), pool_size=(8, 8), crop_pct=1.0, interpolation="bilinear")
+    layers = dict(num_classes=10, first_conv="conv1", classifier="linear", label_names=CIFAR10_CLASSES)
+    return image_cfg(url=f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}", license="bsd-2-clause", **images, **layers)
 
 
 def create_cifar_resnet(

@@ -116,23 +116,17 @@ def _check_encoder(encoder: nn.Module) -> None:
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
     needing_grid = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
-    if isinstance(encoder, BlockwiseViT) or needing_grid:
-        raise UserError(
-            f"masked pre-training leaves out patches, but {', '.join(needing_grid) or f'a {kind}'} needs the whole "
-            "grid; pre-train the plain ViT, then recast it"
-        )
-    if encoder.pos_embed is None:
-        raise UserError(
-            f"masked pre-training needs a position embedding, which this {kind} does not have; set pos_embed"
-        )
-    if isinstance(encoder.patch_drop, PatchDropout):
-        raise UserError("patch_drop_rate is not supported in masked pre-training; leave it at 0")
+    whole = ", ".join(needing_grid) or (f"a {kind}" if isinstance(encoder, BlockwiseViT) else "")
     stem, proj = encoder.patch_embed, getattr(encoder.patch_embed, "proj", None)
-    if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0):
-        raise UserError(
-            f"the {type(stem).__name__} of this {kind} mixes patches, so hidden ones would be visible; "
-            "use a ViT with plain patches"
-        )
+    mixes = not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0)
+    for wrong, what in (
+        (whole, f"hides patches, but {whole} needs the whole grid; pre-train the plain ViT, then recast it"),
+        (encoder.pos_embed is None, f"needs a position embedding, which this {kind} does not have; set pos_embed"),
+        (isinstance(encoder.patch_drop, PatchDropout), "does not take patch_drop_rate; leave it at 0"),
+        (mixes, f"needs plain patches, and a {type(stem).__name__} mixes them; use another ViT"),
+    ):
+        if wrong:
+            raise UserError(f"masked pre-training {what}")
 
 
 class MaskedAutoencoder(nn.Module):

@@ -18,19 +18,10 @@ Mixin: Any = object
 
 def image_cfg(**more: Any) -> dict[str, Any]:
     """Return the pretrained_cfg of a network for ImageNet at 224 or any other size; `more` overrides its entries."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "fixed_input_size": False,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-        **more,
-    }
+    images = dict(input_size=(3, 224, 224), crop_pct=0.875, interpolation="bicubic", fixed_input_size=False)
+    colours = dict(mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    layers = dict(num_classes=1000, pool_size=None, first_conv="patch_embed.proj", classifier="head")
+    return images | colours | layers | more
 
 
 class Variant(NamedTuple):

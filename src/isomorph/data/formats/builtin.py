@@ -9,6 +9,7 @@ import numpy as np
 import torchvision.datasets
 from PIL import Image
 
+from isomorph.data.formats.naming import number_classes
 from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line, install_hint
 
@@ -77,5 +78,10 @@ def _read_parquet(files: Sequence[Path]) -> Source:
     labels = table[label].to_pylist()
     metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
     feature = metadata.get("info", {}).get("features", {}).get(label, {})
-    classes = feature.get("names") or [str(i) for i in range(max(labels) + 1)]
-    return Source([row["bytes"] for row in table[image].to_pylist()], labels, classes)
+    images = [row and row["bytes"] for row in table[image].to_pylist()]
+    if not labels or not all(images) or not all(isinstance(each, int) and each >= 0 for each in labels):
+        raise UserError(f"{files[0].parent} has images without bytes, or without a label that is a number from 0")
+    classes = feature.get("names") or number_classes(max(labels), files[0].parent)
+    if max(labels) >= len(classes):
+        raise UserError(f"{files[0].parent} has label {max(labels)}, and names {len(classes)} classes")
+    return Source(images, labels, classes)

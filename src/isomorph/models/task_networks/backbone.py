@@ -66,20 +66,25 @@ def build_backbone(
     Raises: UserError for an unknown model, one without feature maps, or indices that it does not have.
     """
     arguments = dict(arguments or {})
-    _check_arguments(name, arguments)
+    if not timm.is_model(name.partition(".")[0]):
+        raise UserError(f"there is no backbone {name!r}; see timm.list_models() and `isomorph models`")
+    for given in arguments.keys() & {"pretrained", "num_classes", "in_chans", "features_only", "out_indices"}:
+        own = "feature_indices" if given in ("features_only", "out_indices") else given
+        raise UserError(f"{given} is not an argument of the backbone; give {own} of the network")
     defaults = _default_arguments(name, img_size) | {"in_chans": in_chans, "num_classes": 0}
     try:
         model = timm.create_model(name, pretrained=pretrained, **(defaults | arguments))
     except TypeError as error:
         raise UserError(f"timm cannot create the backbone {name}: {' '.join(str(error).split())[:200]}") from error
-    info = _feature_info(name, model)
+    info: list[dict[str, Any]] = list(getattr(model, "feature_info", None) or ())
+    if not info or not hasattr(model, "forward_intermediates"):
+        others = "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
+        raise UserError(f"{name} has no feature maps (timm's forward_intermediates); choose another, like {others}")
     indices = _choose_indices(name, info, feature_indices)
     if hasattr(model, "prune_intermediate_layers"):
         model.prune_intermediate_layers(sorted(set(indices)), prune_norm=True, prune_head=True)
-    chosen = [info[index] for index in indices]
-    return FeatureBackbone(
-        model, indices, tuple(each["num_chs"] for each in chosen), tuple(each["reduction"] for each in chosen)
-    )
+    columns = ([info[index][key] for index in indices] for key in ("num_chs", "reduction"))
+    return FeatureBackbone(model, indices, *map(tuple, columns))
 
 
 def feature_maps(backbone: nn.Module, indices: Sequence[int], x: Tensor) -> list[Tensor]:
@@ -87,16 +92,6 @@ def feature_maps(backbone: nn.Module, indices: Sequence[int], x: Tensor) -> list
     taken = sorted(set(indices))
     maps = backbone.forward_intermediates(x, indices=taken, intermediates_only=True, output_fmt="NCHW")  # type: ignore[operator]
     return [maps[taken.index(index)] for index in indices]
-
-
-def _check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for an unknown model, or arguments that the network around the backbone sets."""
-    if not timm.is_model(name.partition(".")[0]):
-        raise UserError(f"there is no backbone {name!r}; see timm.list_models() and `isomorph models`")
-    own = dict.fromkeys(("features_only", "out_indices"), "feature_indices")
-    for name in ("pretrained", "num_classes", "in_chans", *own):
-        if name in arguments:
-            raise UserError(f"{name} is not an argument of the backbone; give {own.get(name, name)} of the network")
 
 
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
@@ -113,17 +108,6 @@ def _model_class(name: str) -> type[nn.Module]:
     """Return the class of a timm model, which only creating one tells."""
     with torch.device("meta"):
         return type(timm.create_model(name))
-
-
-def _feature_info(name: str, model: nn.Module) -> list[dict[str, Any]]:
-    """Return timm's description of each feature map. Raises: UserError if the model has none."""
-    info = getattr(model, "feature_info", None)
-    if info and hasattr(model, "forward_intermediates"):
-        return list(info)
-    raise UserError(
-        f"{name} has no feature maps (timm's forward_intermediates); choose another backbone, like "
-        "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
-    )
 
 
 def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequence[int] | None) -> tuple[int, ...]:

@@ -43,14 +43,8 @@ class PlainNeck(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         enlarge = [nn.ConvTranspose2d(channels, channels, 2, 2) for _ in range(3)]
-        self.scales = nn.ModuleList(
-            [
-                nn.Sequential(enlarge[0], nn.BatchNorm2d(channels), nn.GELU(), enlarge[1]),
-                enlarge[2],
-                nn.Identity(),
-                nn.MaxPool2d(2, 2, ceil_mode=True),
-            ]
-        )
+        first = nn.Sequential(enlarge[0], nn.BatchNorm2d(channels), nn.GELU(), enlarge[1])
+        self.scales = nn.ModuleList([first, enlarge[2], nn.Identity(), nn.MaxPool2d(2, 2, ceil_mode=True)])
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         return [scale(x) for scale, x in zip(self.scales, maps, strict=True)]

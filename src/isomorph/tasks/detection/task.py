@@ -119,28 +119,21 @@ class GuidedDetectionLoss(DetectionLoss):
 
         features: sum m (T - adapt(S))^2 / sum m,    objectness: sum m BCE(sigmoid(S), sigmoid(T)) / sum m
 
-    Both are summed over maps and weighted; the weights grow from 0 over the first `ramp` passes. The teacher is in eval
-    mode, gets images in its own normalisation, and computes its proposals' head only.
+    Both are summed over maps and weighted as `part` says; the weights grow from 0 over its first `ramp` passes. The
+    teacher is in eval mode, gets images in its own normalisation, and computes its proposals' head only.
 
     Source: G2SD (Huang et al., 2023), specific distillation for detection, as TDRL uses it; differs: the teacher's
     drop path is off
     Raises: UserError if the teacher has another number of maps or anchors.
     """
 
-    def __init__(
-        self,
-        student: nn.Module,
-        teacher: nn.Module,
-        device: torch.device,
-        weights: tuple[float, float] = (0.001, 0.1),
-        ramp: int = 500,
-    ) -> None:
+    def __init__(self, student: Any, teacher: Any, device: torch.device, part: DetectionPart) -> None:
         check_teacher(student, teacher)
-        widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]  # type: ignore[union-attr]
-        super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)  # type: ignore[arg-type]
+        widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]
+        super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)
         own, theirs = student.pretrained_cfg, teacher.pretrained_cfg
-        self.teacher = FrozenTeacher(teacher, own, theirs, device)  # type: ignore[arg-type]
-        self.weights, self.ramp = weights, ramp
+        self.teacher = FrozenTeacher(teacher, own, theirs, device)
+        self.part = part
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
         losses = self.trainable_module(input, target)
@@ -152,9 +145,9 @@ class GuidedDetectionLoss(DetectionLoss):
         pairs = [guided_losses(*each) for each in zip(maps, objectness, theirs, their_objectness, strict=True)]
         features, scores = zip(*pairs, strict=True)
         passed = unwrap_model(self.trainable_module).passes - 1
-        share = (passed / max(self.ramp, 1)).clamp(max=1.0) if self.ramp else 1.0
-        losses["loss_features"] = share * self.weights[0] * torch.stack(features).sum()
-        losses["loss_teacher_objectness"] = share * self.weights[1] * torch.stack(scores).sum()
+        share = (passed / self.part.ramp).clamp(max=1.0) if self.part.ramp else 1.0
+        losses["loss_features"] = share * self.part.feature_weight * torch.stack(features).sum()
+        losses["loss_teacher_objectness"] = share * self.part.objectness_weight * torch.stack(scores).sum()
         return {"loss": sum(losses.values()), **losses}
 
 
@@ -246,8 +239,7 @@ class Detection(Task):
 
         options, loss = self.options, DetectionLoss(model, device)
         if options.teacher is not None:
-            weights = (options.feature_weight, options.objectness_weight)
-            loss = GuidedDetectionLoss(model, open_model(options.teacher), device, weights, options.ramp)
+            loss = GuidedDetectionLoss(model, open_model(options.teacher), device, options)
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 
     def open_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:

@@ -101,7 +101,7 @@ class MaskedImages(ImageSet[Files]):
         samples: Sequence[Files],
         classes: Sequence[str],
         table: np.ndarray,
-        colours: Sequence[tuple[int, int, int]] | None = None,
+        colours: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(samples, classes)
         self.table, self.colours = table, colours
@@ -184,19 +184,9 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
 
 IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
 """Names of the two folders of a data set of one's own; the first that exists is used."""
-CAMVID = {
-    "Sky": (128, 128, 128),
-    "Building": (128, 0, 0),
-    "Pole": (192, 192, 128),
-    "Road": (128, 64, 128),
-    "Pavement": (60, 40, 222),
-    "Tree": (128, 128, 0),
-    "SignSymbol": (192, 128, 128),
-    "Fence": (64, 64, 128),
-    "Car": (64, 0, 128),
-    "Pedestrian": (64, 64, 0),
-    "Bicyclist": (0, 128, 192),
-}
+_CAMVID_NAMES = "Sky Building Pole Road Pavement Tree SignSymbol Fence Car Pedestrian Bicyclist"
+_CAMVID_COLOURS = "808080 800000 c0c080 804080 3c28de 808000 c08080 404080 400080 404000 0080c0"
+CAMVID = dict(zip(_CAMVID_NAMES.split(), map(tuple, map(bytes.fromhex, _CAMVID_COLOURS.split())), strict=True))
 """The classes of CamVid and their colours."""
 ADE_CLASSES = 150
 

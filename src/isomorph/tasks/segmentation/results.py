@@ -172,7 +172,7 @@ _OPACITY = 0.55
 _GOLDEN = 0.6180339887
 
 
-def class_colours(classes: int, given: Sequence[tuple[int, int, int]] | None = None) -> np.ndarray:
+def class_colours(classes: int, given: Sequence[Sequence[int]] | None = None) -> np.ndarray:
     """Return a colour for each class, those given or else colours that differ in hue. Shape: -> (K, 3) uint8"""
     if given is not None and len(given) == classes:
         return np.array(given, np.uint8)
