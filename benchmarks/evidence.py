@@ -1,0 +1,476 @@
+"""The studies of docs/evidence.md: for each method the paper's claim, its arms, and the control that could refute it.
+
+    python benchmarks/evidence.py convit --hours 10     # or tcnn, tdrl, refiner, coatnet
+    python benchmarks/evidence.py convit --hours 0      # only the tables of what is trained
+
+A cell is one network trained once: an arm, its number of training images and epochs, a learning rate, a seed. A
+finished cell is a row of benchmarks/results/evidence_METHOD.json, so a second call goes on where the first stopped; an
+unfinished one continues from its last epoch. The rate of an arm is the best of its grid on 5,000 validation images,
+which are cut from the training images and never trained on, with seed 0. No choice looks at the test images.
+
+Needs ISOMORPH_DATA with cifar10. One thread is used.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isomorph as iso
+from interleave import RESULTS, processor, show
+from isomorph.data import open_source
+from isomorph.data.sources import decode
+from isomorph.recipes.coatnet import CIFAR_LAYOUTS
+from isomorph.recipes.coatnet import CIFAR_MODEL as COATNET
+
+VALIDATION, BATCH, PAD = 5_000, 128, 4
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+RUNS = Path("runs/evidence")
+VIT = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4)
+"""A grid of 8 x 8 patches, four heads of 16 channels."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training. `images` are the first of a fixed permutation, so a smaller set is part of a larger one."""
+
+    arm: str
+    images: int
+    epochs: int
+    rate: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Arms that are compared: as many images and epochs for all; `epochs` of an arm overrides that."""
+
+    arms: tuple[str, ...]
+    images: int
+    epochs: int
+    rates: tuple[float, ...]
+    seeds: int = 3
+    longer: dict[str, int] = field(default_factory=dict)
+
+    def cells(self, arm: str, rates: tuple[float, ...], seeds: range) -> Iterator[Cell]:
+        epochs = self.longer.get(arm, self.epochs)
+        return (Cell(arm, self.images, epochs, rate, seed) for seed in seeds for rate in rates)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A claim, its settings in the order in which they are trained, and how a cell is built and looked at.
+
+    `control` begins the name of the arm, of each setting, whose seeds the others are paired with.
+    """
+
+    claim: str
+    build: Callable[[Cell, "Images"], nn.Module]
+    settings: tuple[Setting, ...]
+    control: str
+    look: Callable[[nn.Module, Tensor], dict[str, Any]] = lambda model, images: {}
+    optimizer: Callable[[nn.Module, Cell], torch.optim.Optimizer] = lambda model, cell: adamw(model, cell)
+    mixup: bool = False
+
+
+def adamw(model: nn.Module, cell: Cell, **rates: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(iso.training.parameter_groups(model, lr=cell.rate, **rates))
+
+
+class Images:
+    """CIFAR-10 in memory: 45,000 training images in a fixed order, 5,000 validation images, 10,000 test images."""
+
+    def __init__(self) -> None:
+        order = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))
+        pixels, labels = self.read("train")
+        self.splits = {"test": self.read("test")}
+        for name, part in (("val", order[:VALIDATION]), ("train", order[VALIDATION:])):
+            self.splits[name] = (pixels[part], labels[part])
+
+    @staticmethod
+    def read(split: str) -> tuple[Tensor, Tensor]:
+        source = open_source("cifar10", split)
+        pixels = np.stack([np.asarray(decode(image)) for image in source.images])
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(list(source.labels))
+
+    @staticmethod
+    def normalise(pixels: Tensor) -> Tensor:
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+        return (pixels.float() / 255 - mean) / std
+
+    def batches(self, images: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch: each image shifted by up to 4 pixels and flipped by chance, then normalised."""
+        pixels, labels = self.splits["train"]
+        for index in torch.randperm(images, generator=generator).split(min(BATCH, images)):
+            if len(index) < min(BATCH, images):  # the last, smaller batch
+                return
+            padded = F.pad(pixels[index], (PAD,) * 4)
+            moved = torch.randint(0, 2 * PAD + 1, (2, len(index)), generator=generator)
+            flipped = torch.rand(len(index), generator=generator) < 0.5
+            crops = [image[:, y : y + 32, x : x + 32] for image, y, x in zip(padded, *moved.tolist(), strict=True)]
+            batch = torch.stack(crops)
+            batch[flipped] = batch[flipped].flip(-1)
+            yield self.normalise(batch), labels[index]
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, split: str) -> tuple[float, float]:
+        """Top-1 in percent, and negative log-likelihood in nats."""
+        pixels, labels = self.splits[split]
+        model.eval()
+        logits = torch.cat([model(self.normalise(part)) for part in pixels.split(250)])
+        return 100 * (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
+
+
+def mixed(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Mixup with one share for the batch, drawn from Beta(.2, .2), and label smoothing of .1: DeiT's, scaled down."""
+    rng = np.random.default_rng(int(torch.randint(2**31, (1,), generator=generator)))
+    share = float(rng.beta(0.2, 0.2))
+    targets = 0.9 * F.one_hot(y, 10).float() + 0.01
+    return share * x + (1 - share) * x.flip(0), share * targets + (1 - share) * targets.flip(0)
+
+
+def train(study: Study, cell: Cell, images: Images, deadline: float, snapshot: Path) -> dict[str, Any] | None:
+    """Train a cell: its row, or None if the time is up, with the state after the last epoch in `snapshot`."""
+    torch.manual_seed(cell.seed)
+    generator = torch.Generator().manual_seed(1_000 + cell.seed)
+    model = study.build(cell, images)
+    optimizer = study.optimizer(model, cell)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    row: dict[str, Any] = asdict(cell) | dict(curve=[], seconds=0.0)
+    pixels = images.normalise(images.splits["val"][0][:64])
+    if snapshot.is_file() and (state := torch.load(snapshot, weights_only=True))["cell"] == list(astuple(cell)):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["generator"])
+        row = json.loads(state["row"])
+    else:
+        row["looks"] = [dict(epoch=0) | study.look(model.eval(), pixels)]
+    steps = cell.images // min(BATCH, cell.images)
+    total, done = cell.epochs * steps, len(row["curve"])
+    for epoch in range(done, cell.epochs):
+        begun, losses = time.process_time(), []
+        model.train()
+        for i, (x, y) in enumerate(images.batches(cell.images, generator)):
+            progress = (epoch * steps + i + 0.5) / total
+            factor = min(1.0, progress / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            inputs, targets = mixed(x, y, generator) if study.mixup else (x, y)
+            loss = F.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        row["seconds"] += time.process_time() - begun
+        mean = statistics.mean(losses)
+        row["curve"].append([round(images.score(model, "val")[0], 2) if math.isfinite(mean) else 0.0, round(mean, 4)])
+        if math.isfinite(mean) and (epoch + 1) % max(1, cell.epochs // 5) == 0:
+            row["looks"].append(dict(epoch=epoch + 1) | study.look(model.eval(), pixels))
+        print(f"  epoch {epoch + 1} of {cell.epochs}: loss {mean:.3f}, validation {row['curve'][-1][0]}", flush=True)
+        if not math.isfinite(mean):
+            row["diverged"] = True
+            break
+        if epoch + 1 < cell.epochs:
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), generator=generator.get_state())
+            torch.save(
+                state | dict(cell=list(astuple(cell)), row=json.dumps(row)), part := snapshot.with_suffix(".part")
+            )
+            part.replace(snapshot)
+            if time.time() > deadline:
+                return None
+    row["val"] = row["curve"][-1][0]
+    if not row.get("diverged"):
+        row["test"], row["test_nll"] = (round(value, 4) for value in images.score(model, "test"))
+    snapshot.unlink(missing_ok=True)
+    row["seconds"] = round(row["seconds"], 1)
+    return row
+
+
+def next_cell(study: Study, rows: list[dict[str, Any]]) -> Cell | None:
+    """The first cell that is not trained: setting by setting its grid of rates, then the seeds at the best rate."""
+    done = {tuple(row[name] for name in Cell.__dataclass_fields__) for row in rows}
+    for setting in study.settings:
+        grid = [cell for arm in setting.arms for cell in setting.cells(arm, setting.rates, range(1))]
+        if missing := [cell for cell in grid if astuple(cell) not in done]:
+            return missing[0]
+        for seed in range(1, setting.seeds):
+            for arm in setting.arms:
+                (cell,) = setting.cells(arm, (best_rate(setting, arm, rows),), range(seed, seed + 1))
+                if astuple(cell) not in done:
+                    return cell
+    return None
+
+
+def of_setting(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    epochs = setting.longer.get(arm, setting.epochs)
+    wanted = (arm, setting.images, epochs)
+    return [row for row in rows if (row["arm"], row["images"], row["epochs"]) == wanted]
+
+
+def best_rate(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> float:
+    grid = [row for row in of_setting(setting, arm, rows) if row["seed"] == 0 and row["rate"] in setting.rates]
+    return max(grid, key=lambda row: row["val"])["rate"]
+
+
+def table(study: Study, setting: Setting, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row an arm: test accuracy at the rate chosen, and its difference to the control, seed by seed."""
+
+    def tests(arm: str) -> dict[int, dict[str, Any]]:
+        if not (found := of_setting(setting, arm, rows)):
+            return {}
+        rate = best_rate(setting, arm, rows)
+        return {row["seed"]: row for row in found if row["rate"] == rate and "test" in row}
+
+    name = next((arm for arm in setting.arms if arm.startswith(study.control)), study.control)
+    control, lines = tests(name), []
+    for arm in setting.arms:
+        if not (found := tests(arm)):
+            continue
+        scores = [row["test"] for row in found.values()]
+        paired = [row["test"] - control[seed]["test"] for seed, row in found.items() if seed in control]
+        first = next(iter(found.values()))
+        lines.append(
+            {
+                "arm": arm,
+                "images": setting.images,
+                "epochs": first["epochs"],
+                "rate": f"{first['rate']:g}",
+                "seeds": len(found),
+                "test top-1": f"{statistics.mean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})",
+                f"minus {name}": " ".join(f"{d:+.2f}" for d in paired),
+                "training loss": f"{statistics.mean(row['curve'][-1][1] for row in found.values()):.3f}",
+                "minutes": f"{statistics.mean(row['seconds'] for row in found.values()) / 60:.1f}",
+            }
+        )
+    return lines
+
+
+# --- ConViT: ahead of a ViT at little data ---------------------------------------------------------------------------
+
+
+def build_convit(cell: Cell, images: Images) -> nn.Module:
+    kind, start = cell.arm.split(", ")[:2]
+    shape = VIT | (dict(embed_dim=128, num_heads=8) if "wide" in cell.arm else {})
+    shape |= dict(depth=12) if "deep" in cell.arm else {}
+    gated = (2 * shape["depth"] // 3) if kind == "ConViT" else 0
+    weight_init = "jax" if start == "Xavier" else ""
+    return timm.create_model("convit_ti", num_classes=10, local_up_to_layer=gated, weight_init=weight_init, **shape)
+
+
+def gate_values(model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Mean share of position in the attention of each gated layer."""
+    try:
+        return dict(gates=[round(float(gates.mean()), 4) for gates in iso.gates(model).values()])
+    except iso.UserError:  # no gated layer
+        return {}
+
+
+CONVIT_ARMS = ("ConViT, Xavier", "ConViT, std .02", "ViT, Xavier", "ViT, std .02")
+CONVIT = Study(
+    "a ConViT is ahead of a ViT when there are few training images",
+    build_convit,
+    (
+        Setting(CONVIT_ARMS, 5_000, 20, (5e-4, 1e-3, 2e-3, 4e-3)),
+        Setting(CONVIT_ARMS, 1_000, 100, (5e-4, 1e-3, 2e-3, 4e-3)),
+        Setting(CONVIT_ARMS, 45_000, 4, (1e-3, 2e-3, 4e-3)),
+        Setting(CONVIT_ARMS, 20_000, 8, (1e-3, 2e-3, 4e-3)),
+        Setting(tuple(f"{arm}, wide" for arm in CONVIT_ARMS), 5_000, 20, (5e-4, 1e-3, 2e-3)),
+        Setting(tuple(f"{arm}, deep" for arm in CONVIT_ARMS), 5_000, 20, (5e-4, 1e-3, 2e-3)),
+    ),
+    "ViT, Xavier",
+    gate_values,
+    lambda model, cell: adamw(model, cell, gate_lr="10x"),
+)
+
+
+# --- CoAtNet: convolution generalises, attention has capacity --------------------------------------------------------
+
+COATNET_ARMS = {"C-C-C-C": "c_c_c_c", "C-C-T-T": "c_c_t_t", "C-T-T-T": "c_t_t_t", "ViT_REL": "vit_rel"}
+COATNET_STUDY = Study(
+    "convolution generalises better from few images, attention has more capacity, C-C-T-T has both",
+    lambda cell, images: timm.create_model(
+        "coatnet_0", num_classes=10, **COATNET | CIFAR_LAYOUTS[COATNET_ARMS[cell.arm]]
+    ),
+    (
+        Setting(tuple(COATNET_ARMS), 2_000, 30, (5e-4, 1e-3, 2e-3, 4e-3)),
+        Setting(tuple(COATNET_ARMS), 10_000, 10, (1e-3, 2e-3, 4e-3)),
+        Setting(tuple(COATNET_ARMS), 45_000, 4, (1e-3, 2e-3, 4e-3)),
+    ),
+    "C-C-C-C",
+)
+
+
+# --- Refiner: deep ViTs over-smooth; refined maps keep heads and layers apart ----------------------------------------
+
+REFINER_FORMS: dict[str, dict[str, Any]] = {
+    "plain": dict(ratio=0, kernel=0),
+    "refined": {},
+    "talking heads": dict(ratio=1, kernel=1),
+    "expansion without reduction": dict(kernel=1, reduce=False),
+}
+
+
+def build_refiner(cell: Cell, images: Images) -> nn.Module:
+    form, depth = cell.arm.split(", ")[:2]
+    shape = VIT | dict(embed_dim=48, depth=int(depth.split()[0]), mlp_ratio=3, weight_init="jax")
+    return timm.create_model("refined_vit_b", num_classes=10, **shape | REFINER_FORMS[form])
+
+
+@torch.no_grad()
+def look_refiner(model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Block by block: cosine of the heads' maps after centring over keys, and CKA of features with the last block's."""
+    maps = iso.attention_maps(model, images[:16]).values()
+    centred = [F.normalize(m.float() - m.float().mean(-1, keepdim=True), dim=-1) for m in maps]
+    heads = [torch.einsum("bhqk,bgqk->hg", m, m) / (m.shape[0] * m.shape[2]) for m in centred]
+    off = [(h.sum() - h.trace()) / (h.numel() - len(h)) for h in heads]
+    evolution = iso.analysis.feature_evolution(model, images)
+    return dict(heads=[round(float(v), 4) for v in off], features=[round(v, 4) for v in evolution.values()])
+
+
+def refiner_setting(depth: int, epochs: int, forms: tuple[str, ...] = tuple(REFINER_FORMS), seeds: int = 3) -> Setting:
+    arms = tuple(f"{form}, {depth} blocks" for form in forms)
+    return Setting(arms, 10_000, epochs, (1e-3, 2e-3, 4e-3), seeds)
+
+
+REFINER = Study(
+    "deep ViTs over-smooth; refining the maps keeps heads and layers apart, and helps",
+    build_refiner,
+    (refiner_setting(6, 8), refiner_setting(24, 8), refiner_setting(16, 8)),
+    "plain",
+    look_refiner,
+)
+
+
+# --- TDRL: pyramids train better than a plain layer of the same function ---------------------------------------------
+
+
+def build_tdrl(cell: Cell, images: Images) -> nn.Module:
+    """`fused start`: plain layers with the function of the untrained pyramid, normalised by a batch's statistics."""
+    arm = cell.arm.split(", ")[0]
+    layout = {"plain": "plain", "BatchNorm only": "naive-W1"}.get(arm, "P-W2S")
+    model = timm.create_model("tdrl_vit_ti", num_classes=10, **VIT, layout=layout, weight_init="mae")
+    if arm == "fused start":
+        batch = next(images.batches(1_024, torch.Generator().manual_seed(cell.seed)))[0]
+        model = iso.fuse(iso.recalibrate(model, [batch])).train()
+    return model
+
+
+def optimizer_tdrl(model: nn.Module, cell: Cell) -> torch.optim.Optimizer:
+    if cell.arm.endswith("LAMB"):
+        return timm.optim.Lamb(iso.training.parameter_groups(model, lr=cell.rate))
+    return adamw(model, cell)
+
+
+TDRL_ARMS = ("plain", "P-W2S", "fused start", "BatchNorm only")
+TDRL = Study(
+    "pyramids train better than a plain layer of the same function",
+    build_tdrl,
+    (
+        Setting(TDRL_ARMS, 10_000, 10, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
+        Setting(("plain", "fused start"), 10_000, 15, (5e-4, 1e-3, 2e-3, 4e-3)),  # as long as 10 with pyramids on a GPU
+        Setting(TDRL_ARMS, 10_000, 30, (5e-4, 1e-3, 2e-3, 4e-3)),
+        Setting(tuple(f"{arm}, LAMB" for arm in TDRL_ARMS), 10_000, 10, (2e-3, 4e-3, 8e-3, 1.6e-2)),
+    ),
+    "plain",
+    optimizer=optimizer_tdrl,
+)
+
+
+# --- T-CNN: a recast network, fine-tuned, beats its CNN --------------------------------------------------------------
+
+
+def base_cnn(images: Images) -> nn.Module:
+    """ResNet-20 trained here without the validation images: 30 epochs of AdamW."""
+    path = RUNS / "tcnn_base.pt"
+    model = timm.create_model("cifar_resnet20")
+    if not path.is_file():
+        print("base CNN", flush=True)
+        study = Study("", lambda cell, images: model, (), "")
+        cell = Cell("base", 45_000, 30, 4e-3, 0)
+        row = train(study, cell, images, math.inf, RUNS / "tcnn_base_part.pt")
+        torch.save(model.state_dict() | {"row": json.dumps(row)}, path)
+    model.load_state_dict({k: v for k, v in torch.load(path, weights_only=True).items() if k != "row"})
+    return model
+
+
+TCNN_SURGERY: dict[str, iso.ConvToGPSA | None] = {
+    "CNN": None,
+    "paper": iso.ConvToGPSA(init="paper"),
+    "exact": iso.ConvToGPSA(init="exact", locality=5.0, gate=6.0),
+    "position only": iso.ConvToGPSA(init="paper", content="none"),
+}
+
+
+def build_tcnn(cell: Cell, images: Images) -> nn.Module:
+    """The paper's surgery: the last stage at stride 1, the second convolution of its blocks recast."""
+    form, stride = cell.arm.split(", ")
+    model = base_cnn(images).eval()
+    if stride == "stride 1":
+        model = iso.unstride(model, "layer3.0")
+    if rule := TCNN_SURGERY[form]:
+        model = iso.recast(model, rule, where="layer3.*.conv2")
+    return model.train()
+
+
+TCNN_ARMS = tuple(f"{form}, stride 1" for form in TCNN_SURGERY)
+TCNN = Study(
+    "fine-tuning a recast network beats its CNN",
+    build_tcnn,
+    (
+        Setting((*(f"{form}, stride 2" for form in TCNN_SURGERY),), 45_000, 4, (3e-4, 1e-3)),
+        Setting((*TCNN_ARMS, "CNN, stride 2"), 5_000, 10, (3e-4, 1e-3)),
+        Setting(("CNN, stride 1",), 5_000, 30, (3e-4, 1e-3)),  # about as long as `paper` on a CPU
+    ),
+    "CNN",
+    gate_values,
+    lambda model, cell: adamw(model, cell, gate_lr="1000x"),
+    mixup=True,
+)
+
+STUDIES = {"tcnn": TCNN, "convit": CONVIT, "tdrl": TDRL, "refiner": REFINER, "coatnet": COATNET_STUDY}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=list(STUDIES))
+    parser.add_argument("--hours", type=float, default=10, help="of wall time; 0 prints the tables")
+    parser.add_argument("--out", type=Path, help="the file of rows; by default that of the results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    study, deadline = STUDIES[options.method], time.time() + 3600 * options.hours
+    out = options.out or RESULTS / f"evidence_{options.method}.json"
+    about = dict(claim=study.claim, machine=processor(), torch=torch.__version__)
+    rows = json.loads(out.read_text())["rows"] if out.is_file() else []
+    RUNS.mkdir(parents=True, exist_ok=True)
+    images = Images() if options.hours else None
+    while images and time.time() < deadline and (cell := next_cell(study, rows)):
+        print(
+            f"{cell.arm}: {cell.images} images, {cell.epochs} epochs, rate {cell.rate:g}, seed {cell.seed}", flush=True
+        )
+        if (row := train(study, cell, images, deadline, RUNS / f"{options.method}.pt")) is None:
+            break
+        rows.append(row)
+        text = json.dumps(about | dict(rows=rows)).replace('{"arm"', '\n{"arm"') + "\n"
+        part = out.with_suffix(".part")
+        part.write_text(text)
+        part.replace(out)
+    for setting in study.settings:
+        if lines := table(study, setting, rows):
+            show(f"{setting.images} images, {setting.epochs} epochs", lines)
+    left = next_cell(study, rows)
+    print("\nall cells are trained" if left is None else f"\nnext: {left}")
+
+
+if __name__ == "__main__":
+    main()
