@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Rule,
         edits,
         fuse,
+        insert,
         prune,
         recalibrate,
         recast,
@@ -57,7 +58,8 @@ _HOMES = {
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
     "surgery": "Anneal AttentionToGPSA AttentionToRefined AttentionToRelative BranchesToConv "
-    "ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse prune recalibrate recast revert targets unstride verify",
+    "ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune recalibrate "
+    "recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
     "tasks.robustness": "robustness",
     "training": "Recipe train",
@@ -68,7 +70,7 @@ _SUBPACKAGES = (*__all__, "checkpoints", "recipes")
 __all__ += ["Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "BranchesToConv"]
 __all__ += ["ConvToConvNorm", "ConvToGPSA"]
 __all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
-__all__ += ["evaluate", "export", "fuse", "gates", "keep_freed_memory", "load", "load_recipe", "load_weights"]
+__all__ += ["evaluate", "export", "fuse", "gates", "insert", "keep_freed_memory", "load", "load_recipe", "load_weights"]
 __all__ += ["nonlocality", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness", "save"]
 __all__ += ["save_for_hub", "targets", "train", "unstride", "verify"]
 

@@ -6,6 +6,7 @@ from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.psa import PSA
 from isomorph.layers.gated.tap_heads import PositionalConv2d
 from isomorph.layers.gated.window_gpsa2d import WindowGPSA2d
+from isomorph.layers.map_attention import MapAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, RefinedMap
 from isomorph.layers.pyramid.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.pyramid.conv import PyramidConv2d
@@ -33,6 +34,7 @@ __all__ = [
     "LayerNormMBConv",
     "LocalAttention",
     "MBConv",
+    "MapAttention",
     "MapCall",
     "MapConvolution",
     "PositionalAttention",

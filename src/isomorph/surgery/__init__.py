@@ -10,6 +10,7 @@ from isomorph.surgery.coverage import (
     timm_models,
 )
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
+from isomorph.surgery.insert import Insert, insert, register_block
 from isomorph.surgery.merge import FuseReport, Merge
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
@@ -28,9 +29,10 @@ from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
-    RULES, {"Fuse": Fuse, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
+    RULES,
+    {"Fuse": Fuse, "Insert": Insert, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride},
 )
-"""Rules by name, as checkpoints store them: those registered, and those of `fuse`, `prune`, `revert`, `unstride`."""
+"""Rules by name, as checkpoints store them: those registered, and those of `fuse`, `insert`, `prune` and the like."""
 
 __all__ = [
     "RULES",
@@ -45,6 +47,7 @@ __all__ = [
     "Edit",
     "Fuse",
     "FuseReport",
+    "Insert",
     "LinearToPyramid",
     "Merge",
     "NotEqual",
@@ -63,12 +66,14 @@ __all__ = [
     "fuse",
     "fuse_with_report",
     "fusible_modules",
+    "insert",
     "model_coverage",
     "notes",
     "prunable_layers",
     "prune",
     "recalibrate",
     "recast",
+    "register_block",
     "register_rule",
     "replay",
     "revert",

@@ -14,7 +14,7 @@ from isomorph.surgery.record import Edit, add_notes, copy_model, edits, update_r
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import Where, describe_where, list_names, matches_where
 
-_REVERT_METHODS = ("to_conv", "to_attention")
+_REVERT_METHODS = ("to_conv", "to_attention", "to_original")
 """Methods by which a recast layer converts back to its original form, if it still computes the same function."""
 
 

@@ -1,0 +1,220 @@
+"""A block after any module: equal bit by bit at first, saved, rebuilt and removed; wrong places are refused."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+import isomorph as iso
+from isomorph.layers import MapAttention
+from isomorph.surgery.insert import BLOCKS, InsertedBlock, register_block
+from refusals import refused
+
+X = torch.randn(1, 3, 64, 64)
+
+
+class Own(nn.Module):
+    """Outputs of several kinds, a layer in place, a module used twice, children that are iterated over."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.conv, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+        self.steps = Steps()
+        self.pyramid = Pyramid()
+
+    def forward(self, x):
+        h = self.act(self.conv(self.act(self.conv(self.stem(x)))))
+        h = self.pyramid(self.steps(h))["map"]
+        t, _ = self.lstm(h.flatten(2).transpose(1, 2)[:, :9])
+        return F.linear(t.mean(1), self.head.weight, self.head.bias)
+
+
+class Steps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 1), nn.Tanh()
+
+    def forward(self, x):
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+class Pyramid(nn.Module):
+    def forward(self, x):
+        return {"map": x * 1, "pool": x.mean((2, 3))}
+
+
+def conv_block(channels):
+    return nn.Sequential(nn.Conv2d(channels, channels, 1), nn.GELU())
+
+
+def token_block(channels):
+    return nn.Linear(channels, channels)
+
+
+def backbone(name, **kwargs):
+    return lambda: timm.create_model(name, **kwargs)
+
+
+PLACES = {
+    "a block of a CNN": (backbone("resnet18"), "layer3.1", MapAttention),
+    "a stage of a CNN": (backbone("resnet18"), "layer3", conv_block),
+    "an activation": (backbone("resnet18"), "act1", conv_block),
+    "features only": (backbone("resnet18", features_only=True), "layer3.1", conv_block),
+    "channels last": (backbone("convnext_atto"), "stages.1.blocks.0.norm", conv_block),
+    "channels last, by layout": (
+        backbone("swin_tiny_patch4_window7_224", img_size=64),
+        "layers.1.blocks.0",
+        conv_block,
+    ),
+    "tokens": (backbone("vit_tiny_patch16_224", img_size=64, depth=2), "blocks.0", MapAttention),
+    "all blocks": (backbone("vit_tiny_patch16_224", img_size=64, depth=2), "blocks.?", token_block),
+    "torchvision": (torchvision.models.resnet18, "layer4.0", conv_block),
+    "own, used twice": (Own, "conv", conv_block),
+    "own, before a layer in place": (Own, "stem", conv_block),
+    "own, a tuple": (Own, "lstm", token_block),
+    "own, a dictionary": (Own, "pyramid", conv_block),
+}
+
+
+@pytest.fixture(params=PLACES)
+def inserted(request):
+    make, after, block = PLACES[request.param]
+    torch.manual_seed(0)
+    model = make().eval()
+    return model, iso.insert(model, block, after, example=X).eval()
+
+
+def outputs(model):
+    found = model(X)
+    return found if isinstance(found, list) else [found]
+
+
+def set_gammas(model, value=0.5):
+    for module in model.modules():
+        if isinstance(module, InsertedBlock):
+            nn.init.constant_(module.gamma, value)
+    return model
+
+
+def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
+    model, new = inserted
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(new), strict=True))
+    assert model.state_dict().keys() <= new.state_dict().keys()
+    new.load_state_dict(model.state_dict(), strict=False)
+    sum(each.square().sum() for each in outputs(new)).backward()
+    gammas = [m.gamma for m in new.modules() if isinstance(m, InsertedBlock)]
+    assert gammas
+    assert all(gamma.grad is not None and gamma.grad.any() for gamma in gammas)
+    back = iso.revert(new)
+    assert back.state_dict().keys() == model.state_dict().keys()
+    assert {type(m) for m in back.modules()} == {type(m) for m in model.modules()}
+    assert not iso.edits(back)
+    moved = set_gammas(copy.deepcopy(new))
+    assert any(not torch.equal(a, b) for a, b in zip(outputs(model), outputs(moved), strict=True))
+    refused("its gamma is up to 0.5", lambda: iso.revert(moved))
+
+
+def test_copies_and_graphs_are_equal(inserted):
+    _, new = inserted
+    set_gammas(new)
+    expected = outputs(new)
+    copied = pickle.loads(pickle.dumps(new)) if "Own" not in type(new).__name__ else copy.deepcopy(new)
+    assert all(torch.equal(a, b) for a, b in zip(expected, outputs(copied), strict=True))
+
+
+def test_export_and_compile():
+    model = timm.create_model("resnet18").eval()
+    new = set_gammas(iso.insert(model, MapAttention, "layer3.1"))
+    exported = torch.export.export(new, (X,)).module()
+    compiled = torch.compile(new, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(exported(X), new(X))
+    torch.testing.assert_close(compiled(X), new(X))
+    _, features = new.forward_intermediates(X)
+    assert len(features) == 5
+
+
+@pytest.mark.parametrize("block", [MapAttention, conv_block])
+def test_saved_and_rebuilt(block, tmp_path):
+    model = timm.create_model("cifar_resnet20", num_classes=10).eval()
+    new = set_gammas(iso.insert(model, block, "layer3.2"))
+    iso.save(new, tmp_path / "new.safetensors")
+    loaded = iso.load(tmp_path / "new.safetensors").eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(x), new(x))
+    name = iso.edits(new)[0].rule.block
+    known = BLOCKS.pop(name)
+    try:
+        refused(f"the block {name} is not registered", lambda: iso.load(tmp_path / "new.safetensors"))
+    finally:
+        register_block(known, name)
+
+
+def test_blocks_have_the_model_s_precision_and_are_trained_in_a_frozen_model():
+    model = timm.create_model("resnet18").bfloat16().requires_grad_(False)
+    new = iso.insert(model, conv_block, "layer3.1")
+    own = new.layer3[1].inserted
+    assert {p.dtype for p in own.parameters()} == {torch.bfloat16}
+    assert all(p.requires_grad for p in own.parameters())
+    assert not new.layer3[1].conv1.weight.requires_grad
+
+
+def test_a_module_as_block_is_copied_to_every_place():
+    block = nn.Conv2d(256, 256, 1)
+    new = iso.insert(timm.create_model("resnet18"), block, "layer3.?")
+    copies = [new.layer3[i].inserted.block for i in (0, 1)]
+    assert copies[0] is not copies[1]
+    assert all(torch.equal(each.weight, block.weight) for each in copies)
+
+
+def test_a_gamma_without_gradient_is_noted():
+    model = timm.create_model("resnet18", zero_init_last=True)
+    assert any(
+        "gets no gradient" in note for note in iso.surgery.notes(iso.insert(model, conv_block, "layer3.1.conv1"))
+    )
+    assert not iso.surgery.notes(iso.insert(model, conv_block, "layer3.1"))
+
+
+def in_place(channels):
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(channels, channels, 1))
+
+
+def wider(channels):
+    return nn.Conv2d(channels, 2 * channels, 1)
+
+
+def three(channels):
+    return nn.Conv2d(3, channels, 1)
+
+
+REFUSALS = {
+    "no such module": (Own, "layer9", conv_block, {}, "matches no module; "),
+    "the model": (Own, "", conv_block, {}, "not after the model itself"),
+    "never called": (Own, "head", conv_block, {}, "head is not called as a module"),
+    "iterates": (Own, "steps", conv_block, {}, "steps iterates over its children"),
+    "no map": (backbone("resnet18"), "fc", conv_block, {}, r"fc returns no map or tokens, but \(1, 1000\)"),
+    "no entry": (Own, "pyramid", conv_block, dict(entry="maps"), "has no entry 'maps'"),
+    "in place": (Own, "conv", in_place, {}, "changes its input in place"),
+    "another shape": (Own, "conv", wider, {}, "it must keep the shape"),
+    "does not fit": (Own, "conv", three, {}, r"does not fit \(1, 8, 62, 62\) after conv"),
+    "no example": (Own, "conv", conv_block, dict(example=None), "give an example"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_the_reason(name):
+    make, after, block, options, pattern = REFUSALS[name]
+    refused(pattern, lambda: iso.insert(make().eval(), block, after, **dict(example=X) | options))
+
+
+def test_one_block_at_a_place():
+    new = iso.insert(Own(), conv_block, "conv", X)
+    refused("a block is inserted after it already", lambda: iso.insert(new, conv_block, "conv", X))
