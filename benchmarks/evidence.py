@@ -1,6 +1,6 @@
 """The studies of docs/evidence.md: for each method the paper's claim, its arms, and the control that could refute it.
 
-    python benchmarks/evidence.py convit --hours 10     # or tcnn, tdrl, refiner, coatnet
+    python benchmarks/evidence.py convit --hours 10     # or tcnn, tdrl, refiner, coatnet, insert
     python benchmarks/evidence.py convit --hours 0      # only the tables of what is trained
 
 A cell is one network trained once: an arm, its number of training images and epochs, a learning rate, a seed. A
@@ -438,7 +438,29 @@ TCNN = Study(
     mixup=True,
 )
 
-STUDIES = {"tcnn": TCNN, "convit": CONVIT, "tdrl": TDRL, "refiner": REFINER, "coatnet": COATNET_STUDY}
+# --- insert: a block into a trained network ---------------------------------------------------------------------------
+
+
+def build_inserted(cell: Cell, images: Images) -> nn.Module:
+    """Attention after the last stage of the base CNN, with gamma = 0, or 1 as when a block is added by hand."""
+    model = base_cnn(images).eval()
+    if cell.arm != "no block":
+        model = iso.insert(model, iso.layers.MapAttention, "layer3.2", example=torch.randn(1, 3, 32, 32))
+        nn.init.constant_(model.get_submodule("layer3.2").inserted.gamma, 1.0 if cell.arm == "gamma = 1" else 0.0)
+    return model.train()
+
+
+INSERT = Study(
+    "a block that starts at gamma = 0 keeps what a trained network can do",
+    build_inserted,
+    (
+        Setting(("no block", "gamma = 0", "gamma = 1"), 10_000, 4, (3e-4, 1e-3)),
+        Setting(("no block",), 10_000, 5, (3e-4, 1e-3)),  # about as long as with attention
+    ),
+    "no block",
+)
+
+STUDIES = {"insert": INSERT, "tcnn": TCNN, "convit": CONVIT, "tdrl": TDRL, "refiner": REFINER, "coatnet": COATNET_STUDY}
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import isomorph as iso
 from isomorph.layers import MapAttention
-from isomorph.surgery.insert import BLOCKS, InsertedBlock, register_block
+from isomorph.layers.map_attention import InsertedBlock
+from isomorph.surgery.insert import BLOCKS, register_block
 from refusals import refused
 
 X = torch.randn(1, 3, 64, 64)
@@ -165,6 +166,13 @@ def test_blocks_have_the_model_s_precision_and_are_trained_in_a_frozen_model():
     assert {p.dtype for p in own.parameters()} == {torch.bfloat16}
     assert all(p.requires_grad for p in own.parameters())
     assert not new.layer3[1].conv1.weight.requires_grad
+
+
+def test_gammas_have_a_rate_of_their_own():
+    new = iso.insert(timm.create_model("resnet18"), conv_block, "layer3.?")
+    groups = {group["name"]: group for group in iso.training.parameter_groups(new, lr=1e-3, gamma_lr="20x")}
+    assert {id(p) for p in groups["gammas"]["params"]} == {id(new.layer3[i].inserted.gamma) for i in (0, 1)}
+    assert (groups["gammas"]["lr"], groups["gammas"]["weight_decay"]) == (2e-2, 0)
 
 
 def test_a_module_as_block_is_copied_to_every_place():

@@ -1,9 +1,31 @@
-"""Self-attention over the positions of a map: a block to insert into a network."""
+"""What `insert` adds to a network: x + gamma * block(x), and self-attention over a map as such a block."""
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from timm.layers import Attention
 from torch import Tensor, nn
+
+Layout = Literal["map", "tokens", "map, channels last"]
+"""What a module returns: a map (B, C, H, W) (or 1-d, 3-d), tokens (B, N, C), or a map (B, H, W, C)."""
+
+
+class InsertedBlock(nn.Module):
+    """x + gamma * block(x), with a gamma for each channel that is 0 at first.
+
+    Shape: x and output as `layout` says; the block sees maps with channels first
+    """
+
+    def __init__(self, block: nn.Module, channels: int, layout: Layout, entry: int | str | None = None) -> None:
+        super().__init__()
+        self.block, self.layout, self.entry = block, layout, entry
+        self.gamma = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.layout == "map, channels last"
+        y = self.block(x.movedim(-1, 1)).movedim(1, -1) if last else self.block(x)
+        gamma = self.gamma.view(-1, *[1] * (x.ndim - 2)) if self.layout == "map" else self.gamma
+        return x + (gamma * y).to(x.dtype)
 
 
 class MapAttention(nn.Module):

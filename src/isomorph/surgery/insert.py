@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError, first_line
 from isomorph.layers import MapAttention
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.map_attention import InsertedBlock, Layout
 from isomorph.surgery.attention_layers import cached_by_class
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.model_inputs import Inputs, cast_floats, run_model
@@ -23,9 +24,6 @@ from isomorph.surgery.where import Where, describe_where, matches_where, nearest
 
 MakeBlock = Callable[[int], nn.Module]
 """A function from a number of channels to a block that keeps the shape of its input."""
-
-Layout = Literal["map", "tokens", "map, channels last"]
-"""What a module returns: a map (B, C, H, W) (or 1-d, 3-d), tokens (B, N, C), or a map (B, H, W, C)."""
 
 BLOCKS: dict[str, MakeBlock] = {}
 """Blocks by the name under which checkpoints store them."""
@@ -51,24 +49,6 @@ def register_block(block: MakeBlock, name: str = "") -> MakeBlock:
 
 def block_name(block: Any) -> str:
     return f"{block.__module__}.{getattr(block, '__qualname__', type(block).__qualname__)}"
-
-
-class InsertedBlock(nn.Module):
-    """x + gamma * block(x), with a gamma for each channel that is 0 at first.
-
-    Shape: x and output as `layout` says; the block sees maps with channels first
-    """
-
-    def __init__(self, block: nn.Module, channels: int, layout: Layout, entry: int | str | None = None) -> None:
-        super().__init__()
-        self.block, self.layout, self.entry = block, layout, entry
-        self.gamma = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        last = self.layout == "map, channels last"
-        y = self.block(x.movedim(-1, 1)).movedim(1, -1) if last else self.block(x)
-        gamma = self.gamma.view(-1, *[1] * (x.ndim - 2)) if self.layout == "map" else self.gamma
-        return x + (gamma * y).to(x.dtype)
 
 
 class WithBlock:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from isomorph.errors import UserError
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.gated.token_heads import TokenPositions
+from isomorph.layers.map_attention import InsertedBlock
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.models.staged import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
@@ -20,7 +21,7 @@ from isomorph.training.recipe.recipe import check_part
 _GATED = (TokenPositions, TapHeads)
 """Layers with gates, centres or localities."""
 
-GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
+GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas")
 """Kinds of parameter groups, in the optimiser's order."""
 
 
@@ -62,16 +63,17 @@ def parameter_groups(
     gate_lr: float | str = 0.1,
     position_lr: float | str = "1x",
     branch_lr: float | str | None = None,
+    gamma_lr: float | str = "1x",
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Return parameter groups for a torch optimiser of your own, as isomorph's training loop makes them.
 
     Weights have weight decay. Biases, norms, gates, centres, localities and what the model exempts itself have none,
-    which torch's optimisers do not know. Gates learn at `gate_lr`, centres and localities at `position_lr`, and pyramid
-    weights before a BatchNorm at `branch_lr`: each is a number, or a multiple of `lr` like "100x". The gates'
-    default is the T-CNN paper's, 1000 times its `lr` of 1e-4. With a `layer_decay` below 1, every layer learns at that
-    factor of the next one's rate. Each group has its `lr`, `weight_decay` and `name`; parameters without
-    `requires_grad` are in no group.
+    which torch's optimisers do not know. Gates learn at `gate_lr`, centres and localities at `position_lr`, pyramid
+    weights before a BatchNorm at `branch_lr`, gammas of inserted blocks at `gamma_lr`: each is a number, or a multiple
+    of `lr` like "100x". The gates' default is the T-CNN paper's, 1000 times its `lr` of 1e-4. With a `layer_decay`
+    below 1, every layer learns at that factor of the next one's rate. Each group has its `lr`, `weight_decay` and
+    `name`; parameters without `requires_grad` are in no group.
 
     A recast creates new parameters: make groups and optimiser after it. Schedulers of torch and timm keep the ratios of
     the rates.
@@ -89,7 +91,7 @@ def parameter_groups(
     positions 12 lr 0.02, decay 0
     >>> optimizer = torch.optim.AdamW(groups)
     """
-    rates = dict(lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr)
+    rates = dict(lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr, gamma_lr=gamma_lr)
     optim = check_part(
         OptimPart, "parameter_groups", {**rates, "weight_decay": weight_decay, "layer_decay": layer_decay}
     )
@@ -105,12 +107,13 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
     `lr_scale` is the factor of each group's rate on `optim.lr`, as timm's schedulers take it.
 
     decayed: weights; branches: pyramid weights before a BatchNorm (with branch_lr); undecayed: biases, norms and what
-    the model exempts from weight decay; gates and positions: gating parameters. With a layer decay, each kind has a
-    group per layer. Frozen parameters are in no group.
+    the model exempts from weight decay; gates and positions: gating parameters; gammas: of inserted blocks. With a
+    layer decay, each kind has a group per layer. Frozen parameters are in no group.
     """
     exempt = parameters_without_decay(model) | set(getattr(model, "no_weight_decay", set)())
     gates, positions = _gating_names(model)
     branches = _normalised_names(model) if optim.branch_lr else set()
+    gammas = {f"{name}.gamma" for name, module in model.named_modules() if isinstance(module, InsertedBlock)}
     scales = learning_rate_scales(model, optim.layer_decay)
     members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -118,8 +121,9 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
             kind = "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed"
             kind = "branches" if name in branches else kind
             kind = "gates" if name in gates else "positions" if name in positions else kind
+            kind = "gammas" if name in gammas else kind
             members.setdefault((scales[name], kind), []).append(parameter)
-    rates = {"gates": optim.gate_lr, "positions": optim.position_lr}
+    rates = {"gates": optim.gate_lr, "positions": optim.position_lr, "gammas": optim.gamma_lr}
     rates["branches"] = optim.branch_lr or optim.lr
     decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
     order = sorted(members, key=lambda key: (-key[0], GROUP_KINDS.index(key[1])))

@@ -268,6 +268,8 @@ class OptimPart(Part):
     branch_lr: Positive | None = None
     """Peak learning rate of the pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr.
     Their scale has no effect, so Adam rotates them by about lr a step; 0.1x worked in short runs."""
+    gamma_lr: PartRate = "1x"  # type: ignore[assignment]
+    """Peak learning rate of the gammas of inserted blocks (iso.insert), a number or a multiple of lr."""
     layer_decay: Fraction = 1.0
     """Factor on the learning rate from each layer to the one before it; the head has the full rate."""
     momentum: Rate = 0.9
@@ -296,7 +298,7 @@ class OptimPart(Part):
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
 
-    @field_validator("gate_lr", "position_lr", "branch_lr", mode="before")
+    @field_validator("gate_lr", "position_lr", "branch_lr", "gamma_lr", mode="before")
     @classmethod
     def resolve_multiple(cls, rate: Any, info: ValidationInfo) -> Any:
         """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
