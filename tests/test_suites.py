@@ -17,7 +17,7 @@ from isomorph.cli import main
 from isomorph.data.imagenet_labels import imagenet_labels
 from isomorph.data.sources import image_name
 from isomorph.evaluation import SUITES, Sweep, evaluate_suites, open_suites
-from isomorph.evaluation.suites.sweep import run_sweep
+from isomorph.evaluation.sweep import run_sweep
 
 LABELS = imagenet_labels()
 KEPT = {name: LABELS.subsets[name] for name in ("imagenet-a", "imagenet-r")}
@@ -438,8 +438,8 @@ class TestCommand:
             assert "--no-pretrained asks for random weights" in capsys.readouterr().err
 
     def test_cost_at_every_size(self, monkeypatch):
-        from isomorph.evaluation.suites.sweep import measure_costs
+        from isomorph.evaluation.sweep import measure_costs
 
-        monkeypatch.setattr("isomorph.evaluation.suites.sweep.throughput", lambda *_: 1.0)
+        monkeypatch.setattr("isomorph.evaluation.sweep.throughput", lambda *_: 1.0)
         small, large = measure_costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])
         assert large["macs"] > 3.9 * small["macs"]

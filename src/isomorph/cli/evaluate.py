@@ -79,7 +79,7 @@ def evaluate_(
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.model_data import default_data
-        from isomorph.evaluation.suites.imagenet import find_suites
+        from isomorph.evaluation.suites import find_suites
         from isomorph.training.task import EvaluationOptions, task_of
     if of.per_class:
         _check_csv(of.per_class, overwrite)
@@ -147,9 +147,8 @@ def _measure(
     """
     from isomorph.checkpoints.files import write_atomically
     from isomorph.evaluation.model_data import evaluation_data
-    from isomorph.evaluation.suites.imagenet import NUM_CLASSES, open_located
-    from isomorph.evaluation.suites.sweep import Sweep, measure_costs, run_sweep, write_csv
-    from isomorph.evaluation.suites.test_set import TestSet, check_num_classes, no_progress
+    from isomorph.evaluation.suites import NUM_CLASSES, open_located
+    from isomorph.evaluation.sweep import Sweep, TestSet, check_num_classes, measure_costs, run_sweep, write_csv
 
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
@@ -159,9 +158,9 @@ def _measure(
         test_sets = [TestSet.from_source(evaluation_data(net, given.data, given.root, size, of.classes, of.split)[0])]
     if given.max_images is not None:
         test_sets = [test_set.spaced(given.max_images) for test_set in test_sets]
-    progress = track_steps if runtime.is_main else no_progress
+    progress = {"progress": track_steps} if runtime.is_main else {}
     sweep = Sweep(sizes, of.rfc, of.rfc_fill)
-    rows, class_rows = run_sweep(net, test_sets, sweep, given.batch_size, given.workers, progress, runtime)
+    rows, class_rows = run_sweep(net, test_sets, sweep, given.batch_size, given.workers, runtime=runtime, **progress)
     if of.per_class and runtime.is_main:
         write_atomically(of.per_class, lambda file: write_csv(file, class_rows))
     if not (of.cost and runtime.is_main):

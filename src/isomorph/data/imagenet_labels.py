@@ -1,13 +1,23 @@
-"""ImageNet's labels: wnids, the classes of ImageNet-A and ImageNet-R, and ReaL's labels, from a file in the package."""
+"""ImageNet's labels: wnids, the classes of ImageNet-A and ImageNet-R, ReaL's labels, and a source's by its names."""
 
+import copy
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
+from timm.data import ImageNetInfo
+
+from isomorph.data.sources import Source, image_name
+from isomorph.errors import UserError
 
 LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")
 """Written by benchmarks/imagenet_labels.py from the published files."""
+_WNID, _NUMBER = re.compile(r"n\d{8}"), re.compile(r"\d+")
+_NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"
+_IMAGE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 
 @dataclass(frozen=True)
@@ -43,3 +53,107 @@ def _pad_rows(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     table = np.full((len(counts), int(counts.max(initial=0))), -1, np.int64)
     table[np.arange(table.shape[1]) < counts[:, None]] = values
     return table
+
+
+def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | None, title: str) -> np.ndarray:
+    """Return the ImageNet label (0 to 999) of every class of a source; -1 for a class without images.
+
+    Class names may be wnids; label numbers (or, for a suite of 200 classes that are all present, indices among those);
+    or ImageNet's English names in label order, as on the Hugging Face hub.
+
+    Shape: class_indices (k,) labels of the suite's classes, None for all; -> (len(source.classes),)
+    Raises: UserError for a class that the suite does not have.
+    """
+    names = {int(index): source.classes[index] for index in np.unique(source.labels)}
+    labels = np.full(len(source.classes), -1)
+    if not names:
+        raise UserError(f"{title} has no images")
+    if all(_NUMBER.fullmatch(name) for name in names.values()):
+        found = _labels_from_numbers(names.values(), class_indices)
+    elif _has_english_names(source.classes):
+        found = list(names)
+    else:
+        found = [_label_of_wnid(name, title) for name in names.values()]
+    labels[list(names)] = found
+    _check_classes(dict(zip(names.values(), found, strict=True)), suite, class_indices, title)
+    return labels
+
+
+def with_imagenet_labels(source: Source, title: str) -> Source:
+    """Return the same images with ImageNet-1k's 1000 labels instead of the source's own, matched by class name.
+
+    Raises: UserError for a class that ImageNet-1k does not have.
+    """
+    relabelled = copy.copy(source)
+    relabelled.labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
+    relabelled.classes = imagenet_labels().wnids
+    return relabelled
+
+
+def _labels_from_numbers(names: Iterable[str], class_indices: np.ndarray | None) -> list[int]:
+    """Return labels from names like 7 or 0007; a complete 0 to 199 are indices among `class_indices`."""
+    numbers = [int(name) for name in names]
+    if class_indices is not None and sorted(numbers) == list(range(len(class_indices))):
+        return class_indices[numbers].tolist()
+    return numbers
+
+
+def _label_of_wnid(name: str, title: str) -> int:
+    """Return the label of a wnid. Raises: UserError for another name, or a wnid that ImageNet-1k does not have."""
+    label = imagenet_labels().label_of.get(name)
+    if label is None and _WNID.fullmatch(name):
+        raise UserError(f"{title} has class {name}, which ImageNet-1k does not have; remove it, or choose its suite")
+    if label is None:
+        raise UserError(f"{title} has class {name!r}; {_NAMING_HINT}")
+    return label
+
+
+def _has_english_names(classes: Sequence[str]) -> bool:
+    """True if these are ImageNet's 1000 English names ("tench, Tinca tinca", ...) in label order, up to 2 % of them.
+
+    The whole list is compared because single names are ambiguous: two classes are called crane.
+    """
+    if len(classes) != len(imagenet_labels().wnids):
+        return False
+    english = (name.split(",")[0].lower() for name in ImageNetInfo("imagenet-1k").label_descriptions())
+    equal = sum(name.lower().startswith(first) for name, first in zip(classes, english, strict=True))
+    return equal >= 0.98 * len(classes)
+
+
+def _check_classes(labels: dict[str, int], suite: str, class_indices: np.ndarray | None, title: str) -> None:
+    """Raise UserError if a class, given by name and label, is not one of the suite's."""
+    allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
+    unknown = [name for name, label in labels.items() if label not in allowed]
+    if unknown:
+        hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
+        raise UserError(
+            f"{title} has {len(unknown)} classes that are not among the {len(allowed)} of {suite}, for example "
+            f"{unknown[0]}; {hint}"
+        )
+
+
+def real_labels(source: Source, title: str) -> np.ndarray:
+    """Return ReaL's labels of every image, found by the number in its file name.
+
+    Shape: -> (n, 9), padded with -1; a row of -1 only is an image that ReaL leaves out
+    Source: Beyer et al. (2020)
+    Raises: UserError when a name has no such number, or two images have the same name.
+    """
+    indices = np.asarray([_image_index(image_name(source.images, i), title) for i in range(len(source))], np.int64)
+    values, counts = np.unique(indices, return_counts=True)
+    if len(values) < len(indices):
+        raise UserError(f"{title} has image ILSVRC2012_val_{values[counts > 1][0] + 1:08d} twice; remove one")
+    return imagenet_labels().real[indices]
+
+
+def _image_index(name: str | None, title: str) -> int:
+    """Return the index (from 0) of an image among the 50,000 by its name. Raises: UserError for another name."""
+    match = _IMAGE_NAME.search(name or "")
+    number = int(match[1]) if match else 0
+    if not 1 <= number <= len(imagenet_labels().real):
+        found = f"has an image named {name}" if name else "has images without names"
+        raise UserError(
+            f"the suite real needs file names like ILSVRC2012_val_00000001.JPEG, but {title} {found}; "
+            "restore the original names, or leave real out"
+        )
+    return number - 1

@@ -6,8 +6,8 @@ from isomorph.evaluation.cost_tables import cost_table
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
 from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.speed import Speed, measure_speeds, throughput
-from isomorph.evaluation.suites.imagenet import SUITES, open_suites
-from isomorph.evaluation.suites.sweep import Sweep, evaluate_suites
+from isomorph.evaluation.suites import SUITES, evaluate_suites, open_suites
+from isomorph.evaluation.sweep import Sweep
 
 __all__ = [
     "SUITES",

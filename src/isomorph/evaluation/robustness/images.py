@@ -27,6 +27,7 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.formats.imagefolder import imagefolder
 from isomorph.data.formats.naming import visible
+from isomorph.data.imagenet_labels import with_imagenet_labels
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, first_line
 from isomorph.evaluation.input_sizes import (
@@ -37,7 +38,6 @@ from isomorph.evaluation.input_sizes import (
     input_channels,
 )
 from isomorph.evaluation.model_data import with_model_labels
-from isomorph.evaluation.suites.imagenet import with_imagenet_labels
 
 PUBLISHED_SIZE = (224, 224)
 Severities = Mapping[str, Sequence[int]]

@@ -1,0 +1,262 @@
+"""ImageNet's test suites: their folders, their labels, and the accuracy of a model on them."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import nn
+
+from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name, named_for, visible
+from isomorph.data.formats.registry import CLASS_NAME, data_root, detect_format, open_source
+from isomorph.data.imagenet_labels import imagenet_classes, imagenet_labels, real_labels
+from isomorph.data.sources import Source
+from isomorph.errors import UserError
+from isomorph.evaluation.sweep import Scoring, Sweep, TestSet, check_num_classes, run_sweep
+
+T = TypeVar("T")
+U = TypeVar("U")
+_FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
+_FLAT = "flat"
+"""Format of one folder of images without class folders, as ImageNet's validation archive unpacks."""
+
+
+@dataclass(frozen=True)
+class SuiteLocation:
+    """A folder, or a name on the hub, with its format."""
+
+    path: Path
+    form: str
+
+    @property
+    def title(self) -> str:
+        """The path as messages show it."""
+        return self.path.as_posix()
+
+    def open(self) -> Source:
+        """Open the test split; images of a flat folder get one unnamed class. Raises: UserError as `open_source`."""
+        if self.form != _FLAT:
+            return open_source(self.form, "test", self.path)
+        folder = max(_test_folders(self.path), key=lambda each: len(_images(each)))  # others may hold stray images
+        names = [path.name for path in _images(folder)]
+        return Source(ImageFiles(folder, names), np.zeros(len(names), np.int64), [""])
+
+
+def _test_folders(path: Path) -> list[Path]:
+    """Return the folders that may hold the test images: the folder itself, and its folders of the test split."""
+    return [path, *named_for(visible(path), "test")]
+
+
+def _images(folder: Path) -> list[Path]:
+    """Return the image files directly in a folder, sorted."""
+    return [path for path in visible(folder, "") if is_image_name(path.name)]
+
+
+def _class_folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder that are named like a class."""
+    return [each for each in visible(folder) if CLASS_NAME.fullmatch(each.name)]
+
+
+def _locate(path: Path, form: str | None) -> SuiteLocation:
+    """Return the location of a folder, with the given format or that of its content."""
+    found, folders = form or detect_format(path), _test_folders(path)
+    is_flat = not form and found == "imagefolder" and not any(map(_class_folders, folders))
+    return SuiteLocation(path, _FLAT if is_flat and any(map(_images, folders)) else found)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A named test suite: the usual names of its folder, its number of images, and if it is scored by ReaL's labels."""
+
+    name: str
+    folders: tuple[str, ...]
+    images: int
+    multilabel: bool = False
+
+    @property
+    def class_indices(self) -> np.ndarray | None:
+        """ImageNet labels of the suite's classes; None for all 1000."""
+        return imagenet_labels().subsets.get(self.name)
+
+    def find(self, folder: str, root: str | Path | None, form: str | None) -> SuiteLocation:
+        """Return where the suite is: `folder`, or the first usual name in `root` ($ISOMORPH_DATA, else ./data).
+
+        Raises: UserError when it is missing, or for an unknown format.
+        """
+        if form is not None and form not in _FORMS:
+            raise UserError(f"suites are read as {', '.join(_FORMS)}, not {form!r}")
+        if folder:
+            path = Path(folder).expanduser()
+            if os.path.isdir(path):
+                return _locate(path, form)
+            if os.path.exists(path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:\w+)?", folder):
+                raise UserError(f"no folder {folder}; give {self.name}=FOLDER the folder of {self.name}")
+            return SuiteLocation(path, form or "huggingface")
+        top = data_root(root)
+        split = [path for path in (*visible(top), *visible(top, ".tar")) if path.stem.lower() in SPLITS["test"]]
+        for name in self.folders:
+            if os.path.isdir(top / name) and (name != "." or split or _class_folders(top) or _images(top)):
+                return _locate(top / name, form)
+        searched = ", ".join(name for name in self.folders if name != ".")
+        where = f"no folder of {self.name} in {top} (searched {searched})"
+        raise UserError(f"{where}; give --suite {self.name}=FOLDER or another --root")
+
+    def scoring(self, source: Source, title: str, partial: bool) -> Scoring:
+        """Return the scoring of a source by the suite. Raises: UserError for images of another one, or missing ones."""
+        wnids = imagenet_labels().wnids
+        if not self.multilabel and source.classes == ("",):
+            raise UserError(
+                f"{title} has all images in one folder, which only the suite real can use; {self.name} needs a folder "
+                "per class"
+            )
+        indices = np.arange(NUM_CLASSES) if self.class_indices is None else self.class_indices
+        if self.multilabel:
+            labels = real_labels(source, title)
+        else:
+            labels = imagenet_classes(source, self.name, self.class_indices, title)[source.labels]  # (n,)
+            self._check_complete(len(np.unique(labels)), len(indices), "classes", title, partial)
+        self._check_complete(len(source), self.images, "images", title, partial)
+        if self.multilabel:
+            return Scoring(self.name, labels, wnids, num_classes=NUM_CLASSES)
+        classes = [wnids[index] for index in indices]
+        return Scoring(self.name, np.searchsorted(indices, labels), classes, self.class_indices, NUM_CLASSES)
+
+    def _check_complete(self, count: int, expected: int, noun: str, title: str, partial: bool) -> None:
+        """Raise UserError if there are more images or classes than the suite has or, unless `partial`, fewer."""
+        if count > expected or (count < expected and not partial):
+            hint = "; to evaluate on a part of it, give --partial (partial=True)" if count < expected else ""
+            raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
+
+
+_IMAGENET_FOLDERS = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
+_V2_FOLDERS = {
+    "imagenet-v2-matched-frequency": ("imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency"),
+    "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
+    "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
+}
+"""Folders in the archives of the three test sets of ImageNet-V2."""
+_SKETCH_FOLDERS = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("imagenet", _IMAGENET_FOLDERS, 50_000),
+        Suite("real", _IMAGENET_FOLDERS, 50_000, multilabel=True),
+        Suite("imagenet-v2", ("imagenet-v2", *_V2_FOLDERS["imagenet-v2-matched-frequency"]), 10_000),
+        *(Suite(name, (name, *folders), 10_000) for name, folders in _V2_FOLDERS.items()),
+        Suite("imagenet-a", ("imagenet-a",), 7_500),
+        Suite("imagenet-r", ("imagenet-r",), 30_000),
+        Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
+    )
+}
+"""Suites by name."""
+NUM_CLASSES = 1000
+
+
+def open_suites(
+    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None, partial: bool = False
+) -> list[TestSet]:
+    """Open test suites by name. Suites with the same images (imagenet, real) share a test set.
+
+    `wanted` holds `NAME`, which is searched in `root` (by default $ISOMORPH_DATA, else ./data), or `NAME=FOLDER`; one
+    string may hold several with commas. `form` is the format of the folders (imagefolder, tar, webdataset,
+    huggingface), by default detected for each. `partial` accepts missing images and classes.
+
+    Raises: UserError for an unknown suite, a missing folder, classes of another suite, or missing images.
+
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> folder = Path("data/imagenet-sketch/n01440764")
+    >>> folder.mkdir(parents=True)
+    >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
+    >>> test_set, = iso.evaluation.open_suites(["imagenet-sketch"], root="data", partial=True)
+    >>> test_set.title, len(test_set.source)
+    ('imagenet-sketch', 1)
+    """
+    return open_located(find_suites(wanted, root, form), partial)
+
+
+def find_suites(
+    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
+) -> dict[SuiteLocation, list[Suite]]:
+    """Find the folders of suites without opening them. imagenet and real share a folder if only one of them has one.
+
+    Raises: UserError with a line for every unknown suite and missing folder, and for a suite that is given twice.
+    """
+    pairs = [item.strip().partition("=")[::2] for text in wanted for item in text.split(",")]
+    folders = dict(pairs)
+    if len(folders) < len(pairs):
+        raise UserError("a suite is given twice; give each once")
+    validation = folders.get("imagenet") or folders.get("real", "")
+
+    def locate(name: str) -> tuple[SuiteLocation, Suite]:
+        if name not in SUITES:
+            raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
+        folder = folders[name] or (validation if name in ("imagenet", "real") else "")
+        return SUITES[name].find(folder, root, form), SUITES[name]
+
+    locations: dict[SuiteLocation, list[Suite]] = {}
+    for location, suite in _map_collecting_errors(locate, folders):
+        locations.setdefault(location, []).append(suite)
+    return locations
+
+
+def open_located(locations: Mapping[SuiteLocation, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+    """Open the suites found by `find_suites`. Raises: UserError for classes of another suite, or missing images."""
+
+    def open_one(location: SuiteLocation) -> TestSet:
+        source = location.open()
+        scorings = _map_collecting_errors(
+            lambda suite: suite.scoring(source, location.title, partial), locations[location]
+        )
+        return TestSet(source, scorings)
+
+    return _map_collecting_errors(open_one, locations)
+
+
+def _map_collecting_errors(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """Apply a function to every item. Raises: UserError with the messages of all failures, one per line."""
+    results, problems = [], []
+    for item in items:
+        try:
+            results.append(function(item))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return results
+
+
+def evaluate_suites(
+    model: nn.Module,
+    suites: str | Sequence[str],
+    root: str | Path | None = None,
+    form: str | None = None,
+    partial: bool = False,
+    sweep: Sweep | None = None,
+    batch_size: int = 100,
+    workers: int = 0,
+) -> list[dict[str, Any]]:
+    """Evaluate a model on ImageNet test suites: a row of metrics for every suite and point of the sweep.
+
+    `suites`, `root`, `form`, `partial`: as in `open_suites`. The model stays on its device; `workers` processes
+    load the images.
+
+    Raises: UserError when the model has not ImageNet-1k's 1000 classes, and as `open_suites`.
+
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> folder = Path("data/imagenet/val/n01440764")
+    >>> folder.mkdir(parents=True)
+    >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> sweep = iso.evaluation.Sweep(sizes=[(32, 32)])
+    >>> rows = iso.evaluation.evaluate_suites(model, "imagenet", root="data", partial=True, sweep=sweep)
+    >>> [(row["suite"], row["images"]) for row in rows]
+    [('imagenet', 1)]
+    """
+    check_num_classes(getattr(model, "num_classes", None), NUM_CLASSES)
+    test_sets = open_suites([suites] if isinstance(suites, str) else suites, root, form, partial)
+    return run_sweep(model, test_sets, sweep or Sweep(), batch_size, workers)[0]

@@ -1,1 +1,0 @@
-"""Named test sets and their protocols: ImageNet's suites, and robustness under corruptions."""
