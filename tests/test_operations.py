@@ -122,9 +122,9 @@ LAYERS = {
     "attention -> refined": Row(partial(attention, iso.AttentionToRefined()), TOKENS, 11, 21, 9, 4.44),
     "attention -> relative": Row(partial(attention, iso.AttentionToRelative()), TOKENS, 11, 18, 3, 3.08),
     "conv": Row(conv, MAP, 1, 1, 1, 0.39),
-    "conv -> gated": Row(partial(conv, iso.ConvToGPSA(init="paper")), MAP, 49, 68, 49, 11.0),
-    "conv -> gated, window": Row(partial(conv, iso.ConvToGPSA(init="paper", content="window")), MAP, 69, 68, 69, 11.0),
-    "conv -> position": Row(partial(conv, iso.ConvToGPSA(init="paper", content="none")), MAP, 51, 120, 51, 0.43),
+    "conv -> gated": Row(partial(conv, iso.ConvToGPSA(init="paper")), MAP, 21, 42, 10, 10.2),
+    "conv -> gated, window": Row(partial(conv, iso.ConvToGPSA(init="paper", content="window")), MAP, 21, 42, 10, 10.2),
+    "conv -> position": Row(partial(conv, iso.ConvToGPSA(init="paper", content="none")), MAP, 13, 25, 6, 0.41),
     "ConViT-Ti": Row(partial(timm.create_model, "convit_ti"), IMAGE, 245, 507, 185, 30.1),
     "block with pyramids": Row(block, TOKENS, 312, 377, 247, 17.8),
 }

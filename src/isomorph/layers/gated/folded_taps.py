@@ -11,13 +11,72 @@ therefore the convolution that it was recast from, at the same cost.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.eager import is_eager, is_functorch_tensor, on_cpu
-from isomorph.layers.gated.soft_taps import Range, TapAxis, soft_taps
+from isomorph.layers.gated.positions import centred_axis_attention
+from isomorph.layers.gated.soft_taps import soft_taps
+from isomorph.layers.grid import axis_offsets, conv_output_size
+
+Range = tuple[int, int]
+"""First index, and the one after the last."""
+
+
+class TapAxis(NamedTuple):
+    """Queries in the middle of the windows of a convolution along one axis, over zero-padded keys.
+
+    Shape: centre and locality (nh,)
+    """
+
+    keys: int
+    kernel_size: int
+    stride: int
+    padding: int
+    centre: Tensor
+    locality: Tensor
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return conv_output_size(self.keys, self.kernel_size, self.stride, self.padding)
+
+    def maps(self, queries: Range | None = None) -> Tensor:
+        """Return the position attention of these queries, by default of all. Shape: -> (nh, Nq, keys + 2 padding)"""
+        first, last = queries or (0, self.queries)
+        start = self.kernel_size // 2 + self.stride * first
+        padded, dtype = self.keys + 2 * self.padding, self.centre.dtype
+        offsets = axis_offsets(last - first, padded, start, self.stride, self.centre.device, dtype)
+        return centred_axis_attention(offsets, self.centre, self.locality)
+
+    def unpadded_maps(self, queries: Range | None = None, keys: Range | None = None) -> Tensor:
+        """Return the maps of these queries to these keys, counted without padding; by default of all to all.
+
+        Shape: -> (nh, Nq, Nk)
+        """
+        first, last = keys or (0, self.keys)
+        return self.maps(queries)[..., self.padding + first : self.padding + last]
+
+    def window(self, reach: int) -> Tensor:
+        """Return what a query far from the border reads at most `reach` steps away. Shape: -> (nh, 2 reach + 1)"""
+        offsets = torch.arange(-reach, reach + 1, device=self.centre.device, dtype=self.centre.dtype)
+        return centred_axis_attention(offsets[None], self.centre, self.locality)[:, 0]
+
+    def interior(self, reach: int) -> Range:
+        """Return the queries that have all positions at most `reach` steps away among their padded keys."""
+        start, last = self.kernel_size // 2, self.keys + 2 * self.padding - 1
+        first = max(0, -((start - reach) // self.stride))
+        return first, min((last - reach - start) // self.stride + 1, self.queries)
+
+    def keys_near(self, queries: Range, reach: int) -> Range:
+        """Return the keys without padding that are at most `reach` steps from one of these queries."""
+        start = self.kernel_size // 2 - self.padding
+        first, last = start + self.stride * queries[0] - reach, start + self.stride * (queries[1] - 1) + reach + 1
+        first = min(max(first, 0), self.keys)
+        return first, min(max(last, first), self.keys)
+
 
 BY_HEAD_COST = 1.5
 """Time of a multiplication head by head, relative to one of a convolution (measured by benchmarks/gpsa_stages.py)."""
@@ -30,18 +89,17 @@ def head_reach(axis: TapAxis) -> float:
     """
     smallest = 2 - math.log(torch.finfo(axis.centre.dtype).eps)
     off_grid = axis.centre - axis.centre.round()
-    return (axis.centre.abs() + (smallest / axis.locality + off_grid.square()).sqrt()).max().item()
+    # a list of a tensor on the CPU is read from memory, without an operation
+    return (axis.centre.abs() + (smallest / axis.locality + off_grid.square()).sqrt()).max().tolist()
 
 
 def folded_reach(x: Tensor, rows: TapAxis, columns: TapAxis, filters: Tensor) -> tuple[int, int] | None:
     """Return the reach of the heads along both axes, or None if a convolution of that reach costs more than its heads.
 
-    The reach is a fact about parameters, which a graph cannot branch on: it is read in eager mode, on a CPU.
+    The reach is a fact about parameters, which a graph cannot branch on: it is asked for in eager mode, on a CPU.
 
     Shape: x (B, C, H, W), filters (C_out, C / groups, nh)
     """
-    if not on_cpu(x) or not is_eager() or is_functorch_tensor(x) or is_functorch_tensor(filters):
-        return None
     found = []
     for axis in (rows, columns):
         reach = head_reach(axis)

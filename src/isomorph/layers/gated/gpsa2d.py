@@ -2,7 +2,7 @@
 
     A_h = (1 - sigma(gate_h)) softmax(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(-locality_h |delta - centre_h|^2)
 
-The layer is computed as a convolution over soft columns. For each query and tap, im2col gathers the value under the
+The layer is computed as a convolution over soft patches. For each query and tap, im2col gathers the value under the
 tap; here A_h V gathers a weighted mean of the values in the same layout, and the same filter is applied to it.
 
 Keys are padded with zeros as the input of a convolution is. All padded keys are equal, so one key stands for them, with
@@ -11,6 +11,7 @@ the logarithm of their number as its score.
 Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads (one per tap), hd head width, Nq queries.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,56 +20,121 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from isomorph.layers.eager import on_cpu
-from isomorph.layers.gated.positions import attend_shared_values, compute_dtype, gated_mix, geometry_dtype, kronecker
+from isomorph.layers.eager import constant, on_cpu
+from isomorph.layers.gated.positions import attend_shared_values, compute_dtype, gated_mix, kronecker, mix_weights
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
+from isomorph.layers.grid import axis_offsets
+from isomorph.layers.map_grid import GridSize
 
 MAX_DENSE_PAIRS = 512 * 512
 """Most query-key pairs for which the map is formed. Above, and for sizes that an export leaves open, no map is formed
 (measured by benchmarks/gpsa.py)."""
 
 
-def forms_map(queries: int, keys: int) -> bool:
-    """True if a map of this many queries and keys is known to be small enough to be formed."""
-    return statically_known_true(queries * keys <= MAX_DENSE_PAIRS)
-
-
-def group_rows_by_head(weight: Tensor, num_heads: int) -> Tensor:
-    """Assign the rows of a projection to heads in turn, padding heads that get one row fewer with zeros.
+def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
+    """Return the rows of W_qry, W_key, W_val and one of zeros, stacked, such that those of a head are neighbours.
 
     9 heads do not divide 512 channels: row r goes to head r mod 9, so every row is used and each head gets 56 or 57
-    rows. A zero row does not change any inner product.
+    rows. The shorter heads get the row of zeros, which does not change any inner product.
 
-    Shape: weight (C, C_in) -> (nh ceil(C / nh), C_in), grouped by head
+    Shape: -> (2 nh ceil(C / nh) + values,)
     """
-    head_width = -(-weight.shape[0] // num_heads)
-    rows = F.pad(weight, (0, 0, 0, num_heads * head_width - weight.shape[0]))
-    return rows.view(head_width, num_heads, -1).transpose(0, 1).flatten(0, 1)  # (nh hd, C_in)
+    width = -(-channels // num_heads)
+    rows = torch.arange(width * num_heads, device=device).view(width, num_heads).t().flatten()  # (nh hd,)
+    zero = 2 * channels + values
+    q, k = (torch.where(rows < channels, rows + first, zero) for first in (0, channels))
+    return torch.cat([q, k, torch.arange(2 * channels, zero, device=device)])
 
 
-class _SoftColumns(torch.autograd.Function):
-    """Compute values @ maps^T with the gradient of the maps in the layout of the maps.
+def _zeros(*size: Any, device: torch.device) -> Tensor:
+    *shape, dtype = size
+    return torch.zeros(shape, dtype=dtype, device=device)
 
-    Plain autograd would return a transposed gradient, and every pass over it (softmax, gates, sum over the batch) would
-    be strided: this makes a training step of the layer about 1.2x faster at 8 x 8 x 64.
 
-    Shape: values (B, C, Nk), maps (B, M, Nk) -> (B, C, M)
+def window_mask(
+    queries: GridSize,
+    keys: GridSize,
+    start: int,
+    stride: GridSize,
+    window: GridSize,
+    device: torch.device,
+    query: int | None = None,
+) -> Tensor:
+    """Return True for the keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
+    axes = zip(queries, keys, stride, window, strict=True)
+    rows, columns = (axis_offsets(n, m, start, step, device).abs() <= size // 2 for n, m, step, size in axes)
+    if query is not None:
+        rows, columns = rows[query // queries[1], None], columns[query % queries[1], None]
+    return rows[:, None, :, None] & columns[None, :, None, :]
+
+
+def _key_scores(
+    queries: GridSize,
+    keys: GridSize,
+    start: int,
+    stride: GridSize,
+    padding: GridSize,
+    window: GridSize | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return the score of each key: 0 in the window, -inf outside, and log(number of padded keys in it) for the last.
+
+    Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
+    """
+    (H, W), (ph, pw), padded = keys, padding, (keys[0] + 2 * padding[0], keys[1] + 2 * padding[1])
+    if window is None:
+        mask = torch.ones(1, 1, *padded, dtype=torch.bool, device=device)
+    else:
+        mask = window_mask(queries, padded, start, stride, window, device)
+    inside = mask[:, :, ph : ph + H, pw : pw + W].flatten(2).flatten(0, 1)  # (Nq, H W)
+    outside = mask.sum((2, 3)).flatten()[:, None] - inside.sum(1, keepdim=True)
+    numbers = torch.cat([inside, outside], 1).to(torch.promote_types(dtype, torch.float32))
+    return numbers.log().to(dtype)  # log 0 is -inf
+
+
+class _SoftPatches(torch.autograd.Function):
+    """Compute values @ maps^T, maps = (1 - s) content + s (rows (x) columns), and form the maps again to go back.
+
+    The derivative by the gate is returned as a whole: `weights`, from which it is computed, get none of their own, but
+    second derivatives pass through them.
+
+    Shape: values (B, C, N), content (B, nh, Nq, N), rows (nh, Hq, H), columns (nh, Wq, W), gate (nh,), weights (2, nh)
+        -> (B, C, nh Nq)
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values: Tensor, maps: Tensor) -> Tensor:
-        return torch.bmm(values, maps.transpose(1, 2))
+    def forward(
+        values: Tensor, content: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor
+    ) -> Tensor:
+        share, rest = weights[:, :, None, None]
+        maps = torch.addcmul(kronecker(rows * share, columns), content, rest)
+        return torch.bmm(values, maps.flatten(1, 2).mT)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        values, maps = ctx.saved_tensors
-        return torch.bmm(grad, maps), torch.bmm(grad.transpose(1, 2), values)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, content, rows, columns, _, weights = ctx.saved_tensors
+        share, rest = weights[:, :, None, None]
+        scaled = rows * share
+        maps = torch.addcmul(kronecker(scaled, columns), content, rest)
+        d_values = torch.bmm(grad, maps.flatten(1, 2))
+        d_maps = torch.bmm(grad.mT, values).view_as(content)
+        d_content = d_maps * rest
+        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+            return d_values, d_content, None, None, None, None
+        by_content = (d_maps * content).sum((0, 2, 3))
+        d_grid = d_maps.sum(0).unflatten(2, (rows.shape[2], -1)).unflatten(1, (rows.shape[1], -1))  # (nh, Hq, Wq, H, W)
+        d_rows = (d_grid * columns[:, None, :, None]).sum((2, 4)) * share
+        d_columns = (d_grid * scaled[:, :, None, :, None]).sum((1, 3))
+        by_position = (rows * d_rows).sum((1, 2))
+        d_gate = torch.addcmul(by_position, weights[0], by_content, value=-1) * weights[1]
+        return d_values, d_content, d_rows, d_columns, d_gate, None
 
 
 @register_notrace_module
@@ -104,6 +170,9 @@ class GPSA2d(TapHeads):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
+    content_window: GridSize | None = None
+    """Height and width of the window of keys around a query that content attention reads; None reads the whole map."""
+
     def _add_content(self) -> None:
         C = self.in_channels
         self.query = nn.Linear(C, C, bias=False)
@@ -128,63 +197,84 @@ class GPSA2d(TapHeads):
 
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        Hq, Wq = self.query_grid(H, W)
-        gather_columns = self.soft_columns_dense if forms_map(Hq * Wq, H * W) else self.soft_columns_by_axis
-        return self.apply_filters(gather_columns(x), H, W)
+        small = statically_known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_DENSE_PAIRS)
+        gather = self.soft_patches_dense if small else self.soft_patches_by_axis
+        return self.apply_filters(gather(*self.queries_keys_values(x), H, W), H, W)
 
-    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a query per window and a key per position of x, followed by one zero key for all of the padding.
+    def joint_weight(self) -> Tensor:
+        """Return W_qry and W_key with their rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
+        weights = [each.weight for each in (self.query, self.key, self.value) if each is not None]
+        zero, C = constant(_zeros, weights[0], 1, self.in_channels, weights[0].dtype), self.in_channels
+        rows = constant(_grouped_rows, zero, C, self.num_heads, 0 if self.value is None else C)
+        return torch.cat([*weights, zero]).index_select(0, rows)[:, :, None]
 
-        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, H W + 1, hd)
+    def kept_joint_weight(self) -> Tensor:
+        """Return `joint_weight`, which eval mode keeps."""
+        sources = tuple(each.weight for each in (self.query, self.key, self.value) if each is not None)
+        return self.keep(sources, self.joint_weight)
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a query for each window, and a key and the values of every position of x.
+
+        Shape: x (B, C, H, W) -> (B, nh, hd, Nq), (B, nh, hd, H W), (B, C, H W)
         """
-        tokens = x.flatten(2).transpose(1, 2)  # (B, H W, C)
-        centres = self.query_positions(x).flatten(2).transpose(1, 2)  # (B, Nq, C)
-        q = F.linear(centres, group_rows_by_head(self.query.weight, self.num_heads))
-        k = F.linear(tokens, group_rows_by_head(self.key.weight, self.num_heads))
-        q, k = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k))
-        return q, F.pad(k, (0, 0, 0, 1))
+        weight, tokens, width = self.kept_joint_weight(), x.flatten(2), self.num_heads * self.head_width
+        middle, rest = self.kernel_size // 2, len(weight) - width
+        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
+            q, k, v = F.conv1d(tokens, weight).split([width, width, rest - width], dim=1)
+        else:
+            q = F.conv1d(self.query_positions(x).flatten(2), weight[:width])
+            k, v = F.conv1d(tokens, weight[width:]).split([width, rest - width], dim=1)
+        v = tokens.to(compute_dtype(x)) if self.value is None else v
+        heads = (self.num_heads, self.head_width)
+        return q.unflatten(1, heads), k.unflatten(1, heads), v
 
-    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
-        """Return the score added to each key: 0, and log(number of padded keys) for the one key that represents them.
+    def positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the axis maps of an H x W map without padded keys, and the weights of the mix."""
+        return *self.axis_positions(H, W, dtype), mix_weights(self.gate).to(dtype)
 
-        Shape: -> (H W + 1,)
+    def kept_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return `positions`, which eval mode keeps."""
+        return self.keep((self.centre, self.raw_locality, self.gate), self.positions, H, W, dtype)
+
+    def key_scores(self, H: int, W: int, like: Tensor) -> Tensor:
+        """Return the score added to each key, and to the one key that stands for the padding.
+
+        Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
         """
-        padded = (H + 2 * self.padding[0]) * (W + 2 * self.padding[1]) - H * W
-        last = torch.full((1,), padded, dtype=geometry_dtype(like), device=like.device).log()  # log 0 is -inf
-        return F.pad(last.to(like.dtype), (H * W, 0))
+        windows = (self.query_grid(H, W), (H, W), self.kernel_size // 2, self.stride, self.padding, self.content_window)
+        return constant(_key_scores, like, *windows, like.dtype)
 
-    def map_values(self, x: Tensor) -> Tensor:
-        """Return the values of every position, W_val x. Shape: x (B, C, H, W) -> (B, C, H W)"""
-        return x.flatten(2).to(compute_dtype(x)) if self.value is None else self.value.weight @ x.flatten(2)
+    def soft_patches_dense(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        """Return the soft patches as one product of the mixed map of all heads with the values that they share.
 
-    def soft_columns_dense(self, x: Tensor) -> Tensor:
-        """Return the soft columns as one product of the mixed map of all heads with the values that they share.
-
-        Shape: x (B, C, H, W) -> (B, C nh, Nq)
+        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C nh, Nq)
         """
-        q, k = self.queries_keys(x)
-        scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, H W + 1)
-        content = torch.softmax(scores.add_(self.padding_score(scores, *x.shape[-2:])), dim=-1)[..., :-1]
-        mixed = gated_mix(content, kronecker(*self.unpadded_axis_maps(x, content.dtype)), self.gate)
-        values = self.map_values(x)  # (B, C, H W)
-        columns = _SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype))  # (B, C, nh Nq)
-        return columns.view(x.shape[0], self.in_channels * self.num_heads, mixed.shape[2])
+        B, nh, hd, Nq = q.shape
+        q, k = (q * hd**-0.5).flatten(0, 1), F.pad(k, (0, 1)).flatten(0, 1)  # (B nh, hd, Nq), (B nh, hd, H W + 1)
+        scores = torch.baddbmm(self.key_scores(H, W, q), q.mT, k)
+        content = scores.softmax(-1).unflatten(0, (B, nh))[..., :-1].to(values.dtype)  # (B, nh, Nq, H W)
+        rows, columns, weights = self.kept_positions(H, W, values.dtype)
+        patches = _SoftPatches.apply(values, content, rows, columns, self.gate, weights)
+        return patches.view(B, self.in_channels * nh, Nq)
 
-    def soft_columns_by_axis(self, x: Tensor) -> Tensor:
-        """Return the soft columns without forming a map: fused content attention, and position attention axis by axis.
+    def soft_patches_by_axis(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        """Return the soft patches without forming a map: fused content attention, and position attention by axis.
 
-        Shape: x (B, C, H, W) -> (B, C nh, Nq)
+        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C nh, Nq)
         """
-        values = self.map_values(x).transpose(1, 2)  # (B, H W, C)
-        q, k = self.queries_keys(x)
-        B, nh, Nq, hd = q.shape
+        B, nh, hd, Nq = q.shape
+        values, width = values.mT, self.in_channels - hd  # (B, H W, C)
         shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
-        if on_cpu(x) and hd < self.in_channels:  # its fused kernel needs q, k and v of one width
-            q, k = (F.pad(t, (0, self.in_channels - hd)) for t in (q, k))
-        bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
+        width = width if on_cpu(q) and width > 0 else 0  # the fused kernel of a CPU needs q, k and v of one width
+        bias = self.key_scores(H, W, q).expand(1, 1, Nq, -1)
+        q, k = (
+            F.pad(q.mT, (0, width)).contiguous(),
+            F.pad(k.mT, (0, width, 0, 1)),
+        )  # (B, nh, Nq, C), (B, nh, H W + 1, C)
         content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)  # (B, nh, Nq, C)
-        position = attend_shared_values(*self.unpadded_axis_maps(x, values.dtype), values)  # (B, nh, Nq, C)
-        mixed = gated_mix(content, position, self.gate)
+        rows, columns, _ = self.kept_positions(H, W, values.dtype)
+        mixed = gated_mix(content, attend_shared_values(rows, columns, values), self.gate)
         return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
 
     def folded_filters(self) -> Tensor:
@@ -202,11 +292,16 @@ class GPSA2d(TapHeads):
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
-        ph, pw = self.padding
-        q, k = self.queries_keys(x)
-        q = q if query is None else q[:, :, query : query + 1]
-        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
-        return q * q.shape[-1] ** -0.5, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3), None
+        (H, W), (ph, pw) = x.shape[-2:], self.padding
+        q, k, _ = self.queries_keys_values(x)
+        q = q.mT if query is None else q.mT[:, :, query : query + 1]
+        keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
+        bias = None
+        if self.content_window is not None:
+            windows = (self.query_grid(H, W), (H + 2 * ph, W + 2 * pw), self.kernel_size // 2, self.stride, self.content_window)
+            mask = window_mask(*windows, x.device, query).flatten(2).flatten(0, 1)  # (Nq, keys)
+            bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+        return q * q.shape[-1] ** -0.5, keys.flatten(3).mT, bias
 
     def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.eager import constant
+from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import GridSize, key_offsets
 
 
@@ -73,11 +74,40 @@ def axis_scores(position: Tensor, queries: GridSize, keys: GridSize) -> tuple[Te
     Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
     Source: ConViT eq. 4
     """
-    (Hq, Wq), (H, W) = queries, keys
     features = constant(_axis_features, position, queries, keys, geometry_dtype(position))
+    return _scores(position, features, queries, keys)
+
+
+def _scores(position: Tensor, features: Tensor, queries: GridSize, keys: GridSize) -> tuple[Tensor, Tensor]:
+    (Hq, Wq), (H, W) = queries, keys
     scores = (position[:, None] * features).sum(-1)  # not a product of matrices, which may be in low precision
     rows, columns = scores.split([Hq * H, Wq * W], dim=1)
     return rows.unflatten(1, (Hq, H)), columns.unflatten(1, (Wq, W))
+
+
+def _tap_features(
+    queries: GridSize, keys: GridSize, start: int, stride: GridSize, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return (2 dy, 0, -dy^2) along the rows, then (0, 2 dx, -dx^2) along the columns. Shape: -> (Hq H + Wq W, 3)"""
+    axes = zip(queries, keys, stride, strict=True)
+    dy, dx = (axis_offsets(n, m, start, step, device, dtype).flatten() for n, m, step in axes)
+    rows, columns = ((2 * dy, 0 * dy, -dy.square()), (0 * dx, 2 * dx, -dx.square()))
+    return torch.cat([torch.stack(rows, 1), torch.stack(columns, 1)])
+
+
+def tap_scores(
+    centre: Tensor, locality: Tensor, queries: GridSize, keys: GridSize, start: int, stride: GridSize
+) -> tuple[Tensor, Tensor]:
+    """Return -locality |delta - centre|^2, axis by axis, for queries at the keys start, start + stride, ...
+
+    The constant locality |centre|^2 is left out, as it cancels in the softmax.
+
+    Shape: centre (nh, 2), locality (nh,) -> (nh, Hq, H), (nh, Wq, W)
+    Source: T-CNN eq. 4
+    """
+    position = torch.cat([locality[:, None] * centre, locality[:, None]], dim=1)  # (nh, 3)
+    features = constant(_tap_features, position, queries, keys, start, stride, position.dtype)
+    return _scores(position, features, queries, keys)
 
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:

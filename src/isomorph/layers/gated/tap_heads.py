@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor, nn
 
-from isomorph.layers.eval_mode import relative_difference
-from isomorph.layers.gated.folded_taps import folded_reach, folded_taps
-from isomorph.layers.gated.positions import compute_dtype, geometry_dtype, is_autocast_on, kronecker
-from isomorph.layers.gated.soft_taps import TapAxis, soft_taps
+from isomorph.layers.eager import can_keep, on_cpu
+from isomorph.layers.eval_mode import KeepsInEval, relative_difference
+from isomorph.layers.gated.folded_taps import TapAxis, folded_reach, folded_taps
+from isomorph.layers.gated.positions import compute_dtype, geometry_dtype, is_autocast_on, kronecker, tap_scores
+from isomorph.layers.gated.soft_taps import soft_taps
 from isomorph.layers.grid import conv_output_size, window_centres
 
 SOFTPLUS_BETA = 5.0
@@ -38,7 +39,7 @@ def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
     return (centre.round() + middle).clamp(0, 2 * middle).long()
 
 
-class TapHeads(nn.Module):
+class TapHeads(KeepsInEval):
     """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
 
     Each head attends by position around a centre of its own, with a sharpness of its own. Gating parameters, per head:
@@ -131,10 +132,10 @@ class TapHeads(nn.Module):
         """Add the bias, if there is one. Shape: y (B, C_out, Hq, Wq) -> the same"""
         return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
-    def apply_filters(self, columns: Tensor, H: int, W: int) -> Tensor:
-        """Apply each head's filter to what it has gathered. Shape: columns (B, C nh, Nq) -> (B, C_out, Hq, Wq)"""
+    def apply_filters(self, patches: Tensor, H: int, W: int) -> Tensor:
+        """Apply each head's filter to what it has gathered. Shape: patches (B, C nh, Nq) -> (B, C_out, Hq, Wq)"""
         filters = self.weight.flatten(1)[:, :, None]  # (C_out, C nh / groups, 1)
-        return F.conv1d(columns, filters, self.bias, groups=self.groups).unflatten(-1, self.query_grid(H, W))
+        return F.conv1d(patches, filters, self.bias, groups=self.groups).unflatten(-1, self.query_grid(H, W))
 
     def extra_repr(self) -> str:
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
@@ -176,8 +177,19 @@ class TapHeads(nn.Module):
 
         Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)
         """
-        rows, columns = self.axes(H, W)
-        return rows.maps(), columns.maps()
+        padded = (H + 2 * self.padding[0], W + 2 * self.padding[1])
+        window = (self.query_grid(H, W), padded, self.kernel_size // 2, self.stride)
+        rows, columns = tap_scores(self.centre, self.locality, *window)
+        return rows.softmax(-1), columns.softmax(-1)
+
+    def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what position attention to an H x W map consists of: the axis maps without padded keys.
+
+        The values of padded keys are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)
+        """
+        rows, columns = self.axis_maps(H, W)
+        (ph, pw) = self.padding
+        return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the attention map over the zero-padded keys, or the row of one query.
@@ -197,21 +209,18 @@ class TapHeads(nn.Module):
             rows, columns = rows[:, row : row + 1], columns[:, column : column + 1]
         return kronecker(rows, columns)
 
-    def unpadded_axis_maps(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the axis maps without the padded keys, whose values are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
-        rows, columns = (axis.unpadded_maps().to(dtype) for axis in self.axes(*x.shape[-2:]))
-        return rows, columns
-
     def position_taps(self, values: Tensor, share: Tensor | None = None) -> Tensor:
         """Return the sum over heads of position attention times values times filter, scaled by a share of each head.
 
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
         filters = (self.weight.flatten(2) if share is None else self.weight.flatten(2) * share).to(values.dtype)
-        axes = self.axes(*values.shape[-2:])
-        if reach := folded_reach(values, *axes, filters):
-            return folded_taps(values, *axes, reach, filters)
-        rows, columns = (axis.unpadded_maps().to(values.dtype) for axis in axes)
+        H, W = values.shape[-2:]
+        if on_cpu(values) and can_keep(self.centre, self.raw_locality):
+            axes = self.axes(H, W)
+            if reach := folded_reach(values, *axes, filters):
+                return folded_taps(values, *axes, reach, filters)
+        rows, columns = self.keep((self.centre, self.raw_locality), self.axis_positions, H, W, values.dtype)
         return soft_taps(values, rows, columns, filters)
 
     @torch.no_grad()

@@ -14,10 +14,10 @@ from timm.layers import register_notrace_module
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from isomorph.layers.gated.gpsa2d import GPSA2d, group_rows_by_head
-from isomorph.layers.gated.positions import geometry_dtype
+from isomorph.layers.gated.gpsa2d import GPSA2d
+from isomorph.layers.gated.positions import compute_dtype
 from isomorph.layers.gated.window_tiles import axis_tiles, window_taps
-from isomorph.layers.grid import axis_offsets, odd_window
+from isomorph.layers.grid import odd_window
 
 WINDOW = 7
 """Default height and width of the window."""
@@ -53,13 +53,14 @@ class WindowGPSA2d(GPSA2d):
 
     def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.window = odd_window(window)
+        self.window = self.content_window = odd_window(window)
 
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
         if statically_known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_MASKED_PAIRS):
             return super().forward(x)
-        values = self.map_values(x).unflatten(-1, (H, W))
+        tokens, value = x.flatten(2), self.value
+        values = (tokens.to(compute_dtype(x)) if value is None else value.weight @ tokens).unflatten(-1, (H, W))
         position = self.position_taps(values, self.position_share)
         return self.with_bias(position + self.content_taps(x, values, torch.sigmoid(-self.gate)))
 
@@ -75,46 +76,11 @@ class WindowGPSA2d(GPSA2d):
             for n, size, padding, stride, window in axes
         )
         own = min(self.in_channels, nh - 1)  # the heads after these have no query rows: they are one head
-        w_qry, w_key = (
-            group_rows_by_head(each.weight, nh).unflatten(0, (nh, -1))[: own + 1].flatten(0, 1)
-            for each in (self.query, self.key)
-        )
+        width, (w_qry, w_key) = self.head_width, self.joint_weight()[:, :, 0][: 2 * nh * self.head_width].chunk(2)
+        w_qry, w_key = w_qry[: (own + 1) * width], w_key[: (own + 1) * width]
         filters = self.weight.flatten(2) * share
         if own < nh - 1:
             filters = torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], dim=-1)
         tokens, v = (F.pad(t, (pw, pw, ph, ph)).permute(0, 2, 3, 1).contiguous() for t in (x, values))  # (B, H, W, C)
-        q = F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), w_qry * self.head_width**-0.5)
+        q = F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), w_qry * width**-0.5)
         return window_taps(q, F.linear(tokens, w_key), v, (rows, columns), filters)
-
-    def window_mask(self, H: int, W: int, device: torch.device, query: int | None = None) -> Tensor:
-        """Return True for the padded keys in the window of every query, or of one.
-
-        Shape: -> (Nq, (H + 2 pad) (W + 2 pad))
-        """
-        near = []
-        for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
-            padded, middle = keys + 2 * self.padding[axis], self.kernel_size // 2
-            offsets = axis_offsets(queries, padded, middle, self.stride[axis], device)
-            near.append(offsets.abs() <= self.window[axis] // 2)
-        if query is not None:
-            near = [each[at, None] for each, at in zip(near, divmod(query, len(near[1])), strict=True)]
-        return (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
-
-    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
-        """Return the score of each key: 0 in the window, -inf outside, and log(number of padded keys in the window).
-
-        Shape: -> (Nq, H W + 1)
-        """
-        (ph, pw), mask = self.padding, self.window_mask(H, W, like.device)
-        inside = mask.unflatten(1, (H + 2 * ph, W + 2 * pw))[:, ph : ph + H, pw : pw + W].flatten(1)  # (Nq, H W)
-        padded = mask.sum(1, keepdim=True) - inside.sum(1, keepdim=True)
-        return torch.cat([inside.to(geometry_dtype(like)), padded.to(geometry_dtype(like))], 1).log().to(like.dtype)
-
-    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the queries, or one, the keys of the padded grid, and a score of -inf for keys outside of the window.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
-        """
-        q, keys, _ = super().content_scores(x, query)
-        mask = self.window_mask(x.shape[-2], x.shape[-1], x.device, query)
-        return q, keys, torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
