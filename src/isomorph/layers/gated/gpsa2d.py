@@ -298,7 +298,13 @@ class GPSA2d(TapHeads):
         keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
         bias = None
         if self.content_window is not None:
-            windows = (self.query_grid(H, W), (H + 2 * ph, W + 2 * pw), self.kernel_size // 2, self.stride, self.content_window)
+            windows = (
+                self.query_grid(H, W),
+                (H + 2 * ph, W + 2 * pw),
+                self.kernel_size // 2,
+                self.stride,
+                self.content_window,
+            )
             mask = window_mask(*windows, x.device, query).flatten(2).flatten(0, 1)  # (Nq, keys)
             bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
         return q * q.shape[-1] ** -0.5, keys.flatten(3).mT, bias
