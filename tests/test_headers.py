@@ -1,5 +1,6 @@
 """Headers of checkpoints that somebody else has written: every mistyped field is one line, whoever reads the file."""
 
+import hashlib
 import json
 
 import pytest
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.model import record_data
+from isomorph.checkpoints.open import open_trained
+from isomorph.checkpoints.snapshot import digest_of
 from isomorph.cli import main
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
@@ -220,3 +223,24 @@ def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path)
 OWN_CODE = json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}, "model_type": "evil"})
 EVIL = {"config.json": OWN_CODE, "tokenizer_config.json": OWN_CODE, "evil.py": "open('RAN', 'w')"}
 LURES = [(None, EVIL, "is not a vocabulary file, a folder or a name on the hub")]
+
+
+def test_a_forged_snapshot_names_no_file_outside_and_asks_for_no_memory(tmp_path):
+    folder = tmp_path / "run/step-00000001"
+    folder.mkdir(parents=True)
+    progress = {"step": 1, "closed": 1}
+    values = {"step": 1, "optimizer": {"state": {}, "groups": {}}, "recipe": {}, "progress": progress, "lanes": 1}
+    values |= {"data": {"images": 1, "steps": 1, "classes": 1}, "model": {}}
+    for files, said in (
+        ({"../../secret": "0"}, "String should match pattern|files.*should match"),
+        ({"/dev/zero": "0"}, "should match"),
+        ({"shard-1": "0"}, "No such file"),
+    ):
+        state = values | {"files": files}
+        (folder / "state.json").write_text(json.dumps(state | {"digest": digest_of(state)}))
+        refused(f"is damaged.*({said})", open_trained, tmp_path / "run")
+    save_file({"weight": torch.zeros(2)}, folder / "shard-1.safetensors", {"DCP_SHARDING_INFO": "[[]"})
+    digest = hashlib.sha256((folder / "shard-1.safetensors").read_bytes()).hexdigest()
+    state = values | {"files": {"shard-1.safetensors": digest}}
+    (folder / "state.json").write_text(json.dumps(state | {"digest": digest_of(state)}))
+    refused("step-00000001 is damaged", open_trained, tmp_path / "run")

@@ -22,7 +22,7 @@ from isomorph.analysis.evolution import random_draw_indices
 from isomorph.analysis.token_grid import TokenGrid
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze import open_image_loaders
+from isomorph.cli.analyze import ImageOptions, open_test_loaders
 from isomorph.cli.compare import gating_histories
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
@@ -563,7 +563,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
     subjects = [PageModel("a", small_vit(), a), PageModel("b", small_vit(), b)]
-    loaders = open_image_loaders(subjects, "given", None, 36)
+    loaders = open_test_loaders(subjects, ImageOptions(data="given", max_images=36))[0]
     seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
     plain = {
         s.name: seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects
@@ -571,7 +571,9 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     assert plain["a"].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
-    again = torch.cat([labels for _, labels in open_image_loaders(subjects, "given", None, 36)["a"]])
+    again = torch.cat(
+        [labels for _, labels in open_test_loaders(subjects, ImageOptions(data="given", max_images=36))[0]["a"]]
+    )
     assert again.tolist() == seen["a"][1].tolist()
 
 
@@ -584,7 +586,7 @@ def done(command):
 
 WRONG_COMMANDS = {
     "analyze cnn.safetensors --image b.png": "cannot read b.png",
-    "analyze cnn.safetensors --image c.png": "image c.png does not exist",
+    "analyze cnn.safetensors --image c.png": "there is no file c.png",
     "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
     "analyze cnn.safetensors --image a.png --robustness x.jsonl": "cannot read results x.jsonl",
     "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",

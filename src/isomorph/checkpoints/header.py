@@ -174,7 +174,7 @@ def _parse_part(name: str, text: str | None) -> Any:
     try:
         return _SCHEMAS[name].validate_json(text)
     except ValidationError as error:
-        raise UserError(_describe_problems(error, name)) from None
+        raise UserError(describe_problems(error, name)) from None
 
 
 def _build_edit(edit: _EditSchema, place: str) -> Edit:
@@ -189,23 +189,23 @@ def _build_edit(edit: _EditSchema, place: str) -> Edit:
     try:
         made: Any = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
     except ValidationError as error:
-        raise UserError(_describe_problems(error, f"{place}.fields")) from None
+        raise UserError(describe_problems(error, f"{place}.fields")) from None
     return Edit(made, tuple(edit.names))
 
 
-def _describe_problems(error: ValidationError, part: str) -> str:
+def describe_problems(error: ValidationError, part: str = "") -> str:
     """Return the first problem of a part in words, and the number of further ones."""
     first, *others = error.errors()
-    field = ".".join([part, *map(str, first["loc"])])
+    field = ".".join(filter(None, [part, *map(str, first["loc"])])) or "all of it"
     message = first["msg"].removeprefix("Value error, ")
+    kinds = {"missing": "is missing", "extra_forbidden": "is not a field"}
     if first["type"] == "value_error":
         said = f"{field}.{message}" if part == "base" else f"{field}: {message}"
     elif first["type"] == "json_invalid":
         said = f"{field} is not JSON ({message.removeprefix('Invalid JSON: ')})"
-    elif first["type"] in ("missing", "extra_forbidden"):
-        said = f"{field} is {'missing' if first['type'] == 'missing' else 'not a field'}"
     else:
-        said = f"{field} is {_shorten(first['input'])} and {message.removeprefix('Input ').removeprefix('String ')}"
+        wrong = f"is {_shorten(first['input'])} and {message.removeprefix('Input ').removeprefix('String ')}"
+        said = f"{field} {kinds.get(first['type'], wrong)}"
     return said + (f" (and {len(others)} more)" if others else "")
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from isomorph.checkpoints.header import describe_problems
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 
@@ -76,7 +77,7 @@ class SnapshotValues(_ClosedSchema):
     """The content of state.json. `model` is the header that rebuilds it, `digest` that of all other values."""
 
     step: _Count
-    files: dict[str, str]
+    files: dict[Annotated[str, Field(pattern=r"^shard-[\w.-]+$", max_length=200)], str]
     optimizer: OptimizerValues
     recipe: dict[str, Any]
     progress: RunProgress
@@ -92,40 +93,8 @@ def digest_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def parse_values(text: str) -> dict[str, Any]:
-    """Return the values of a state.json. Raises: UserError when they are not as written."""
-    try:
-        found = json.loads(text)
-        digest = digest_of(found) if isinstance(found, dict) else ""
-        values = SnapshotValues.model_validate(found)
-    except ValidationError as error:
-        raise UserError(f"not the state of a run: {_first_problem(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not readable JSON ({' '.join(str(error).split())})") from None
-    if values.digest != digest:
-        raise UserError("not what was written: its SHA-256 differs from the one it holds")
-    if values.progress.step != values.step:
-        raise UserError(f"not the state of a run: step {values.step}, progress.step {values.progress.step}")
-    return values.model_dump()
-
-
-def _first_problem(error: ValidationError) -> str:
-    """Return the first problem in words: the field and what is wrong with it."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(map(str, problem["loc"])) or "all of it"
-    return f"{field} is missing" if problem["type"] == "missing" else f"{field}: {problem['msg'][:120].lower()}"
-
-
 class DamagedSnapshot(UserError):
     """Error for a snapshot that differs from what was written."""
-
-
-@contextmanager
-def _no_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning that a checkpoint is written or read without a process group, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
 
 
 def _folder_name(step: int) -> str:
@@ -160,36 +129,32 @@ def write_snapshot(
     Raises: UserError when it cannot be written (a full disk); the older snapshots are then unchanged.
     """
     path, partial = folder / _folder_name(step), folder / f".{_folder_name(step)}.partial"
-    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    state: dict[str, Any] = {"step": step, **values}
+    alone = not any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    files: list[str] = []
 
     def make_empty() -> None:
-        if runtime.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
 
     def write_mine() -> None:
-        if sharded or runtime.is_main:
-            _write_tensors(partial, tensors, alone=not sharded)
-
-    def note_checksums() -> None:
-        mine = sorted(partial.glob(f"shard-{runtime.rank + 1:05d}-*"))
-        state["files"] = {file.name: checksum(file) for file in mine}
+        copies = {name: _unshared(tensor) for name, tensor in tensors.items()}
+        with _no_process_group_warning():
+            writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+            dcp.save(copies, storage_writer=writer, no_dist=alone)
 
     def finish() -> None:
-        if runtime.is_main:
-            _write_state(partial / STATE_FILE, state)
-            _flush_folder(partial)
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(partial, path)
-            _flush_folder(folder)
+        _write_state(partial / STATE_FILE, {"step": step, **values, "files": dict(sorted(files))})
+        _flush_folder(partial)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(partial, path)
+        _flush_folder(folder)
 
     try:
-        _run_on_all_processes(make_empty, runtime)
-        _run_on_all_processes(write_mine, runtime)
-        _run_on_all_processes(note_checksums, runtime)
-        state["files"] = {name: digest for files in runtime.gather(state["files"]) for name, digest in files.items()}
-        _run_on_all_processes(finish, runtime)
+        _run_on_all_processes(make_empty, runtime, runtime.is_main)
+        _run_on_all_processes(write_mine, runtime, runtime.is_main or not alone)
+        mine = [(file.name, _checksum(file)) for file in partial.glob(f"shard-{runtime.rank + 1:05d}-*")]
+        files += [file for own in runtime.gather(mine) for file in own]
+        _run_on_all_processes(finish, runtime, runtime.is_main)
     except OSError as error:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
@@ -199,18 +164,24 @@ def write_snapshot(
     return path
 
 
-def _run_on_all_processes(step: Callable[[], None], runtime: Runtime) -> None:
-    """Run a step in every process. Raises: OSError in all, with the first process's reason, when one fails."""
+def _run_on_all_processes(step: Callable[[], None], runtime: Runtime, mine: bool) -> None:
+    """Run a step in every process, if it is its own. Raises: OSError in all, with a reason, when one fails."""
+    problem = ""
     try:
-        step()
-        problem = ""
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # all processes must learn of any failure; CheckpointException is not an Exception
-        problem = error_reason(error)
+        if mine:
+            step()
+    except (Exception, CheckpointException) as error:  # all processes must learn of any failure of any type
+        problem = _error_reason(error)
     if message := next((text for text in runtime.gather(problem) if text), ""):
         raise OSError(message)
+
+
+@contextmanager
+def _no_process_group_warning() -> Iterator[None]:
+    """Silence torch's warning that a checkpoint is written or read without a process group, which is intended here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -240,19 +211,11 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def error_reason(error: BaseException) -> str:
+def _error_reason(error: BaseException) -> str:
     """Return one line for an error, also for torch's exception that wraps those of all processes."""
     inner = next(iter(getattr(error, "failures", {}).values()), None)
     first = inner[0] if isinstance(inner, tuple) else error
     return " ".join(str(first).split()) or type(first).__name__
-
-
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
-    """Write tensors, or this process's shards of them, to its file and flush it to disk."""
-    copies = {name: _unshared(tensor) for name, tensor in tensors.items()}
-    with _no_process_group_warning():
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        dcp.save(copies, storage_writer=writer, no_dist=alone)
 
 
 def _unshared(tensor: Tensor) -> Tensor:
@@ -262,7 +225,7 @@ def _unshared(tensor: Tensor) -> Tensor:
     )
 
 
-def checksum(path: Path) -> str:
+def _checksum(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -273,34 +236,59 @@ def read_values(path: Path) -> dict[str, Any]:
 
     Raises: DamagedSnapshot when a file is missing, changed or added.
     """
-    if not (path / STATE_FILE).is_file():
-        raise DamagedSnapshot(f"the snapshot {path} is damaged: it has no {STATE_FILE}")
     try:
-        values = parse_values((path / STATE_FILE).read_text(encoding="utf-8"))
-        changed = [name for name, digest in values["files"].items() if checksum(path / name) != digest]
+        values = _check_values(path)
     except UserError as error:
-        raise DamagedSnapshot(f"the snapshot {path} is damaged: {STATE_FILE} is {error}") from None
-    except (OSError, ValueError) as error:
-        raise DamagedSnapshot(f"the snapshot {path} is damaged ({error_reason(error)})") from None
-    if changed:
-        raise DamagedSnapshot(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
-    if values["step"] != _parse_step(path):
-        raise DamagedSnapshot(f"the snapshot {path} is damaged: it is a copy of the one after step {values['step']}")
-    if foreign := _foreign_files(path, values["files"]):
-        raise DamagedSnapshot(f"the snapshot {path} is damaged: {', '.join(foreign[:3])} is not part of it")
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: {error}") from None
+    except OSError as error:
+        raise DamagedSnapshot(f"the snapshot {path} is damaged ({_error_reason(error)})") from None
     return values
 
 
-def _foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
-    """Return names of files in a snapshot that are not part of it, except hidden ones that are not read as tensors."""
-    names = {entry.name for entry in path.iterdir()} - {STATE_FILE, *files}
-    return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
+def _check_values(path: Path) -> dict[str, Any]:
+    """Return the values of a state.json whose files are those that were written. Raises: UserError, OSError."""
+    if not (path / STATE_FILE).is_file():
+        raise UserError(f"it has no {STATE_FILE}")
+    try:
+        found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{STATE_FILE} is not readable JSON ({_error_reason(error)})") from None
+    try:
+        values = SnapshotValues.model_validate(found)
+    except ValidationError as error:
+        raise UserError(f"{STATE_FILE} is not the state of a run: {describe_problems(error)}") from None
+    if values.digest != digest_of(found):
+        raise UserError(f"{STATE_FILE} is not what was written: its SHA-256 differs from the one it holds")
+    if values.progress.step != values.step:
+        steps = f"step {values.step}, progress.step {values.progress.step}"
+        raise UserError(f"{STATE_FILE} is not the state of a run: {steps}")
+    if changed := [name for name, digest in values.files.items() if _checksum(path / name) != digest]:
+        raise UserError(f"{', '.join(changed)} is not what was written")
+    if values.step != _parse_step(path):
+        raise UserError(f"it is a copy of the one after step {values.step}")
+    names = {entry.name for entry in path.iterdir()} - {STATE_FILE, *values.files}
+    if foreign := sorted(n for n in names if not n.startswith(".") or n.endswith(".safetensors")):
+        raise UserError(f"{', '.join(foreign[:3])} is not part of it")
+    return values.model_dump()
 
 
 def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the full shape and dtype of every tensor of a snapshot."""
-    layout = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return {name: (about.size, about.properties.dtype) for name, about in layout.items()}  # type: ignore[union-attr]
+    """Return the full shape and dtype of every tensor of a snapshot.
+
+    Raises: DamagedSnapshot for shards that cannot be read, or that are smaller than the tensors that they name.
+    """
+    try:
+        about = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        layout = {name: (entry.size, entry.properties.dtype) for name, entry in about.items()}  # type: ignore[union-attr]
+    except Exception as error:  # safetensors and torch raise many types for forged shards
+        raise DamagedSnapshot(f"the snapshot {path} is damaged ({_error_reason(error)})") from None
+    wanted = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    held = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if wanted > held:
+        raise DamagedSnapshot(
+            f"the snapshot {path} is damaged: it names {wanted:,} bytes of tensors and holds {held:,}"
+        )
+    return layout
 
 
 def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -311,7 +299,7 @@ def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def read_snapshot(path: Path) -> dict[str, Tensor]:
     """Return every tensor of a snapshot, unsharded."""
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in read_layout(path).items()}
+    tensors: dict[str, Tensor] = {name: torch.zeros(s, dtype=dtype) for name, (s, dtype) in read_layout(path).items()}
     read_tensors_into(path, tensors)
     return tensors
 

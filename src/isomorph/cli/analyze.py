@@ -90,7 +90,7 @@ def analyze(
     models, results = _open_models([model, *([against] if against else [])], opening, device, robustness, size)
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
-        batches, sampled, evolutions = _test_images(models, test)
+        batches, sampled, evolutions = open_test_loaders(models, test)
         options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
         sections = analyze_sections(models, shown, layers, options)
     written = write_page(out, " and ".join(m.name for m in models), lead_text(sections), sections, page_footer())
@@ -157,7 +157,7 @@ def open_page_model(
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
-def _test_images(
+def open_test_loaders(
     models: list["PageModel"], test: ImageOptions
 ) -> tuple[dict[str, Iterable[Any]], str, dict[str, dict[str, float]]]:
     """Return a loader of test images for each model, what they are, and F_k of every layer of each model if asked for.

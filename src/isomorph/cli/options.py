@@ -328,7 +328,7 @@ def _check_file(name: Any) -> None:
 _LIMIT_CHECKS = {name: functools.partial(_check_limit, name) for name in LIMITS}
 _EXISTING: dict[str, Callable[[Any], None]] = {
     **dict.fromkeys(("model", "original", "other", "against", "weights"), _check_model),
-    **dict.fromkeys(("image", "robustness", "evaluated"), _check_file),
+    "image": _check_file,
     "data": _check_data,
 }
 """Checks that what an option names is there, by the names of options; the same in all commands."""
