@@ -7,12 +7,15 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from timm.layers import LayerScale, RmsNorm
+from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
+import isomorph as iso
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation, disturb
 
@@ -272,3 +275,152 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
         for one, other in zip(*(tree_leaves(m(values)) for m in (model, new)), strict=True):
             assert deviation(one, other) < 1e-12
     assert left in str(report)
+
+
+SMALL = dict(num_classes=3)
+FAMILIES = {
+    "resnet18": dict(size=32),
+    "repvgg_a0": dict(size=32, width_factor=(0.25, 0.25, 0.25, 0.25)),
+    "mobileone_s0": dict(size=32),
+    "fastvit_t8": dict(size=64),
+    "levit_128s": dict(size=224),
+    "ghostnetv3_050": dict(size=64),
+    "regnetx_002": dict(size=32),
+    "efficientnet_b0": dict(size=32),
+    "densenet121": dict(size=32),
+    "vit_tiny_patch16_224": dict(size=224, depth=1, init_values=0.1),
+}
+"""Models of timm, and the size that they are tried at."""
+READ_BY_MANY = {"densenet121": 62, "ghostnetv3_050": 1}
+"""How many norms read sums, lists or values that others read too."""
+
+
+def family(name):
+    torch.manual_seed(0)
+    options = {key: value for key, value in FAMILIES[name].items() if key != "size" and "factor" not in key}
+    model = disturb(timm.create_model(name, **SMALL | options), 0.1).float()
+    return model, torch.randn(2, 3, FAMILIES[name]["size"], FAMILIES[name]["size"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_families_of_timm(name, tmp_path):
+    model, x = family(name)
+    parameters = sum(p.numel() for p in reparameterize_model(model).parameters())
+    new, report = fuse_with_report(model, x)
+    left = [key for key, module in new.named_modules() if isinstance(module, _BatchNorm)]
+    assert sorted(report.left) == sorted(left)
+    assert len(left) == READ_BY_MANY.get(name, 0)
+    assert report.difference < 1e-12
+    assert report.parameters[1] == sum(p.numel() for p in new.parameters()) <= parameters
+    assert iso.verify(model, new, x).passed
+    iso.save(new, tmp_path / "thin.safetensors")
+    again = iso.load(tmp_path / "thin.safetensors").eval()
+    assert torch.equal(again(x), new(x))
+    assert not fuse_with_report(new, x)[1].merged
+
+
+def test_detectors_are_compared_before_non_maximum_suppression():
+    torch.manual_seed(0)
+    detector = torchvision.models.detection.fcos_resnet50_fpn(
+        weights=None, weights_backbone=None, num_classes=3, min_size=48, max_size=64
+    )
+    model = disturb(detector, 0.05)
+    _, report = fuse_with_report(model, torch.rand(1, 3, 48, 64))
+    assert len(report.merged) == 53
+    assert not report.left
+    assert 0 < report.difference < 1e-12  # its lists of boxes are empty, and say nothing
+
+
+def test_a_wrong_method_of_a_module_is_left_and_named():
+    class Wrong(nn.Sequential):
+        def fuse(self):
+            return nn.Conv2d(4, 6, 3, padding=1)
+
+    model, x = made(in_turn(THREE, norm()), MAP)
+    model = nn.Sequential(Wrong(model[0], model[1]), nn.ReLU()).eval()
+    new, report = fuse_with_report(model, x)
+    assert list(report.merged) == ["0.1"]
+    assert "differ" in report.left["0"]
+    assert deviation(new(x), model(x)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtype_mode_memory_format_and_gradients_stay(dtype):
+    model, x = made(in_turn(THREE, norm(), nn.ReLU, conv(6, 6, 3, bias=False), norm()), MAP)
+    model = model.to(dtype, memory_format=torch.channels_last)
+    model[3].weight.requires_grad_(False)
+    new = iso.fuse(model, x)
+    assert {p.dtype for p in new.parameters()} == {dtype}
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in new.parameters() if p.ndim == 4)
+    assert [p.requires_grad for p in new.parameters()] == [True, True, False, False]
+    assert not any(module.training for module in new.modules())
+    assert torch.equal(new.state_dict()["3.weight"], new[3].weight)
+
+
+def test_without_an_example_only_own_methods_are_used_and_it_is_said():
+    model, _ = made(in_turn(THREE, norm()), MAP)
+    new, report = fuse_with_report(model)
+    assert repr(new) == repr(model)
+    assert "give an example" in report.left["1"]
+    assert any("fuse left 1 norms" in note for note in iso.surgery.notes(new))
+    assert repr(iso.fuse(timm.create_model("cifar_resnet20").eval(), norms=False)).count("BatchNorm2d") == 19
+
+
+def test_a_fused_model_is_saved_with_its_edits_and_comes_back_in_its_class(tmp_path):
+    model, x = made(MERGED["chain"][0], MAP)
+    new = iso.fuse(model, x)
+    iso.save(new, tmp_path / "thin.safetensors")
+    again = iso.load(tmp_path / "thin.safetensors", base=MERGED["chain"][0]()).double().eval()
+    assert deviation(again(x), new(x)) < 1e-12
+    assert {type(edit.rule).__name__ for edit in iso.edits(new)} == {"Merge"}
+
+
+def test_a_pyramid_in_a_block_of_timm_keeps_its_bias_under_timms_own_method():
+    model, x = family("repvgg_a0")
+    wide = disturb(iso.recast(model, iso.LinearToPyramid("P-W1S"), "stages.0.*.conv_kxk.conv"), 0.1).float()
+    for merged in (reparameterize_model(wide), iso.fuse(wide, x), reparameterize_model(iso.fuse(wide, norms=False))):
+        torch.testing.assert_close(merged(x), wide(x), rtol=1e-4, atol=1e-4)
+        assert not any(isinstance(module, _BatchNorm) for module in merged.modules())
+
+
+BROKEN = {
+    "a variance below 0": (lambda model: model[1].running_var.fill_(-1), "1 are not finite: .* -1"),
+    "a weight that is NaN": (lambda model: model[0].weight.fill_(float("nan")), "0.weight is not finite"),
+    "an infinite mean": (lambda model: model[1].running_mean.fill_(float("inf")), "outputs are not finite"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_not_finite_is_an_error(name):
+    model, x = made(in_turn(THREE, norm()), MAP)
+    with torch.no_grad():
+        BROKEN[name][0](model)
+    with pytest.raises(iso.UserError, match=BROKEN[name][1]) as caught:
+        iso.fuse(model, x)
+    assert caught.value.exit_status == 1
+
+
+def test_errors_say_what_to_give():
+    model, x = made(in_turn(THREE, norm()), MAP)
+    with pytest.raises(iso.UserError, match="does not run on an input of shape 2x3x8x8"):
+        iso.fuse(model, torch.randn(2, 3, 8, 8))
+    model[1].train()
+    with pytest.raises(iso.UserError, match="1 is in train mode"):
+        iso.fuse(model, x)
+
+
+@torch.no_grad()
+def test_a_fused_network_gets_norms_again_and_keeps_its_function():
+    model, _ = made(in_turn(THREE, norm(), nn.ReLU, conv(6, 8, 3), norm(8)), MAP)
+    x = 3 * torch.randn(64, 4, 9, 8, dtype=torch.float64) + 1
+    thin = iso.fuse(model, x)
+    normed = iso.recast(thin, iso.ConvToConvNorm())
+    assert deviation(normed(x), thin(x)) < 1e-12
+    near = iso.recalibrate(normed, [x])
+    assert deviation(near(x), thin(x)) < 1e-12
+    trained = copy.deepcopy(near).train()
+    assert deviation(trained(x), thin(x)) < 0.01 < deviation(copy.deepcopy(normed).train()(x), thin(x))
+    back = iso.fuse(near)
+    assert repr(back) == repr(thin)
+    assert deviation(back(x), thin(x)) < 1e-12

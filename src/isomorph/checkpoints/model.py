@@ -365,8 +365,10 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
     path, state = Path(path), strip_wrappers(state, model.state_dict())
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
-    try:
-        state = module.checkpoint_filter_fn(state, model) if hasattr(module, "checkpoint_filter_fn") else state
+    own = model.state_dict()
+    fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
+    try:  # timm's filters take a fused network for one of another layout
+        state = state if fits else getattr(module, "checkpoint_filter_fn", lambda state, _: state)(state, model)
     except UserError:
         raise
     except Exception as error:  # timm's filters raise many types for a checkpoint of another architecture

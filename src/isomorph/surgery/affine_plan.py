@@ -200,6 +200,12 @@ class Plan:
                 self._write_into_layer(found) if any(p.layer for p in found.parts) else self._push(value, found)
         self._add_chains()
 
+    def concerns(self, group: Group) -> bool:
+        """True if the call runs or reads what a group changes."""
+        names = (*group.carriers, *(name for _, name in group.gone))
+        weights: list[Any] = [self.model.get_submodule(name).weight for name in group.carriers]
+        return any(n in self.flow.outputs for n in names) or any(self.flow.reads.get(value_of(w)) for w in weights)
+
     def _is_read_once(self, value: Value) -> bool:
         return len(self.flow.reads[value]) == 1 and value not in self._kept
 

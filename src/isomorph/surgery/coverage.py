@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from isomorph.errors import UserError
+from isomorph.surgery.fuse import fuse_with_report
 from isomorph.surgery.recast import acceptance
 from isomorph.surgery.rule import RULES, Rule
 
@@ -109,6 +112,53 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
             yield row | {"rules": {rule: list(found) for rule, found in model_coverage(model, rules).items()}}
         except Exception as error:  # of any module of timm
             yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield what `fuse` does to the norms of every timm model, with random weights and statistics.
+
+    Models without BatchNorm are skipped. A row has the number of BatchNorms, how many are `merged`, how many of those
+    left follow one layer `directly`, the reasons for all of them, the largest difference in float64, and parameters
+    before, after and after timm's own method. For a model that cannot be created or run it has the reason as `error`.
+    """
+    for name in names:
+        row: dict[str, Any] = {"model": name, "family": family_of(name)}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = _randomised(timm.create_model(name).eval())
+                norms = [key for key, module in model.named_modules() if isinstance(module, _BatchNorm)]
+                if not norms:
+                    continue
+                fused, report = fuse_with_report(model)
+                others = sum(parameter.numel() for parameter in reparameterize_model(model).parameters())
+            left = {key: reason for key, reason in report.left.items() if key in norms}
+            alone = [reason for reason in left.values() if not reason.startswith(_NOT_ALONE)]
+            yield row | {
+                "norms": len(norms),
+                "merged": sum(not isinstance(dict(fused.named_modules()).get(key), _BatchNorm) for key in norms),
+                "directly": len(alone),
+                "reasons": dict(Counter(map(_reason_kind, left.values())).most_common()),
+                "difference": report.difference,
+                "parameters": [*report.parameters, others],
+            }
+        except Exception as error:  # of any module of timm
+            yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+_NOT_ALONE = ("it follows", "it reads the model's input", "the output of the layer before it is read elsewhere")
+"""How the reasons begin for norms that do not follow one layer that nothing else reads."""
+
+
+@torch.no_grad()
+def _randomised(model: nn.Module) -> nn.Module:
+    """Give the norms of a model other weights and statistics, in place, and return it."""
+    generator = torch.Generator().manual_seed(0)
+    for norm in (module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine):
+        for tensor, middle in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
+            if tensor is not None:
+                tensor.copy_(middle + 0.2 * (torch.rand(tensor.shape, generator=generator) - 0.5))
+    return model
 
 
 def summarise_coverage(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -301,11 +301,14 @@ def merge(
 
     Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving.
     """
-    plans = list(cases.plans(model, affine))
-    agreed = {group.key: group for group in plans[0].groups}
-    for plan in plans[1:]:
-        keys = {group.key for group in plan.groups}
-        agreed = {key: group for key, group in agreed.items() if key in keys}
+    first: dict[Any, Group] | None = None
+    agreed, norms, left = dict[Any, Group](), set[str](), dict[str, str]()
+    for plan in cases.plans(model, affine):  # one at a time: each holds what a call computed
+        found = {group.key: group for group in plan.groups}
+        if first is None:
+            first = agreed = found
+        agreed = {key: group for key, group in agreed.items() if key in found or not plan.concerns(group)}
+        norms, left = norms | plan.norms, left | plan.left
     # into readers first: a branch that reads the value may be written into another layer; chains last, from their end
     groups = sorted(agreed.values(), key=lambda group: ("readers", "sum", "chain").index(group.kind))
 
@@ -317,10 +320,8 @@ def merge(
     removed = bool(scaled) and compare(cases, lambda: merged(groups, True)[0]) is None
     bad = search(groups, lambda chosen: compare(cases, lambda: merged(chosen, removed)[0]))
     new, edits = merged([group for group in groups if group not in bad], removed)
-    left = {name: reason for plan in plans for name, reason in plan.left.items()}
-    norms = {name for plan in plans for name in plan.norms}
     into = {}
-    for group in plans[0].groups:
+    for group in (first or {}).values():
         fine = group in groups and group not in bad
         for _, name in group.gone:
             if fine:

@@ -16,6 +16,7 @@ from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLi
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.pyramid.affine_chain import weight_matrix
 from isomorph.layers.pyramid.base import Layout, init_from_affine, init_random
+from isomorph.surgery.fuse import guard_pyramids
 from isomorph.surgery.linear_chains import (
     conv_padding,
     is_chain,
@@ -167,7 +168,11 @@ class LinearToPyramid(Rule):
         return bound
 
     def attach(self, model: nn.Module) -> None:
-        """Make attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that is a pyramid."""
+        """Make attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that is a pyramid.
+
+        And make timm's methods that merge branches fuse the pyramids first.
+        """
+        guard_pyramids(model)
         for module in model.modules():
             if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
                 setattr(module, SEPARATE_BIAS, True)
