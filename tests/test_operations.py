@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import isomorph as iso
 from isomorph.layers import eager
+from test_eval_mode import LAYERS as KEPT
 
 NOT_LAUNCHED = {"_unsafe_view", "promote_types", "result_type", "can_cast"}
 NO_KERNEL = ("sym_", "is_", "empty", "new_empty")
@@ -150,6 +151,39 @@ def test_no_more_operations(name):
         assert counted[1] <= row.backward, passes[1]
     again, _ = launched(layer, x, train=False)
     assert again.total() <= row.eval, again
+
+
+OTHERS = {
+    "convolution block": (lambda: iso.layers.MBConv(8, 12, stride=2), (2, 8, 9, 9)),
+    "convolution block, LayerNorm": (lambda: iso.layers.LayerNormMBConv(8, 12, stride=2), (2, 8, 9, 9)),
+    "LocalAttention": (lambda: iso.layers.LocalAttention(16, 4), (2, 12, 16)),
+    "ExpandedAttention": (lambda: iso.layers.ExpandedAttention(16, 4), (2, 12, 16)),
+    "SpatialAttention": (lambda: iso.layers.SpatialAttention(16, 4, grid_size=(3, 4)), (2, 12, 16)),
+    "window in tiles": (lambda: iso.layers.WindowGPSA2d(4, 4, padding=1, kernel_size=3), (1, 4, 18, 18)),
+    "map of 24 x 24": (lambda: iso.layers.GPSA2d(4, 4, padding=1, kernel_size=3), (1, 4, 24, 24)),
+    "PyramidLinear": (lambda: iso.layers.PyramidLinear(8, 8), (2, 12, 8)),
+    "PyramidConv2d": (lambda: iso.layers.PyramidConv2d(8, 8, 1), (2, 8, 5, 5)),
+    "annealed": (lambda: iso.layers.AnnealedReLU(), (2, 8)),
+    "padding": (lambda: iso.layers.SamePadding((3, 3), (2, 2)), (2, 8, 5, 6)),
+}
+EVERY = {name: (row.make, row.size) for name, row in LAYERS.items()} | KEPT | OTHERS
+
+
+@pytest.mark.parametrize("device", ["another", "cpu"])
+@pytest.mark.parametrize("name", EVERY)
+def test_nothing_waits_for_the_device(name, device, monkeypatch):
+    monkeypatch.setattr(eager, "CPU_DEVICE", device)
+    make, size = EVERY[name][:2]
+    layer, x = make(), torch.randn(size)
+    launched(layer, x, wait=False)
+    launched(layer, x, train=False, wait=False)
+
+
+def test_what_waits_is_seen():
+    layer = nn.ReLU()
+    layer.forward = lambda x: x * float(x.sum())
+    with pytest.raises(RuntimeError, match="_local_scalar_dense waits"):
+        launched(layer, torch.randn(3), wait=False)
 
 
 @torch.library.custom_op("isomorph_tests::three", mutates_args=())
