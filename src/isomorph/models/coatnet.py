@@ -98,8 +98,7 @@ class TransformerBlock(nn.Module):
         self.norm1 = LayerNorm(dim)
         self.pool = make_pool(stride)
         shape: dict[str, Any] = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
-        self.on_grid = relative != "none"  # plain attention takes tokens
-        grid = dict(grid_size=grid_size) if self.on_grid else {}
+        grid = dict(grid_size=grid_size) if relative != "none" else {}
         self.attn = ATTENTION[relative](dim, dim_out // head_dim, **grid, **shape)
         self.norm2 = LayerNorm(dim_out)
         self.mlp = Mlp(dim_out, 4 * dim_out)
@@ -107,11 +106,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = _as_channels_last(self.pool(_as_channels_first(self.norm1(_as_channels_last(x)))))  # (B, H', W', dim)
-        y = (
-            self.attn(y)
-            if isinstance(self.attn, RelativeAttention)
-            else self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
-        )
+        on_grid = isinstance(self.attn, RelativeAttention)  # plain attention takes tokens
+        y = self.attn(y) if on_grid else self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
         x = _as_channels_last(self.shortcut(x)) + self.drop_path(y)  # (B, H', W', dim_out)
         return _as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
 
@@ -170,16 +166,12 @@ def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> l
     if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
         raise UserError(f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT")
     if not len(depths) == len(widths) == len(letters):
-        raise UserError(
-            f"layout {layout!r} with its stem has {len(letters)} letters; give {len(letters)} depths and widths, "
-            f"not {len(depths)} and {len(widths)}"
-        )
+        given = f"not {len(depths)} and {len(widths)}"
+        raise UserError(f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}")
     if not all(type(n) is int and n > 0 for n in (*depths, *widths)):
         raise UserError(f"depths {list(depths)} and widths {list(widths)} must be whole numbers above 0")
-    if depths[0] != STEM_DEPTHS[letters[0]]:
-        raise UserError(
-            f"depths {list(depths)} must begin with {STEM_DEPTHS[letters[0]]}, the depth of stem {letters[0]}"
-        )
+    if depths[0] != (first := STEM_DEPTHS[letters[0]]):
+        raise UserError(f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}")
     sizes = iter(zip(depths, widths, strict=True))
     return [[BlockGroup(kind, i == 0, *next(sizes)) for i, kind in enumerate(stage)] for stage in stages]
 

@@ -4,7 +4,8 @@ Logits come from windows of the size that the network was trained on, averaged w
 """
 
 import colorsys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from isomorph.tasks.image_sets import write_test_page
 from isomorph.tasks.segmentation.augment import SegmentationPart
 from isomorph.tasks.segmentation.data import IGNORE, MaskedImages
 
+SHOWN_IMAGES = 16
+"""Images on the page."""
 WINDOWS = 8
 """Windows that are computed at once."""
 
@@ -129,37 +132,43 @@ def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: 
     return logits[0].argmax(0)
 
 
-def measure(
-    model: nn.Module,
-    loader: Iterable[Any],
-    part: SegmentationPart,
-    runtime: Runtime,
-    handle: Callable[[Tensor, Tensor, Confusion], None] = lambda truth, predicted, counts: None,
-) -> tuple[Confusion, int]:
-    """Return the counts over the images of all processes, and their number.
+class ImageScore(NamedTuple):
+    """The mean IoU of one image, in percent, its counts, and the predicted classes. Shape: mask (H, W)"""
 
-    `handle(truth, predicted, counts)` is called for each image of this process, with the counts of that image.
-    """
-    total, images = Confusion(model.num_classes), 0  # type: ignore[arg-type]
+    number: int
+    miou: float
+    counts: Confusion
+    mask: np.ndarray
+
+
+def worst_images(scores: Iterable[ImageScore]) -> list[ImageScore]:
+    """Return the images with the lowest mean IoU, the lowest first; an image without any class has none (NaN)."""
+    known = (score for score in scores if score.miou == score.miou)
+    return sorted(known, key=lambda score: (score.miou, score.number))[:SHOWN_IMAGES]
+
+
+def measure(
+    model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime
+) -> tuple[Confusion, int, list[ImageScore]]:
+    """Return the counts over the images of all processes, the number of images, and the worst of them."""
+    total, worst, images = Confusion(model.num_classes), list[ImageScore](), 0  # type: ignore[arg-type]
     with eval_mode(model):
         for image, truth in loader:
             with runtime.autocast():
                 predicted = predict_mask(model, image, part, tuple(truth.shape[-2:])).cpu()
-            counts = Confusion(len(total.counts))
+            counts, number = Confusion(len(total.counts)), runtime.rank + images * runtime.world
             counts.add(truth[0], predicted)
-            handle(truth[0], predicted, counts)
+            score = ImageScore(number, counts.metrics()["miou"], counts, predicted.numpy().astype(np.uint8))
+            worst, images = worst_images([*worst, score]), images + 1
             total.counts += counts.counts
-            images += 1
-    parts = runtime.gather((total.counts.tolist(), images))
-    total.counts = torch.tensor([counts for counts, _ in parts]).sum(0)
-    return total, sum(number for _, number in parts)
+    counted, numbers, scores = zip(*runtime.gather((total.counts.tolist(), images, worst)), strict=True)
+    total.counts = torch.tensor(counted).sum(0)
+    return total, sum(numbers), worst_images(chain(*scores))
 
 
 # pictures
 
 
-SHOWN_IMAGES = 16
-"""Images on the page."""
 SHOWN_CLASSES = 25
 """Classes in the confusion matrix, those that are confused most."""
 _WIDTH = 420
@@ -197,21 +206,6 @@ def overlay(image: Image.Image, mask: np.ndarray, colours: np.ndarray, opacity: 
     painted = colours[np.minimum(mask, len(colours) - 1)].astype(np.float32)
     mixed = np.where(shown, (1 - opacity) * pixels + opacity * painted, pixels)
     return Image.fromarray(mixed.round().astype(np.uint8))
-
-
-class ImageScore(NamedTuple):
-    """The mean IoU of one image, in percent, its counts, and the predicted classes. Shape: mask (H, W)"""
-
-    number: int
-    miou: float
-    counts: Confusion
-    mask: np.ndarray
-
-
-def worst_images(scores: Iterable[ImageScore]) -> list[ImageScore]:
-    """Return the images with the lowest mean IoU, the lowest first; an image without any class has none (NaN)."""
-    known = (score for score in scores if score.miou == score.miou)
-    return sorted(known, key=lambda score: (score.miou, score.number))[:SHOWN_IMAGES]
 
 
 def write_masks(

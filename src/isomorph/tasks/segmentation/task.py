@@ -1,7 +1,6 @@
 """Semantic segmentation as a task of the training loop: its losses, data, metrics and predictions."""
 
 from collections.abc import Iterable
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,11 @@ from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_
 from isomorph.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.tasks.segmentation.data import FORMATS, IGNORE, MAX_CLASSES, MaskedImages, open_splits, open_test_pairs
 from isomorph.tasks.segmentation.results import (
-    Confusion,
-    ImageScore,
     class_colours,
     draw_prediction,
     index_image,
     measure,
     predict_mask,
-    worst_images,
     write_masks,
 )
 from isomorph.training.build import build_model
@@ -180,7 +176,7 @@ class Segmentation(Task):
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-            counts, images = measure(module, loader, self.options, runtime)
+            counts, images, _ = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
         task = SegmentationLoss(model, self.options, device, open_teacher(self.options, model))
@@ -212,19 +208,10 @@ class Segmentation(Task):
         self, model: nn.Module, images: MaskedImages, options: EvaluationOptions, runtime: Runtime
     ) -> list[dict[str, Any]]:
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)
-        worst, own = list[ImageScore](), count(runtime.rank, runtime.world)
-
-        def handle(truth: Tensor, predicted: Tensor, counts: Confusion) -> None:
-            score = ImageScore(next(own), counts.metrics()["miou"], counts, predicted.numpy().astype(np.uint8))
-            worst[:] = worst_images([*worst, score])
-
-        chosen = {"handle": handle} if options.page else {}
-        counts, number = measure(model.to(runtime.device), loader, self.options, runtime, **chosen)
+        counts, number, worst = measure(model.to(runtime.device), loader, self.options, runtime)
         rows = [{**counts.metrics(), "images": number}, *counts.rows(images.classes)]
-        if options.page:
-            gathered = runtime.gather(worst)
-            if runtime.is_main:
-                write_masks(options.page, images, counts, worst_images(chain(*gathered)), rows)
+        if options.page and runtime.is_main:
+            write_masks(options.page, images, counts, worst, rows)
         return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
