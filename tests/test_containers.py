@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from datasets import Dataset, Features, Value
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -30,8 +31,9 @@ from containers import (
 from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
 from isomorph.data.formats import tar as shards
 from isomorph.data.formats.naming import PackedStrings, split_words
-from isomorph.data.formats.registry import open_source
-from isomorph.data.sources import Source, class_fraction
+from isomorph.data.formats.registry import SOURCES, open_source
+from isomorph.data.label_maps import LabelMapSource
+from isomorph.data.sources import Source, class_fraction, read_image
 from isomorph.errors import DataWarning
 from refusals import refused
 
@@ -194,6 +196,123 @@ def test_names_that_differ_in_unicode_form_only_are_one(tmp_path):
     assert len(open_source(tmp_path, "test")) == len(SAMPLES)
     assert open_source(tmp_path / "tar", "train").labels.tolist() == [0] * EACH
     assert open_source(tmp_path / "tar", "test").classes == (one,)
+
+
+def entry(archive, name, data=b"", **fields):
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def nested(depth, data):
+    for level in range(depth):
+        written = io.BytesIO()
+        with tarfile.open(fileobj=written, mode="w") as archive:
+            entry(archive, f"{level}.tar" if level else "1.png", data)
+        data = written.getvalue()
+    return data
+
+
+HOSTILE_TARS = {
+    "sparse": (dict(type=tarfile.GNUTYPE_SPARSE), b"", "1.png is stored without its zeros; pack it without --sparse"),
+    "sparse by pax": (
+        dict(pax_headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}),
+        b"0\n",
+        "without its zeros",
+    ),
+    "nested": (dict(name="cat/1.tar"), nested(9, b"x"), "is in more than 4 tars inside each other"),
+    "cut inside": (
+        dict(name="cat/1.tar"),
+        nested(2, b"x" * 600)[:1500],
+        "no end of the archive|ends outside of the tar",
+    ),
+    "no tar inside": (dict(name="cat/1.tar"), b"x" * 600, "cannot read .*: "),
+    "a symbolic link": (dict(type=tarfile.SYMTYPE, linkname="/etc/passwd"), b"", "1.png is a link to /etc/passwd"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_TARS)
+def test_hostile_tars_are_named_in_a_line(kind, tmp_path):
+    fields, data, said = HOSTILE_TARS[kind]
+    with tarfile.open(tmp_path / "train.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        entry(archive, **{"name": "cat/1.png", **fields}, data=data)
+    refused(said, open_source, "tar", "train", tmp_path)
+
+
+def test_names_of_any_length_are_names(tmp_path):
+    long = "x" * 5000
+    write_tar(tmp_path / "train.tar", [(f"{long}/{long}.png", picture(0, 0)), ("b/1.png", picture(1, 0))])
+    source = open_source("tar", "train", tmp_path)
+    assert source.classes == ("b", long)
+    assert source.image(1).tobytes() == whole(0, 0)
+    for name in SOURCES.keys() - {"digits"}:
+        refused(long, open_source, name, "train", tmp_path / long)
+    refused("there is no folder of that name", open_source, long, "train")
+    refused("there is no folder of that name", open_source, "nul\0", "train")
+    refused("there is no folder", LabelMapSource, source, tmp_path / long, 2)
+    (tmp_path / "maps").mkdir()
+    refused("label maps are missing", LabelMapSource, source, tmp_path / "maps", 2)
+    refused("cannot read", read_image, tmp_path / long)
+
+
+@pytest.mark.parametrize("text", [b"ant\xff\nbee\ncat", b"ant\nbee"])
+def test_lists_of_classes_are_checked(tmp_path, text):
+    as_shards(tmp_path)
+    (tmp_path / "classnames.txt").write_bytes(text)
+    refused("classnames.txt as text in UTF-8|names 2 classes", open_source, "webdataset", "train", tmp_path)
+    (tmp_path / "classnames.txt").unlink()
+    (tmp_path / "info.json").write_bytes(b"[" * 100_000)
+    refused("cannot read .*info.json as JSON", open_source, "webdataset", "train", tmp_path)
+
+
+def test_a_label_that_is_no_class_is_named(tmp_path):
+    write_tar(
+        tmp_path / "train-0.tar", [("1.png", picture(0, 0)), ("1.cls", b"2000000"), ("2.png", b""), ("2.cls", b"1")]
+    )
+    refused("train-0.tar:1.png has label 2000000; labels are", open_source, "webdataset", "train", tmp_path)
+    for text in (b"1" * 5000, b"1000000000000", b'{"label": 1e400}'):
+        kind = "json" if text.startswith(b"{") else "cls"
+        write_tar(tmp_path / "train-0.tar", [("1.png", picture(0, 0)), (f"1.{kind}", text)])
+        refused("1.png has no label", open_source, "webdataset", "train", tmp_path)
+
+
+def test_forged_caches_are_made_anew(tmp_path):
+    as_shards(tmp_path)
+    source = open_source("webdataset", "train", tmp_path)
+    cached = sorted((tmp_path / "cache/isomorph/shards").iterdir())[0]
+    with np.load(cached) as saved:
+        right = dict(saved)
+    forged = {
+        "numbers": [right["numbers"].astype(float), right["numbers"][:2], right["numbers"] * 10**12, -right["numbers"]],
+        "ends": [right["ends"][::-1], right["ends"] + 1, right["ends"][None]],
+        "block": [right["block"][:-1], right["block"].astype(np.int64)],
+        "left_out": [np.frombuffer(b"[1]", np.uint8), np.frombuffer(b'{"x": "y"}', np.uint8)],
+        "stamp": [np.array([["x"]])],
+    }
+    for key, values in forged.items():
+        for value in values:
+            np.savez(cached, **{**right, key: value})
+            again = open_source("webdataset", "train", tmp_path)
+            assert again.labels.tolist() == source.labels.tolist()
+            assert pixels(again) == EXPECTED
+
+
+def test_paths_in_parquet_stay_in_their_folder(tmp_path):
+    (tmp_path / "outside.png").write_bytes(picture(0, 0))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/inside.png").write_bytes(picture(0, 1))
+    outside = ["../outside.png", str(tmp_path / "outside.png"), "x/../../outside.png", "x" * 5000, "/etc/passwd"]
+    features = Features(image={"bytes": Value("binary"), "path": Value("string")}, label=Value("int64"))
+    cells = [{"bytes": None, "path": path} for path in ["inside.png", *outside, None]]
+    rows = Dataset.from_dict({"image": cells, "label": [0] * len(cells)}, features=features)
+    rows.to_parquet(tmp_path / "data/train-0.parquet")
+    source = open_source("huggingface", "train", tmp_path / "data")
+    assert source.image(0).tobytes() == whole(0, 1)
+    for index in range(1, len(source)):
+        refused(f"cannot read image {index} of .*", source.image, index)
+    refused("outside of the data set", source.image, 1)
 
 
 def test_the_order_of_tars_is_that_of_the_folder(tmp_path):

@@ -9,10 +9,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import isomorph as iso
 import references
 from isomorph.cli import main
-from isomorph.evaluation.cost import count_branches, count_macs, count_pass
-from isomorph.evaluation.cost_tables import cost_table, pyramid_cost, static_cost
+from isomorph.evaluation.cost import (
+    cost_table,
+    count_branches,
+    count_macs,
+    count_pass,
+    peak_bytes,
+    pyramid_cost,
+    saved_bytes,
+    static_cost,
+)
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.speed import measure_speeds
 from isomorph.report.analyze_page import batch_cost_table, cost_problems, pass_cost_table
 from refusals import refused

@@ -49,7 +49,7 @@ def bench(
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.cost_tables import cost_table
+        from isomorph.evaluation.cost import cost_table
         from isomorph.evaluation.input_sizes import evaluation_config
         from isomorph.report.analyze_page import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
     models = {name: open_given(name, opening, pretrained=False, among=names) for name in names}

@@ -118,12 +118,12 @@ class LabelMapSource(Source):
 
 def _check_files_exist(folder: Path, paths: Iterable[str]) -> None:
     """Raise a UserError with the first missing file and the number of them; each folder is listed once."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt")
 
     @lru_cache(maxsize=64)
     def files_in(below: str) -> frozenset[str]:
-        return frozenset(os.listdir(folder / below)) if (folder / below).is_dir() else frozenset()
+        return frozenset(os.listdir(folder / below)) if os.path.isdir(folder / below) else frozenset()
 
     missing = [path for path in paths if path.rpartition("/")[2] not in files_in(path.rpartition("/")[0])]
     if missing:

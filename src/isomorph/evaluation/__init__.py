@@ -1,10 +1,8 @@
 """Accuracy and cost of models: metrics, ImageNet's test suites, multiply-accumulates, memory and speed."""
 
 from isomorph.evaluation.accuracy import PredictionCounts, evaluate
-from isomorph.evaluation.cost import count_macs, count_parameters
-from isomorph.evaluation.cost_tables import cost_table
+from isomorph.evaluation.cost import cost_table, count_macs, count_parameters, peak_bytes, saved_bytes
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
-from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.speed import Speed, measure_speeds, throughput
 from isomorph.evaluation.suites import SUITES, evaluate_suites, open_suites
 from isomorph.evaluation.sweep import Sweep

@@ -1,26 +1,38 @@
-"""Numbers of parameters and multiply-accumulates.
+"""Cost of models: parameters, multiply-accumulates, memory of a pass, and the table of all with the speed.
 
 Multiply-accumulates are counted by the shapes of convolutions and matrix products (1 MAC = 2 FLOPs), so they are the
 same on every device. Those that grow with the batch are counted per image; the rest, such as the products of weights of
-pyramids in closed form, are counted per pass.
+pyramids in closed form, are counted per pass. Memory is what torch's own allocators count.
 """
 
 import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.evaluation.input_sizes import inputs_like
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_like
+from isomorph.evaluation.speed import measure_speeds
 from isomorph.layers import JointPyramid
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.model_inputs import run_model
 
 _COUNTED_BATCH = 2
 """Size of the smaller of the two counted batches: enough for BatchNorm in training mode."""
+_PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
+"""Columns of peak memory; True for a forward and backward pass in training, False for an inference pass."""
+TableRow = dict[str, Any]
+TableProgress = Callable[[float, int, str], None]
+"""Called with the steps done, the number of steps, and the current step's description."""
 
 
 class MacCount(NamedTuple):
@@ -111,3 +123,205 @@ def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
     """Run joint pyramids layer by layer, and linear parts as they are, and concatenate their outputs."""
     parts = (_forward_branches(part, x) if isinstance(part, Pyramid) else part(x) for part in joint.pyramids)
     return torch.cat(list(parts), -1)
+
+
+@contextmanager
+def _restored_afterwards(model: nn.Module) -> Iterator[None]:
+    """Restore modes, buffers and gradients of a model after the block, which begins in eval mode."""
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    try:
+        with eval_mode(model):
+            model.zero_grad(set_to_none=True)
+            yield
+    finally:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for name, tensor in model.named_buffers():
+            tensor.detach().copy_(buffers[name])
+
+
+def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 1) -> int:
+    """Return the bytes per image that autograd saves in the forward pass of a training step.
+
+    Every storage counts once, however many saved tensors are views of it. Parameters and buffers are left out; the
+    images count if they are saved. BatchNorm's running statistics are restored.
+
+    Shape: input_size is (channels, height, width)
+
+    >>> from isomorph.evaluation import saved_bytes
+    >>> saved_bytes(timm.create_model("cifar_resnet20"), (3, 32, 32), batch_size=2) > 0
+    True
+    """
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in excluded:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = inputs_like(model, batch_size, input_size, next(model.parameters()).device)
+    with (
+        _restored_afterwards(model),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        output = run_model(model.train(), inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
+    return sum(saved.values()) // batch_size
+
+
+def peak_bytes(
+    model: nn.Module, input_size: tuple[int, ...], batch_size: int = 1, training: bool = False
+) -> int | None:
+    """Return the peak memory in bytes of an inference pass, or of a forward and backward pass, beyond the model itself.
+
+    It is what torch's allocator has handed out, on a GPU or a CPU, in a second pass, since the first one sets up
+    libraries. Gradients count. None on other devices.
+
+    Shape: input_size is (channels, height, width)
+    Raises: UserError when the pass fails (a batch too small for BatchNorm), or there is too little memory for it.
+
+    >>> from isomorph.evaluation import peak_bytes
+    >>> peak_bytes(torch.nn.Conv2d(3, 8, 1), (3, 10, 10), batch_size=2)  # of the output, (2, 8, 10, 10) in float32
+    6400
+    """
+    device = next(model.parameters()).device
+    if device.type not in ("cpu", "cuda"):
+        return None
+    inputs = inputs_like(model, batch_size, input_size, device)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(training):
+            output = run_model(model.train(training), inputs)
+            if training:
+                (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+
+    try:
+        with _restored_afterwards(model):
+            run()
+            model.zero_grad(set_to_none=True)
+            return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"measuring the peak of a batch of {batch_size} failed: {reason}") from None
+
+
+def _cuda_peak(run: Callable[[], None], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _cpu_peak(run: Callable[[], None]) -> int:
+    """Return the largest sum of allocations and releases, which torch's profiler records in order."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library reports on stderr that it starts
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    held = peak = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def cost_table(
+    models: Mapping[str, nn.Module],
+    sizes: Sequence[tuple[int, int]],
+    batch_sizes: Sequence[int] = (32,),
+    seconds: float = 2.0,
+    peak: bool = True,
+    progress: TableProgress = lambda done, total, description: None,
+) -> Iterator[TableRow]:
+    """Yield one row for each image size, batch size and model: its cost, and its speed relative to the first model's.
+
+    `models` maps names to models, `sizes` are (height, width). `seconds` is the time spent on timing one model at one
+    batch size; `peak=False` skips peak memory. Keys of a row:
+
+    - model, height, width, batch
+    - parameters
+    - macs, step_macs: multiply-accumulates of inference, per image and per pass; those per pass are products of
+      weights and do not depend on the batch size
+    - saved_bytes: memory per image that a training step saves for its backward pass
+    - peak_bytes, training_peak_bytes: of a pass over the batch, without the model itself; None if not measured
+    - images_per_second (median), its quartiles low and high, runs (number of passes)
+    - ratio: images per second relative to the first model's at the same image and batch size
+    - problem: why peak memory could not be measured; only if it failed
+    - for a model with pyramids, training_macs and training_step_macs: those of a forward pass in training mode;
+      and branch_macs: those per image in training when every branch is computed separately
+
+    The models are timed in turn, in one process.
+
+    Raises: UserError when a model does not accept an image size, or an image or batch size is not positive.
+
+    >>> models = {"resnet20": timm.create_model("cifar_resnet20")}
+    >>> rows = list(iso.cost_table(models, sizes=[(32, 32)], batch_sizes=[1], seconds=0, peak=False))
+    >>> rows[0]["parameters"], rows[0]["macs"], rows[0]["ratio"]
+    (269722, 40551040, 1.0)
+    """
+    if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
+        raise UserError("sizes and batch sizes must be positive; give at least one of each")
+    total, done = len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))), 0
+
+    def step(description: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal done
+        progress(done, total, description)
+        result = work(*arguments)
+        done += 1
+        progress(done, total, description)
+        return result
+
+    for size in sizes:
+        size_text = "{} x {}".format(*size)
+        resized = {name: fit_to_size(model, size) for name, model in models.items()}
+        inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
+        static = {
+            name: step(f"{name} {size_text}: counting", static_cost, model, inputs[name])
+            for name, model in resized.items()
+        }
+        for batch in batch_sizes:
+            at = f"{size_text}, batch {batch}"
+            speeds = step(f"{at}: timing", measure_speeds, resized, inputs, batch, seconds)
+            first = next(iter(speeds.values())).median
+            for name, model in resized.items():
+                row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
+                median, low, high, runs = speeds[name]
+                row |= {"images_per_second": median, "low": low, "high": high, "runs": runs, "ratio": median / first}
+                row |= dict.fromkeys(_PEAK_COLUMNS)
+                for column, training in _PEAK_COLUMNS.items() if peak else ():
+                    try:
+                        description = f"{name} {at}: {'training ' * training}memory"
+                        row[column] = step(description, peak_bytes, model, inputs[name], batch, training)
+                    except UserError as error:
+                        row["problem"] = str(error)
+                        done += 1
+                yield row
+
+
+def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
+    """Return the costs that do not depend on the batch size: parameters, multiply-accumulates, saved memory."""
+    macs = count_pass(model, input_size)
+    # BatchNorm can fail to train on a batch of one image
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return {
+        "parameters": count_parameters(model),
+        "macs": macs.per_image,
+        "step_macs": macs.per_pass,
+        **(pyramid_cost(model, input_size) if has_pyramids(model) else {}),
+        "saved_bytes": saved_bytes(model, input_size, 2 if has_batch_norm else 1),
+    }
+
+
+def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
+    """Return the multiply-accumulates of a training forward pass with pyramids, in closed form and branch by branch."""
+    macs = count_pass(model, input_size, training=True)
+    return {
+        "training_macs": macs.per_image,
+        "training_step_macs": macs.per_pass,
+        "branch_macs": count_branches(model, input_size),
+    }

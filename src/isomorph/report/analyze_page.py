@@ -14,7 +14,7 @@ from isomorph.analysis.cka import CKA, gram_matrices, hsic, matching_batches, po
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.analysis.features import feature_layers
 from isomorph.errors import UserError
-from isomorph.evaluation.cost_tables import cost_table, static_cost
+from isomorph.evaluation.cost import cost_table, static_cost
 from isomorph.report import findings, guides
 from isomorph.report.attention_viewer import (
     MAX_MAP_CHARACTERS,

@@ -9,7 +9,7 @@ import numpy as np
 import torchvision.datasets
 from PIL import Image
 
-from isomorph.data.formats.naming import number_classes
+from isomorph.data.formats.naming import number_classes, visible
 from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line, install_hint
 
@@ -46,7 +46,7 @@ def cifar100(split: str, root: Path) -> Source:
 
 def _open_cifar(name: str, split: str, root: Path) -> Source:
     """Open CIFAR-10 or CIFAR-100 from parquet files, else from torchvision's files."""
-    files = sorted((root / name).glob(f"{split}-*.parquet"))
+    files = [path for path in visible(root / name, ".parquet") if path.name.startswith(f"{split}-")]
     if files:
         return _read_parquet(files)
     dataset = getattr(torchvision.datasets, name.upper())
@@ -57,7 +57,7 @@ def _open_cifar(name: str, split: str, root: Path) -> Source:
             f"there is no {name} in {root} ({first_line(error)}); set data.root (or ISOMORPH_DATA) to a folder with "
             f"{name}/{split}-*.parquet, or set ISOMORPH_DOWNLOAD=1 to let torchvision download it there"
         ) from None
-    return Source([Image.fromarray(image) for image in data.data], data.targets, data.classes)
+    return Source(data.data, data.targets, data.classes)
 
 
 def _read_parquet(files: Sequence[Path]) -> Source:
@@ -69,14 +69,14 @@ def _read_parquet(files: Sequence[Path]) -> Source:
         raise UserError(f"reading parquet files needs pyarrow; {install_hint('data')}") from None
     try:
         table = concat_tables([read_table(file) for file in files])
-    except (ArrowException, OSError) as error:
+        metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    except (ArrowException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
     columns = [[name for name in names if name in table.column_names] for names in _PARQUET_COLUMNS]
     if not all(columns):
         raise UserError(f"{files[0].parent} has columns {', '.join(table.column_names)}; it must have image and label")
     image, label = (names[0] for names in columns)
     labels = table[label].to_pylist()
-    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
     feature = metadata.get("info", {}).get("features", {}).get(label, {})
     images = [row and row["bytes"] for row in table[image].to_pylist()]
     if not labels or not all(images) or not all(isinstance(each, int) and each >= 0 for each in labels):
