@@ -12,7 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.cli.fid import fid
+from isomorph.cli.sample import fid
 from isomorph.cli.sample import sample as sample_command
 from isomorph.distributed import ALONE, derive_seed
 from isomorph.errors import NotFinite

@@ -22,8 +22,7 @@ from isomorph.analysis.evolution import random_draw_indices
 from isomorph.analysis.token_grid import TokenGrid
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze import ImageOptions, open_test_loaders
-from isomorph.cli.compare import gating_histories
+from isomorph.cli.analyze import ImageOptions, gating_histories, open_test_loaders
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source

@@ -1,41 +1,55 @@
-"""The evaluate command."""
+"""The evaluate, predict and bench commands."""
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from isomorph.checkpoints.paths import require_new
 from isomorph.cli import options as opt
-from isomorph.cli.output import show, track_steps
+from isomorph.cli.output import progress_bar, show, track_steps
 from isomorph.errors import UserError
-from isomorph.terminal_tables import grid_table, metric_table, row_table
+from isomorph.terminal_tables import grid_table, metric_table, row_table, say
 
 
 @opt.group
 class ClassifierOptions:
-    """What to measure of a classifier of images."""
+    """What to measure of a classifier of images.
+
+    Parameters
+    ----------
+    suite
+        imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
+        imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several
+        with commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
+        NAME=FOLDER gives its folder.
+    partial
+        Accept a suite with missing classes or images.
+    classes
+        Use only the first N classes of the data, as data.classes does in training.
+    rfc
+        Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
+        1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13)
+        print a row each.
+    rfc_fill
+        Padding of --rfc: zero after normalisation (the mean colour), or black before it.
+    per_class
+        File for the accuracy of every class (.csv).
+    cost
+        Also measure MACs and throughput.
+    """
 
     suite: Annotated[list[str] | None, Parameter(negative="")] = None
-    """imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
-    imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several with
-    commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
-    NAME=FOLDER gives its folder."""
     split: opt.Split = None
     partial: opt.Flag = False
-    """Accept a suite with missing classes or images."""
     classes: opt.WholeNumber | None = None
-    """Use only the first N classes of the data, as data.classes does in training."""
     rfc: tuple[float, ...] = ()
-    """Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
-    1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13)
-    print a row each."""
     rfc_fill: Literal["zero", "black"] = "zero"
-    """Padding of --rfc: zero after normalisation (the mean colour), or black before it."""
     per_class: Path | None = None
-    """File for the accuracy of every class (.csv)."""
     cost: bool = True
-    """Also measure MACs and throughput."""
 
 
 @opt.command
@@ -200,3 +214,128 @@ def _show_rows(
     if not many:
         table[1 + max(range(len(rows)), key=lambda i: rows[i]["top1"])][0] += " *"
     show(json_, head | found, model, table, *([cost] if costs else []))
+
+
+@opt.command
+def predict(
+    model: opt.Model,
+    /,
+    *,
+    image: Path,
+    out: Path | None = None,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    device: opt.Device = "auto",
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
+) -> None:
+    """Predict one image: the five likeliest classes, a class for every pixel, or the objects in it.
+
+    What is predicted is what the model was trained for. Example: isomorph predict runs/camvid --image x.jpg --out y.png
+
+    Parameters
+    ----------
+    image
+        File of the image.
+    out
+        File for the image with the prediction drawn over it (.png); further files are written next to it: y-mask.png
+        with the number of the class of every pixel, y.json with the objects. For a classifier a .json file. By default
+        nothing is written.
+    """
+    if not image.is_file():
+        raise UserError(f"--image {image} does not exist" if not image.is_dir() else f"--image {image} is a folder")
+    if out and out.exists() and out.samefile(image):
+        raise UserError(f"--out {out} is the image itself; give another file")
+    with opt.loading():
+        from isomorph.cli.open_models import open_given
+        from isomorph.distributed import open_runtime
+        from isomorph.training.classification import CLASSIFICATION
+        from isomorph.training.task import recorded_task
+    net = open_given(model, opening).to(open_runtime(device).device)
+    prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
+    files = _planned_files(prediction.files, out, overwrite) if out else {}
+    for path, value in files.items():
+        _write(path, value)
+    found = {"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))}
+    table = row_table(prediction.rows) if prediction.rows else [["", str(image)], ["nothing", ""]]
+    show(json_, found, table, *(f"wrote {path}" for path in files))
+
+
+def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:
+    """Return what to write to which file: `out` itself, and others next to it with their endings.
+
+    Raises: UserError for another kind of file than the prediction has, or a file that exists without `overwrite`.
+    """
+    kinds = [ending for ending in values if ending.startswith(".")]
+    if out.suffix not in kinds:
+        raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
+    files = {out.with_name(out.stem + ending): value for ending, value in values.items()}
+    for path in files:
+        require_new(path, overwrite, "--out")
+    return files
+
+
+def _write(path: Path, value: Any) -> None:
+    """Write an image or plain values, completely or not at all. Raises: UserError when it cannot be written."""
+    from PIL import Image
+
+    from isomorph.checkpoints.files import write_atomically
+
+    if isinstance(value, Image.Image):
+        write_atomically(path, lambda file: value.save(file, format="PNG"))
+    else:
+        write_atomically(path, lambda file: file.write_text(json.dumps(value, indent=1)))
+
+
+@opt.command
+def bench(
+    model: str,
+    /,
+    *,
+    against: Annotated[list[str] | None, opt.Several] = None,
+    batch_size: Annotated[list[opt.WholeNumber], opt.Several] = [32],  # noqa: B006 (cyclopts shows it)
+    size: opt.Sizes = None,
+    seconds: float = 2.0,
+    peak: bool = True,
+    opening: opt.WeightsOptions = opt.WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
+) -> None:
+    """Measure parameters, MACs, activations, peak memory and images per second, by batch size and image size.
+
+    Example: isomorph bench resnet18 --against t.safetensors --batch-size 1 32
+
+    Parameters
+    ----------
+    model
+        Name of a timm model (its weights are not loaded), a checkpoint, or the folder of a run.
+    against
+        Further models. All are timed by turns in one process; the ratios are relative to MODEL.
+    batch_size
+        Images per batch; several values give several rows.
+    size
+        Height and width of the images; may be given several times (--size 160 --size 224 320). By default the
+        model's own.
+    seconds
+        Seconds of timing for each model, image size and batch size; at least five passes are timed.
+    peak
+        Also measure peak memory.
+    """
+    names = [model, *(against or [])]
+    if len(set(names)) < len(names):
+        raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
+    with opt.loading():
+        from isomorph.cli.open_models import open_given
+        from isomorph.distributed import open_runtime
+        from isomorph.evaluation.cost import cost_table
+        from isomorph.evaluation.input_sizes import evaluation_config
+        from isomorph.report.analyze_page import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+    models = {name: open_given(name, opening, pretrained=False, among=names) for name in names}
+    sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
+    for net in models.values():
+        net.to(open_runtime(device).device)
+    with progress_bar("measuring") as update:
+        rows = list(cost_table(models, sizes, batch_size, seconds, peak, update))
+    tables = filter(None, (fixed_cost_table(rows), pass_cost_table(rows)))
+    show(json_, rows, *(part for table in tables for part in (table, "")), batch_cost_table(rows))
+    for problem in cost_problems(rows):
+        say(f"isomorph: {problem}", sys.stderr)

@@ -142,27 +142,24 @@ Overwrite = Annotated[bool, Parameter(negative="", help="Replace --out if it exi
 Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]
 
 
-LIMITS: dict[str, tuple[float, float]] = {
-    "atol": (0, 1e6),
-    "batch": (1, 2**16),
-    "batch_size": (1, 2**16),
-    "classes": (1, 10**7),
-    "max_images": (1, 10**9),
-    "images": (1, 10**7),
-    "megabytes": (0.5, 1000),
-    "num_classes": (0, 10**7),
-    "recalibrate": (0, 10**6),
-    "rfc": (0, 100),
-    "seconds": (0, 24 * 60 * 60),
-    "seed": (0, 2**31 - 1),
-    "seeds": (0, 2**31 - 1),
-    "severity": (1, 5),
-    "size": (1, 2**13),
-    "split": (0, 1),
-    "steps": (1, 10**6),
-    "tolerance": (0, 0.5),
-    "workers": (0, 256),
+_RANGES: dict[tuple[float, float], tuple[str, ...]] = {
+    (0, 0.5): ("tolerance",),
+    (0, 1): ("split",),
+    (0, 100): ("rfc",),
+    (0, 256): ("workers",),
+    (0, 24 * 60 * 60): ("seconds",),
+    (0, 1e6): ("atol", "recalibrate"),
+    (0, 10**7): ("num_classes",),
+    (0, 2**31 - 1): ("seed", "seeds"),
+    (0.5, 1000): ("megabytes",),
+    (1, 5): ("severity",),
+    (1, 2**13): ("size",),
+    (1, 2**16): ("batch", "batch_size"),
+    (1, 10**6): ("steps",),
+    (1, 10**7): ("classes", "images"),
+    (1, 10**9): ("max_images",),
 }
+LIMITS = {name: limits for limits, names in _RANGES.items() for name in names}
 """Smallest and largest allowed value of every numeric option, by name; the same in all commands."""
 
 
@@ -174,53 +171,82 @@ def group(options: type[T]) -> type[T]:
 
 @group
 class CheckpointOptions:
-    """How to open a checkpoint that isomorph did not write."""
+    """How to open a checkpoint that isomorph did not write.
+
+    Parameters
+    ----------
+    arch
+        Architecture of a checkpoint of another program: a timm model, for example resnet18, or package.module:function
+        that builds your own. Checkpoints of timm's train script name theirs.
+    num_classes
+        Number of classes, if the checkpoint does not contain it.
+    model_kwargs
+        More arguments of timm.create_model that the checkpoint does not contain, for example img_size=96 num_heads=6.
+    ema
+        Load a checkpoint's averaged weights (EMA) if it has any; --no-ema loads the last ones.
+    """
 
     arch: str | None = None
-    """Architecture of a checkpoint of another program: a timm model, for example resnet18, or package.module:function
-    that builds your own. Checkpoints of timm's train script name theirs."""
     num_classes: WholeNumber | None = None
-    """Number of classes, if the checkpoint does not contain it."""
     model_kwargs: Annotated[list[str] | None, Several] = None
-    """More arguments of timm.create_model that the checkpoint does not contain, for example img_size=96 num_heads=6."""
     ema: bool = True
-    """Load a checkpoint's averaged weights (EMA) if it has any; --no-ema loads the last ones."""
 
 
 @group
 class WeightsOptions(CheckpointOptions):
-    """How to open a checkpoint, or a timm model with weights from a file."""
+    """How to open a checkpoint, or a timm model with weights from a file.
+
+    Parameters
+    ----------
+    weights
+        Checkpoint to load into the timm model instead of its public weights.
+    """
 
     weights: Path | None = None
-    """Checkpoint to load into the timm model instead of its public weights."""
 
 
 @group
 class OpenOptions(WeightsOptions):
-    """How to open a checkpoint, or a timm model with public, random or other weights."""
+    """How to open a checkpoint, or a timm model with public, random or other weights.
+
+    Parameters
+    ----------
+    pretrained
+        Load the timm model's public weights; --no-pretrained starts from random ones.
+    """
 
     pretrained: bool = True
-    """Load the timm model's public weights; --no-pretrained starts from random ones."""
 
 
 @group
 class LoadOptions:
-    """How to load test images."""
+    """How to load test images.
+
+    Parameters
+    ----------
+    batch_size
+        Images per batch.
+    workers
+        Number of processes that load images; 0 loads them in the main process.
+    """
 
     root: Root = None
     max_images: MaxImages = None
     batch_size: WholeNumber = 100
-    """Images per batch."""
     workers: WholeNumber = 0
-    """Number of processes that load images; 0 loads them in the main process."""
 
 
 @group
 class DataOptions:
-    """Which test images to take."""
+    """Which test images to take.
+
+    Parameters
+    ----------
+    data
+        A folder of images or a data source (cifar10, cifar100, digits, imagefolder, ...).
+    """
 
     data: str | None = None
-    """A folder of images or a data source (cifar10, cifar100, digits, imagefolder, ...)."""
     root: Root = None
     split: Split = None
     max_images: MaxImages = None

@@ -27,35 +27,51 @@ from isomorph.cli.output import page_footer, progress_bar, show
 
 @group
 class ClassifierOptions:
-    """Data and images of a classifier of images."""
+    """Data and images of a classifier of images.
+
+    Parameters
+    ----------
+    folder
+        Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
+        instead of corrupting clean images.
+    size
+        Height and width of the images; by default 224 224 for models of 1000 classes, else the model's own.
+    partial
+        Accept data with only some of ImageNet's classes; labels follow from the class names.
+    classes
+        Use only the first N classes of the data, as data.classes does in training.
+    """
 
     folder: Path | None = None
-    """Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
-    instead of corrupting clean images."""
     size: Size | None = None
-    """Height and width of the images; by default 224 224 for models of 1000 classes, else the model's own."""
     partial: bool = False
-    """Accept data with only some of ImageNet's classes; labels follow from the class names."""
     classes: WholeNumber | None = None
-    """Use only the first N classes of the data, as data.classes does in training."""
     split: Split = None
 
 
 @group
 class Cells:
-    """The cells to measure, a corruption at a severity each."""
+    """The cells to measure, a corruption at a severity each.
+
+    Parameters
+    ----------
+    corruption
+        Corruption to use; may be given several times (--corruption fog --corruption snow). By default all 15.
+    severity
+        Severity to use, from 1 to 5; may be given several times. By default all.
+    extra
+        Also use the four extra corruptions speckle_noise, gaussian_blur, spatter and saturate.
+    out
+        File for the results of finished cells (a corruption at a severity), one per line. The command resumes from it.
+    baseline
+        File of another model's results (--out or --json) to compare with.
+    """
 
     corruption: tuple[str, ...] = ()
-    """Corruption to use; may be given several times (--corruption fog --corruption snow). By default all 15."""
     severity: tuple[WholeNumber, ...] = ()
-    """Severity to use, from 1 to 5; may be given several times. By default all."""
     extra: bool = False
-    """Also use the four extra corruptions speckle_noise, gaussian_blur, spatter and saturate."""
     out: Path | None = None
-    """File for the results of finished cells (a corruption at a severity), one per line. The command resumes from
-    it."""
     baseline: Path | None = None
-    """File of another model's results (--out or --json) to compare with."""
 
 
 @command
