@@ -11,6 +11,7 @@ from torch import nn
 import isomorph as iso
 from attention_layers import LAYERS, C
 from law_rows import VIT
+from refusals import refused
 
 GATED, REFINED, CONV = iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.ConvToGPSA()
 PYRAMID, COMBINED = iso.LinearToPyramid(), iso.BranchesToConv()
@@ -231,6 +232,38 @@ def test_it_is_rejected_in_one_line_that_says_why(name):
         iso.recast(make(), rule, where)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["mobileone_s0", "resnet18", "convnext_atto", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize("rule", [PYRAMID, CONV, REFINED, COMBINED], ids=lambda rule: type(rule).__name__)
+def test_by_default_what_the_rule_does_not_accept_is_skipped_and_listed(model, rule):
+    """The outermost of modules inside each other are taken; what is excluded stays, with all inside."""
+    small = dict(depth=1, img_size=32) if "vit" in model else {}
+    net = timm.create_model(model, num_classes=3, **small).eval()
+    found = iso.surgery.acceptance(net, rule)
+    if not found.accepted:
+        refused("recasts|cannot recast", iso.recast, net, rule)
+        return
+    new = iso.recast(net, rule)
+    names = iso.edits(new)[0].names
+    assert set(names) <= set(found.accepted)
+    assert all(any(f"{name}.".startswith(f"{taken}.") for taken in names) for name in found.accepted if name)
+    noted = [note for note in iso.surgery.notes(new) if note.startswith("not recast, as ")]
+    assert len(noted) == bool(found.rejected)
+    assert not found.rejected or next(iter(found.rejected)) in noted[0]
+    if len(names) == 1:
+        refused("exclude leaves out the others", iso.targets, net, rule, exclude=names[0])
+        return
+    without = iso.targets(net, rule, exclude=names[0])
+    assert without == [name for name in names[1:] if not name.startswith(f"{names[0]}.")]
+
+
+def test_exclude_is_checked_as_where_is():
+    assert iso.targets(cnn(), CONV, "layer3.*", exclude=lambda name, _: "conv2" in name) == [
+        f"layer3.{i}.conv1" for i in range(3)
+    ]
+    refused("'layr3' in where matches no module; nearest names: layer3", iso.targets, cnn(), CONV, exclude=["layr3"])
+    refused("matches no module", iso.targets, cnn(), CONV, "layer3.*", exclude="layer3")
 
 
 def test_a_target_inside_a_target_is_rejected():

@@ -83,3 +83,22 @@ def test_linear_layers_become_pyramids():
     wide = iso.recast(model, iso.LinearToPyramid(), [name for name in names if "encoder.layer.1" in name])
     iso.verify(model, wide, X)
     torch.testing.assert_close(run(iso.fuse(wide), X), run(model, X), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [*RULES.values(), iso.LinearToPyramid()], ids=lambda rule: type(rule).__name__)
+def test_the_hooks_by_which_transformers_records_outputs_are_handed_on(rule):
+    model = build()
+    model(X, output_hidden_states=True)  # registers them
+    recorder = next(m for m in model.modules() if m._forward_hooks)._forward_hooks
+    linear = model.get_submodule(iso.targets(model, iso.LinearToPyramid())[-1])
+    linear.register_forward_hook(next(iter(recorder.values())))  # one on a layer that is replaced
+    before = model(X, output_hidden_states=True)
+    new = iso.recast(model, rule)
+    after = new(X, output_hidden_states=True)
+    assert len(after.hidden_states) == len(before.hidden_states) > 1
+    torch.testing.assert_close(after.hidden_states, before.hidden_states, atol=1e-4, rtol=1e-3)
+    assert sum(len(m._forward_hooks) for m in new.modules()) >= sum(len(m._forward_hooks) for m in model.modules())
+    linear.register_forward_hook(lambda *_: None)
+    if isinstance(rule, iso.LinearToPyramid):
+        with pytest.raises(iso.UserError, match="has hooks"):
+            iso.recast(model, rule)

@@ -65,6 +65,7 @@ def recast(
     rule: str = "ConvToGPSA",
     fields: Any = None,
     unstride: str | None = None,
+    exclude: list[str] | None = None,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: opt.Size | None = None,
     overwrite: opt.Overwrite = False,
@@ -78,11 +79,14 @@ def recast(
     ----------
     where
         Glob over module names, for example `layer4.*.conv2` or `blocks.*.attn`. May be given several times.
-        LinearToPyramid also recasts q, k or v of a joint qkv layer: `blocks.[0-3].attn.v`.
+        LinearToPyramid also recasts q, k or v of a joint qkv layer: `blocks.[0-3].attn.v`. With "*" modules that the
+        rule does not accept are skipped.
     out
         File for the new checkpoint (.safetensors).
     unstride
         Glob over stages that lose their stride before recasting; this changes the model's function.
+    exclude
+        Glob over module names to leave out of --where, with the modules inside; may be given several times.
     size
         Height and width of the input to verify on; by default the model's own.
     """
@@ -99,7 +103,7 @@ def recast(
         show_step(f"replacing {' '.join(where)}")
         if unstride:
             base = iso.unstride(base, unstride)
-        new = iso.recast(base, chosen, where)
+        new = iso.recast(base, chosen, "*" if where == ["*"] else where, exclude or ())
         show_step("comparing the outputs of both models in float32 and float64")
         report = compare_outputs(base, new, [random_inputs(1, base, size)])
     if not report.passed and chosen.keeps_function:

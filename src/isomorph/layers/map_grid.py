@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from isomorph.layers.shapes import known_true
 
 GridSize = tuple[int, int]
 
@@ -29,7 +30,7 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
         return shapes[0], prefix
     leads = list(dict.fromkeys((prefix, 0, 1)))
     for shape, lead in itertools.product(shapes, leads):
-        if statically_known_true(shape[0] * shape[1] == count - lead):
+        if known_true(shape[0] * shape[1] == count - lead):
             return shape, lead
     for shape, lead in itertools.product(shapes or [(1, 1)], leads):
         if grid := _proportional_grid(count - lead, shape):

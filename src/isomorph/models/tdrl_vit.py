@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed
 from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
@@ -49,7 +50,8 @@ def _at_least_one(x: Tensor) -> Tensor:
     return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
 
 
-torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rather than trace into it
+torch.fx.wrap("_at_least_one")  # they read sizes, so torch.fx must call them rather than trace into them
+torch.fx.wrap("resample_abs_pos_embed")
 
 
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
@@ -113,6 +115,18 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
 
     Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
     """
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Add positions and both tokens as timm does, by functions that torch.fx calls. Shape: -> (B, N, C)"""
+        positions, skipped = self.pos_embed, 0 if self.no_embed_class else self.num_prefix_tokens
+        if self.dynamic_img_size:
+            size, built = (x.shape[1], x.shape[2]), self.patch_embed.grid_size
+            positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
+            x = x.flatten(1, 2)
+        tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token)]
+        if self.no_embed_class:
+            return self.pos_drop(torch.cat([*tokens, x + positions], 1))
+        return self.pos_drop(torch.cat([*tokens, x], 1) + positions)
 
 
 def _named_pyramids(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
@@ -26,6 +27,17 @@ from isomorph.models.variants import (
 
 PATCH = 4
 """Kernel and stride of the first convolution."""
+
+
+def _check_size(x: Tensor, least: int) -> Tensor:
+    """Return the images. Raises: UserError if they are smaller than the network reduces them."""
+    height, width = x.shape[-2:]
+    if min(height, width) < least:
+        raise UserError(f"the {height} x {width} image is too small; give one of at least {least} x {least}")
+    return x
+
+
+torch.fx.wrap("_check_size")  # it reads sizes, so torch.fx must call it rather than trace into it
 
 
 class VanillaNet(StagedNet):
@@ -81,10 +93,7 @@ class VanillaNet(StagedNet):
 
     def embed(self, x: Tensor) -> Tensor:
         """Apply the stem. Shape: x (B, in_chans, h, w) -> (B, C, h // 4, w // 4)"""
-        if min(x.shape[-2:]) < self.reduction:
-            (height, width), least = x.shape[-2:], self.reduction
-            raise UserError(f"the {height} x {width} image is too small; give one of at least {least} x {least}")
-        return self.stem(x)
+        return self.stem(_check_size(x, self.reduction))
 
     def get_classifier(self) -> nn.Module:
         """Return the layer that computes the logits."""

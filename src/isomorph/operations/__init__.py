@@ -3,7 +3,7 @@
 from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
 from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, see_call, tensors_in, value_of
 from isomorph.operations.maps import EditMaps, FusedCall, MapLayout, from_standard_map, to_standard_map, usual_layout
-from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, unwrap, wrappers_of
+from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, records_outputs, unwrap, wrappers_of
 
 __all__ = [
     "AppliedAttention",
@@ -22,6 +22,7 @@ __all__ = [
     "hooks_on",
     "images_per_chunk",
     "is_compiled",
+    "records_outputs",
     "see",
     "see_call",
     "tensors_in",

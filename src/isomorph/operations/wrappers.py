@@ -4,6 +4,7 @@ import copy
 import sys
 from typing import Any
 
+import torch
 from timm.utils.model_ema import ModelEma, ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -22,13 +23,19 @@ _PERMANENT_HINT = "make pruning and weight norms permanent first (prune.remove, 
 def hooks_on(module: nn.Module) -> list[str]:
     """Return the names of the hooks on one module, of all of torch's kinds.
 
-    Hooks that surgery registers itself and again where they are needed (`reattached`) are left out.
+    Those that surgery registers itself, and again where they are needed (`reattached`), are left out, and those by
+    which transformers records outputs, which surgery hands on.
     """
     # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
     kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
     functions = [getattr(hook, "hook", None) or hook for hooks in kinds for hook in hooks.values()]
     own = [hook for hook in functions if not getattr(getattr(hook, "__self__", hook), "reattached", False)]
-    return [getattr(hook, "__name__", type(hook).__name__) for hook in own]
+    return [getattr(hook, "__name__", type(hook).__name__) for hook in own if not records_outputs(hook)]
+
+
+def records_outputs(hook: Any) -> bool:
+    """True for a hook by which transformers records the outputs of layers."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def unwrap(model: Any, to_copy: bool = True) -> Any:
@@ -68,7 +75,7 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
 def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
     """Return the wrappers around a model, the outermost first, and the model last."""
     name = "module" if isinstance(module, kinds) else "_orig_mod"
-    inner = module.ema if isinstance(module, ModelEma) else module._modules.get(name)
+    inner = module.ema if isinstance(module, ModelEma) else dict(module.named_children()).get(name)
     return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
 
 
@@ -101,7 +108,8 @@ def copy_module(model: nn.Module) -> nn.Module:
     Raises: UserError if torch cannot copy it, as with pruned layers, whose weight is the result of a computation.
     """
     try:
-        return copy.deepcopy(model)
+        with torch.inference_mode(False):  # the copy can be trained
+            return copy.deepcopy(model)
     except RuntimeError as error:
         kept = _result_of_call(model)
         advice = f"{kept} keeps a result of its last call: call model.train(), and call it under torch.no_grad()"

@@ -5,8 +5,8 @@ The rule decides which modules can be recast, the user which of them are, with `
 checkpoint is rebuilt: create the base model, replay the edits, load the tensors.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -14,85 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.operations import unwrap
+from isomorph.operations import records_outputs, unwrap
 from isomorph.surgery.parents import make_parents_call, reading_parent
 from isomorph.surgery.plain_layers import check_attached
 from isomorph.surgery.record import Edit, add_notes, copy_model, edits, record, update_record
 from isomorph.surgery.rule import Rule
+from isomorph.surgery.ties import Ties
 from isomorph.surgery.where import (
     JointPart,
     Where,
     describe_where,
     find_target,
+    is_excluded,
     joint_parts,
     list_names,
     matches_where,
     nearest_names,
     selectable_modules,
 )
-
-
-def _check_arguments(rule: Rule, where: Where) -> None:
-    """Check that the rule is a rule and that `where` can select modules.
-
-    Raises: UserError otherwise.
-    """
-    if not isinstance(rule, Rule):
-        raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
-    globs = [where] if isinstance(where, str) else where if isinstance(where, Sequence) else []
-    if not callable(where) and not (globs and all(isinstance(glob, str) for glob in globs)):
-        shown = repr(where) if where is None or isinstance(where, Sequence) else f"a {type(where).__name__}"
-        raise UserError(
-            f"where={shown} selects nothing; give a glob, several globs, or a function (name, module) -> bool"
-        )
-
-
-def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
-    """Return the names of the modules that `recast` would replace, in the order of `model.named_modules()`.
-
-    For a rule with `takes_parts`, globs select parts of joint projections too. They come last, and are left out if the
-    whole layer is selected.
-
-    Raises: UserError if `where` selects no module of the rule's kind (with the nearest names), if the rule does not
-        accept one (with its name and the reason), or if one is inside another.
-
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.targets(cnn, iso.ConvToGPSA(), where="layer3.0.*")
-        ['layer3.0.conv1', 'layer3.0.conv2']
-    """
-    _check_arguments(rule, where)
-    model = check_model(model)
-    rule = rule.within(model)
-    kind = rule.kind
-    named: list[tuple[str, Any]] = selectable_modules(model)
-    if rule.takes_parts and not callable(where):
-        named += joint_parts(model).items()
-    own = [name for name, module in named if name and isinstance(module, (*kind, JointPart))]
-    names = own or [name for name, _ in named if name]
-    for glob in [] if callable(where) or isinstance(where, str) else where:
-        if not any(fnmatchcase(name, glob) for name, _ in named):
-            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, names)}")
-    first_names: dict[Any, str] = {}  # every module once
-    for name, module in named:
-        if matches_where(where, name, module):
-            first_names.setdefault(module, name)
-    selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
-    if not selected:
-        raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
-    candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.reason(m) is None]
-    if not candidates:
-        shown = [k for k in kind if not k.__module__.startswith("isomorph.layers")] or kind
-        wanted = " and ".join(k.__name__ for k in shown) or "other modules"
-        classes = {type(module) for _, module in selected}
-        others = (f"another {k.__module__}.{wanted}" if k.__name__ == wanted else k.__name__ for k in classes)
-        selection = f"{describe_where(where)} matches only other classes ({', '.join(sorted(set(others)))})"
-        raise UserError(f"{type(rule).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
-    for name, module in candidates:
-        if reason := _reason(model, rule, name, module):
-            raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
-    _check_not_nested([name for name, _ in candidates])
-    return [name for name, _ in candidates]
 
 
 def check_model(model: Any) -> nn.Module:
@@ -104,20 +43,10 @@ def check_model(model: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(f"{name or 'the model'} is a TorchScript program; give the model that it was made from")
     return model
-
-
-def _check_not_nested(names: Sequence[str]) -> None:
-    for outer in names:
-        inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
-        if inner:
-            raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
-
-
-def _reason(model: nn.Module, rule: Rule, name: str, module: Any) -> str | None:
-    """Return why a rule cannot recast a module where it is, or None."""
-    joint = module.joint_name if isinstance(module, JointPart) else name
-    return rule.reason(module) or (reading_parent(model, joint) if name else None)
 
 
 class Acceptance(NamedTuple):
@@ -145,18 +74,104 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     'the 4x4 kernel has even sides, so no tap lies in its middle'
     """
     model = check_model(model)
-    rule = rule.within(model)
-    accepted: list[str] = []
-    rejected: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if not matches_where(where, name, module):
-            continue
-        reason = _reason(model, rule, name, module)
+    return _judge(model, rule.within(model), [x for x in model.named_modules() if matches_where(where, *x)])
+
+
+def _judge(model: nn.Module, rule: Rule, named: Sequence[tuple[str, Any]]) -> Acceptance:
+    """Return which modules a rule accepts where they are, and why not those of its kind."""
+    found = Acceptance([], {})
+    for name, module in named:
+        joint = module.joint_name if isinstance(module, JointPart) else name
+        reason = rule.reason(module) or (reading_parent(model, joint) if name else None)
         if reason is None:
-            accepted.append(name)
-        elif isinstance(module, rule.kind):
-            rejected[name] = reason
-    return Acceptance(accepted, rejected)
+            found.accepted.append(name)
+        elif isinstance(module, (*rule.kind, JointPart)):
+            found.rejected[name] = reason
+    return found
+
+
+def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()) -> list[str]:
+    """Return the names of the modules that `recast` would replace, in the order of `model.named_modules()`.
+
+    For a rule with `takes_parts`, globs select parts of joint projections too. They come last, and are left out if the
+    whole layer is selected.
+
+    Raises: UserError if `where` selects no module of the rule's kind (with the nearest names), if the rule does not
+        accept one (with its name and the reason), or if one is inside another.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> iso.targets(cnn, iso.ConvToGPSA(), where="layer3.0.*")
+        ['layer3.0.conv1', 'layer3.0.conv2']
+        >>> iso.targets(cnn, iso.ConvToGPSA(), exclude=["conv1", "layer1", "layer2", "*.conv2"])
+        ['layer3.0.conv1', 'layer3.1.conv1', 'layer3.2.conv1']
+    """
+    return _select(model, rule, where, exclude).accepted
+
+
+def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
+    """Return what `targets` returns, and the reasons for what is skipped where `where` is "*". Raises: as it does."""
+    if not isinstance(rule, Rule):
+        raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
+    model = check_model(model)
+    rule = rule.within(model)
+    named: list[tuple[str, Any]] = selectable_modules(model)
+    if rule.takes_parts and not callable(where):
+        named += joint_parts(model).items()
+    own = [name for name, module in named if name and isinstance(module, (*rule.kind, JointPart))]
+    _check_where(where, [name for name, _ in named], own)
+    if exclude != ():
+        _check_where(exclude, [name for name, _ in named], own)
+    first_names: dict[Any, str] = {}  # every module once
+    for name, module in named:
+        if matches_where(where, name, module) and not is_excluded(exclude, name, module):
+            first_names.setdefault(module, name)
+    selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
+    if not selected:
+        raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, own)}")
+    found = _judge(model, rule, selected)
+    if not (found.accepted or found.rejected):
+        hint = nearest_names(where, own) if exclude == () else "; exclude leaves out the others"
+        raise UserError(_other_kinds(rule, where, [module for _, module in selected]) + hint)
+    if found.rejected and (where != "*" or not found.accepted):
+        name, reason = next(iter(found.rejected.items()))
+        raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
+    names = found.accepted
+    if where == "*":  # of modules inside each other the outermost, but for the model itself
+        names = [name for name in names if name] or names
+        names = [name for name in names if not any(name.startswith(f"{outer}.") for outer in names)]
+    _check_not_nested(names)
+    return found._replace(accepted=names)
+
+
+def _check_where(where: Where, names: Sequence[str], own: Sequence[str]) -> None:
+    """Check that `where` can select modules, and that each of several globs does. Raises: UserError otherwise."""
+    globs = [where] if isinstance(where, str) else where if isinstance(where, Sequence) else []
+    if not callable(where) and not (globs and all(isinstance(glob, str) for glob in globs)):
+        shown = repr(where) if where is None or isinstance(where, Sequence) else f"a {type(where).__name__}"
+        raise UserError(
+            f"where={shown} selects nothing; give a glob, several globs, or a function (name, module) -> bool"
+        )
+    for glob in [] if callable(where) or isinstance(where, str) else where:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, own or names)}")
+
+
+def _other_kinds(rule: Rule, where: Where, modules: Sequence[nn.Module]) -> str:
+    """Return the message for a `where` that selects no module of the rule's kind."""
+    shown = [k for k in rule.kind if not k.__module__.startswith("isomorph.layers")] or rule.kind
+    wanted = " and ".join(k.__name__ for k in shown) or "other modules"
+    classes = (type(module) for module in modules)
+    others = (f"another {k.__module__}.{wanted}" if k.__name__ == wanted else k.__name__ for k in classes)
+    selection = f"{describe_where(where)} matches only other classes ({', '.join(sorted(set(others)))})"
+    return f"{type(rule).__name__} recasts {wanted}, but {selection}"
+
+
+def _check_not_nested(names: Sequence[str]) -> None:
+    for outer in names:
+        inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
+        if inner:
+            raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
@@ -179,7 +194,7 @@ def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
     return replacement
 
 
-def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
+def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()) -> nn.Module:
     """Return a copy of the model with the selected modules replaced by a rule; the model itself is unchanged.
 
     Each replacement has the device, dtype, train or eval mode and requires_grad of the module that it replaces. A
@@ -194,7 +209,9 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
         model: any model; timm's, isomorph's or your own.
         rule: such as `ConvToGPSA(init="exact")`; see `Rule`.
         where: a glob over module names ("layer3.*.conv?"), several, or a function `(name, module) -> bool`; by default
-            every module that the rule accepts.
+            every module that the rule accepts, the outermost of those inside each other; `iso.surgery.notes(copy)`
+            lists what is skipped.
+        exclude: what to leave out of it, with all modules inside.
 
     Raises: UserError as in `targets`, or if hooks or patched methods of a target would be lost.
 
@@ -204,8 +221,11 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
         >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
         ('Conv2d', 'GPSA2d')
     """
-    edit = Edit(rule, tuple(targets(model, rule, where)))
-    return replay(copy_model(model), edit)
+    found = _select(model, rule, where, exclude)
+    new = replay(copy_model(model), Edit(rule, tuple(found.accepted)))
+    if skipped := [f"{name} ({reason})" for name, reason in found.rejected.items()]:
+        add_notes(new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}")
+    return new
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:
@@ -219,19 +239,20 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
         >>> type(tcnn.layer3[0].conv1).__name__
         'GPSA2d'
     """
-    rule, tied = edit.rule.within(model), tied_parameters(model)
+    rule, ties = edit.rule.within(model), Ties(model)
     for name in edit.names:
         target: Any = find_target(model, name)
         if target is None:
             raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} should recast")
         part = isinstance(target, JointPart)
         original, path = (target.joint, target.joint_name) if part else (target, name)
-        try:
-            replacement = rule.build(target)
-        except UserError as error:
-            raise UserError(f"{name or 'the model'}: {error}") from None
-        model = replace_module(model, path, original, match_original(replacement, original))
-    add_notes(model, *restore_ties(model, tied))
+        with usual_defaults(original):
+            try:
+                replacement = rule.build(target)
+            except UserError as error:
+                raise UserError(f"{name or 'the model'}: {error}") from None
+            model = replace_module(model, path, original, match_original(replacement, original))
+    add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)
     return model
@@ -257,6 +278,18 @@ def edited_names(model: nn.Module, since: int = 0) -> list[str]:
     return [n for n in dict.fromkeys(whole) if n in present and not any(o.startswith(f"{n}.") for o in others)]
 
 
+@contextmanager
+def usual_defaults(original: nn.Module) -> Iterator[None]:
+    """Context in which layers are made for an original, whatever defaults of torch the caller has changed."""
+    dtype, device = torch.get_default_dtype(), next((p.device for p in original.parameters()), torch.device("cpu"))
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), device:
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
     """Replace a module under all its names, and return the model (the replacement itself if the name is "").
 
@@ -267,6 +300,9 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     check_attached(name, original, replacement)
     if any(map(_is_channels_last, original.parameters())):
         replacement.to(memory_format=torch.channels_last)
+    for hook in original._forward_hooks.values():
+        if records_outputs(hook) and hook not in replacement._forward_hooks.values():
+            replacement.register_forward_hook(hook)
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
@@ -278,44 +314,3 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
 
 def _is_channels_last(parameter: Tensor) -> bool:
     return not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)
-
-
-def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that two or more modules share; a module used twice counts once."""
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in _parameters_by_module(model):
-        names_of.setdefault(parameter, []).append(name)
-    return [names for names in names_of.values() if len(names) > 1]
-
-
-def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in model.named_modules():
-        yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
-
-
-def restore_ties(model: nn.Module, before: list[list[str]]) -> tuple[str, ...]:
-    """Tie parameters again if name, shape and values are unchanged, and return a sentence for every lost tie.
-
-    `before`: result of `tied_parameters` before the modules of the model were replaced.
-    """
-    current, messages = dict(_parameters_by_module(model)), []
-    for names in before:
-        candidates = [current[name] for name in names if name in current]
-        shared = Counter(candidates).most_common(1)[0][0] if candidates else None
-        tied = [name for name in names if name in current and shared is not None and _are_equal(current[name], shared)]
-        for name in tied:
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, shared)
-        if lost := [name for name in names if name not in tied]:
-            verb = "was" if tied and len(lost) == 1 else "were"
-            partners = f" to {list_names(tied)}" if tied else ""
-            messages.append(f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately")
-    return tuple(messages)
-
-
-def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
-    """True if two parameters have the same shape, dtype, device and values (on the meta device there are none)."""
-    if a is b:
-        return True
-    same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    return same_form and (a.is_meta or torch.equal(a, b))

@@ -9,9 +9,10 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import attach, check_model, replace_module, restore_ties, tied_parameters
+from isomorph.surgery.recast import attach, check_model, replace_module, usual_defaults
 from isomorph.surgery.record import Edit, add_notes, copy_model, edits, update_record
 from isomorph.surgery.rule import Rule
+from isomorph.surgery.ties import Ties
 from isomorph.surgery.where import Where, describe_where, list_names, matches_where
 
 _REVERT_METHODS = ("to_conv", "to_attention", "to_original")
@@ -68,7 +69,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     """
     check_model(model)
     model = copy_model(model)
-    tied = tied_parameters(model)
+    ties = Ties(model)
     names = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
     if not names:
         possible = [n for n, m in model.named_modules() if _revert_method(m)]
@@ -79,7 +80,8 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers}
     for name, layer in zip(names, layers, strict=True):
         try:
-            original = _revert_method(layer)(atol)  # type: ignore[misc]
+            with usual_defaults(layer):
+                original = _revert_method(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
             others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""
             raise UserError(f"{name or 'the model'}: {error}{others}") from None
@@ -88,7 +90,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
                 raise UserError(f"{name or 'the model'} cannot be reverted: {reason}") from None
             raise
         model = replace_module(model, name, layer, original)
-    add_notes(model, *restore_ties(model, tied))
+    add_notes(model, *ties.restore(model))
     kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
     last = Edit(Revert(), tuple(name for name in names if name in kept))
     changed = [*_without(edits(model), reverted - kept), last]

@@ -391,7 +391,8 @@ class _Pair:
             if other.shape == output.shape:
                 deviation, scale = largest_difference(output, other)
             rounding = min(self.atol, ROUNDING * torch.finfo(torch.float32).eps * x.abs().max().item())
-            found[name] = TargetDeviation(name, type(module).__name__, deviation, scale, rounding)
+            row = TargetDeviation(name, type(module).__name__, deviation, scale, rounding)
+            found[name] = max(row, found.get(name, row), key=lambda row: relative(row.deviation, row.scale))
 
         present = dict(original.named_modules())
         names = [name for name in self.edited if name in present]

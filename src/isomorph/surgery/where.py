@@ -29,6 +29,12 @@ def matches_where(where: Where, name: str, module: nn.Module) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
+def is_excluded(exclude: Where, name: str, module: nn.Module) -> bool:
+    """Return True if `exclude` selects a module, or by a glob one around it."""
+    globs = () if callable(exclude) else [exclude] if isinstance(exclude, str) else exclude
+    return matches_where(exclude, name, module) or any(fnmatchcase(name, f"{glob}.*") for glob in globs)
+
+
 def describe_where(where: Where) -> str:
     """Return a description of `where` for an error message."""
     return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"

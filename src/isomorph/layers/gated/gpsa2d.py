@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.eager import constant, on_cpu
 from isomorph.layers.gated.positions import attend_shared_values, compute_dtype, gated_mix, kronecker, mix_weights
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import GridSize
+from isomorph.layers.shapes import batched, known_true
 
 MAX_DENSE_PAIRS = 512 * 512
 """Most query-key pairs for which the map is formed. Above, and for sizes that an export leaves open, no map is formed
@@ -195,9 +195,10 @@ class GPSA2d(TapHeads):
         """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
         return torch.sigmoid(self.gate)
 
+    @batched
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        small = statically_known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_DENSE_PAIRS)
+        small = known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_DENSE_PAIRS)
         gather = self.soft_patches_dense if small else self.soft_patches_by_axis
         return self.apply_filters(gather(*self.queries_keys_values(x), H, W), H, W)
 

@@ -19,6 +19,7 @@ from isomorph.layers.gated.folded_taps import TapAxis, folded_reach, folded_taps
 from isomorph.layers.gated.positions import compute_dtype, geometry_dtype, is_autocast_on, kronecker, tap_scores
 from isomorph.layers.gated.soft_taps import soft_taps
 from isomorph.layers.grid import conv_output_size, window_centres
+from isomorph.layers.shapes import batched
 
 SOFTPLUS_BETA = 5.0
 """Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""
@@ -338,6 +339,7 @@ class PositionalConv2d(TapHeads):
         """Share of position attention in every head: 1. Shape: -> (nh,)"""
         return torch.ones_like(self.raw_locality)
 
+    @batched
     def forward(self, x: Tensor) -> Tensor:
         self.check_map(x)
         return self.with_bias(self.position_taps(x.to(compute_dtype(x))))

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import compute_dtype
 from isomorph.layers.gated.window_tiles import axis_tiles, window_taps
 from isomorph.layers.grid import odd_window
+from isomorph.layers.shapes import batched, known_true
 
 WINDOW = 7
 """Default height and width of the window."""
@@ -55,9 +55,10 @@ class WindowGPSA2d(GPSA2d):
         super().__init__(*args, **kwargs)
         self.window = self.content_window = odd_window(window)
 
+    @batched
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        if statically_known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_MASKED_PAIRS):
+        if known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_MASKED_PAIRS):
             return super().forward(x)
         tokens, value = x.flatten(2), self.value
         values = (tokens.to(compute_dtype(x)) if value is None else value.weight @ tokens).unflatten(-1, (H, W))

@@ -30,6 +30,7 @@ from isomorph.layers.pyramid.moments import (
     sync_group,
 )
 from isomorph.layers.pyramid.tokens import Window
+from isomorph.layers.shapes import batched
 
 
 class PyramidConv2d(Pyramid):
@@ -108,6 +109,7 @@ class PyramidConv2d(Pyramid):
         """
         return as_filters(weight, self.window)
 
+    @batched
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_features:
             raise UserError(f"the input has shape {tuple(x.shape)}; the pyramid needs (B, {self.in_features}, H, W)")

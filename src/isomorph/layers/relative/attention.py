@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module, trunc_normal_
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs
@@ -22,6 +21,7 @@ from isomorph.layers.eval_mode import KeepsInEval, relative_deviation
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.map_grid import GridSize
 from isomorph.layers.refined.attention import attention_kwargs, copy_parts
+from isomorph.layers.shapes import known_true
 
 MIN_FLEX_TOKENS = 512
 """Fewest tokens for which compiled inference on a GPU uses FlexAttention instead of an N x N bias."""
@@ -35,7 +35,7 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     """
     size = [2 * n - 1 for n in grid_size]
     # sizes that an export leaves open are not known to be equal, and are interpolated
-    if all(statically_known_true(current == wanted) for current, wanted in zip(table.shape[1:], size, strict=True)):
+    if all(known_true(current == wanted) for current, wanted in zip(table.shape[1:], size, strict=True)):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)

@@ -1,0 +1,120 @@
+"""Recasting and recast layers under torch's modes, defaults and tracers."""
+
+import copy
+
+import pytest
+import timm
+import timm.models._features_fx as features
+import torch
+from torch import nn
+
+import isomorph as iso
+from law_rows import deviation, disturb
+from refusals import refused
+
+CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def cnn():
+    return timm.create_model("cifar_resnet20").eval()
+
+
+def vit():
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=1, num_heads=3).eval()
+
+
+IN_CNN = dict.fromkeys([*CONTENTS, iso.LinearToPyramid()], (cnn, "layer3.2.conv?"))
+IN_VIT = dict.fromkeys([iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.AttentionToRelative()], (vit, "*.attn"))
+RULES = IN_CNN | IN_VIT
+
+
+def in_bfloat16(call):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def under(context):
+    def run(call):
+        with context():
+            return call()
+
+    return run
+
+
+MODES = {
+    "inference": under(torch.inference_mode),
+    "bfloat16 by default": in_bfloat16,
+    "meta by default": under(lambda: torch.device("meta")),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_surgery_does_not_depend_on_the_caller_s_mode(rule, mode):
+    make, where = RULES[rule]
+    model = make()
+    usual = iso.verify(model, iso.recast(model, rule, where), IMAGES).fp64
+    new = MODES[mode](lambda: iso.recast(model, rule, where))
+    assert {(p.dtype, p.device.type) for p in new.parameters()} == {(torch.float32, "cpu")}
+    assert iso.verify(model, new, IMAGES).fp64 <= 10 * usual + 1e-9
+    back = MODES[mode](lambda: iso.fuse(new) if isinstance(rule, iso.LinearToPyramid) else iso.revert(new))
+    iso.verify(model, back, IMAGES)
+    for each in (new, back):
+        each.train()(IMAGES).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@torch.no_grad()
+def test_recast_models_are_traced_by_torch_jit(rule):
+    make, where = RULES[rule]
+    new = iso.recast(make(), rule, where)
+    assert deviation(torch.jit.trace(new, IMAGES)(IMAGES.flip(0)), new(IMAGES.flip(0))) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_traced_model_is_refused(tmp_path):
+    traced = torch.jit.trace(cnn(), IMAGES)
+    for model in (traced, nn.Sequential(traced)):
+        said = "is a TorchScript program; give the model that it was made from"
+        refused(said, iso.recast, model, iso.ConvToGPSA(), "layer3.*")
+        refused(said, iso.save, model, tmp_path / "m.safetensors")
+        refused(said, iso.verify, cnn(), model, IMAGES)
+
+
+@pytest.mark.parametrize("rule", IN_CNN, ids=str)
+def test_one_map_without_a_batch_axis_is_read_as_by_a_convolution(rule):
+    conv = disturb(nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1)))
+    new, x = iso.recast(conv, rule, "0"), torch.randn(3, 8, 9, dtype=torch.float64)
+    assert deviation(new(x), conv(x)) < 1e-5
+    assert new(x).shape == conv(x).shape
+    new.train()(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["vanillanet_5", "tdrl_vit_ti", "tdrl_vit_ti_distilled", "convit_ti", "coatnet_0"])
+def test_features_are_extracted_by_torch_fx(name):
+    """As timm's own tests do with its models."""
+    sizes = dict(depth=2) if "tdrl" in name else {}
+    model, x = timm.create_model(name, num_classes=3, **sizes).eval(), torch.randn(1, 3, 224, 224)
+    nodes = features.get_graph_node_names(model)[1]
+    extracted = features.create_feature_extractor(model, [nodes[-1]])
+    assert deviation(extracted(x)[nodes[-1]].detach(), model(x).detach()) < 1e-6
+
+
+def test_a_copy_keeps_the_dtype_of_every_tensor(tmp_path):
+    model = cnn()
+    for module in model.layer1.modules():
+        module.to(torch.bfloat16)
+    model.bn1.double()
+    tcnn = iso.recast(model, iso.ConvToGPSA(), ["layer3.2.conv2", "layer1.0.conv1"])
+    iso.save(tcnn, tmp_path / "m.safetensors")
+    dtypes = {name: tensor.dtype for name, tensor in tcnn.state_dict().items()}
+    assert {torch.bfloat16, torch.float32, torch.float64} <= set(dtypes.values())
+    loaded = iso.load(tmp_path / "m.safetensors")
+    assert {name: tensor.dtype for name, tensor in loaded.state_dict().items()} == dtypes
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in tcnn.state_dict().items())
+    assert copy.deepcopy(loaded).bn1.weight.dtype == torch.float64
