@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
+from isomorph.errors import NotFinite
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.mobileone import CombinedBlock
 from law_rows import (
@@ -191,6 +193,50 @@ def test_a_layer_that_left_its_original_is_named_with_its_deviation(name):
                 parameter.mul_(0.1).add_(0.5 * torch.randn_like(parameter).abs())
     with pytest.raises(iso.UserError, match=rf"{row.where}.*deviation .*\d"):
         iso.revert(model)
+
+
+REPARAMETERISED = {  # a network whose blocks merge their branches, and the layers in them that become pyramids
+    "repvgg_a0": "stages.0.*.conv_*.conv",
+    "mobileone_s1": "stages.0.0.conv_kxk.*.conv",
+    "fastvit_t8": "stages.0.blocks.0.*.conv_kxk.*.conv",
+    "repvit_m0_9": "stages.0.blocks.0.*.conv*.c",
+    "levit_128s": "stem.*.linear",
+    "repghostnet_050": "blocks.0.*",
+}
+
+
+@pytest.mark.parametrize("name", REPARAMETERISED)
+@torch.no_grad()
+def test_timm_merges_branches_with_pyramids_that_were_not_fused(name):
+    net = timm.create_model(name, num_classes=3).eval()
+    accepted = iso.surgery.acceptance(net, iso.LinearToPyramid(), REPARAMETERISED[name]).accepted
+    if not accepted:
+        pytest.skip("it has no such layers in this version of timm")
+    wide = iso.recast(net, iso.LinearToPyramid(), accepted)
+    wide = copy.deepcopy(pickle.loads(pickle.dumps(disturb(wide).float())))
+    x = torch.randn(1, 3, *([224] * 2 if "levit" in name else [64] * 2))
+    before = wide(x)
+    assert deviation(reparameterize_model(wide)(x), before) < 1e-4
+    assert deviation(wide(x), before) == 0
+
+
+def test_what_is_not_finite_is_named_and_exits_with_1():
+    cnn = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)).eval()
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(gate=60.0, locality=1.0), "0")
+    tcnn[0].gate.data[0] = torch.nan
+    cnn[2].weight.data[0] = torch.inf
+    below = copy.deepcopy(cnn[:2]).eval()
+    below[1].running_var[0] = -1
+    for said, call, *given in (
+        ("0.gate is not finite", iso.prune, tcnn),
+        ("2.weight is not finite", iso.recast, cnn, iso.LinearToPyramid(), "2"),
+        ("2.weight is not finite", iso.fuse, cnn),
+        ("outputs of 1 are not finite: its running variance goes down to -1", iso.fuse, below),
+    ):
+        with pytest.raises(NotFinite, match=said) as error:
+            call(*given)
+        assert error.value.exit_status == 1
+    iso.recast(cnn, iso.ConvToGPSA(), "0")  # of a layer that is
 
 
 def test_every_rule_has_a_way_back():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.errors import DoesNotRun, NotFinite, UserError
+from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import unwrap
@@ -20,7 +20,7 @@ from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
 from isomorph.surgery.merge import Cases, FuseReport, compare, merge, own_example, search
 from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import check_model, match_original, replay
+from isomorph.surgery.recast import check_finite, check_model, match_original, replay, usual_defaults
 from isomorph.surgery.record import Edit, add_notes, copy_model
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import outermost_modules
@@ -188,7 +188,8 @@ def fuse(
         >>> type(wide.linear).__name__, type(thin.linear).__name__, type(thin.bn1).__name__
         ('PyramidLinear', 'Linear', 'Identity')
     """
-    return fuse_with_report(model, example, norms, affine)[0]
+    with usual_defaults(check_model(model)):
+        return fuse_with_report(model, example, norms, affine)[0]
 
 
 def fuse_with_report(
@@ -207,7 +208,7 @@ def fuse_with_report(
         raise UserError(
             f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval() first"
         )
-    _check_finite(plain)
+    check_finite(plain)
     names, problem = fusible_modules(plain, norms), "give an example, a batch as the model reads it"
     left: dict[str, str] = {}
     merged: dict[str, str] = {}
@@ -254,22 +255,6 @@ def _is_changed(rule: Fuse, module: nn.Module) -> bool:
 
 def _fused(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return replay(model, Edit(Fuse(), tuple(names))) if names else model
-
-
-def _check_finite(model: nn.Module) -> None:
-    """Raise NotFinite for a weight that is NaN or infinite, and for a variance below 0."""
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not torch.isfinite(parameter).all():
-            raise NotFinite(f"{name} is not finite; load weights that are")
-    for name, module in model.named_modules():
-        variance = getattr(module, "running_var", None)
-        if not isinstance(variance, torch.Tensor) or variance.is_meta:
-            continue
-        if not (torch.isfinite(variance) & (variance + getattr(module, "eps", 0.0) > 0)).all():
-            raise NotFinite(
-                f"outputs of {name or 'the model'} are not finite: its running variance goes down to "
-                f"{variance.min():g}; measure it again with iso.recalibrate(model, batches, keep_function=False)"
-            )
 
 
 def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]:

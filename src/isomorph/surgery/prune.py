@@ -9,7 +9,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.surgery.recast import check_model, replay
+from isomorph.surgery.recast import check_finite, check_model, replay
 from isomorph.surgery.record import Edit, copy_model
 from isomorph.surgery.rule import Rule, check_choice, check_number
 from isomorph.surgery.where import Where, describe_where, matches_where, outermost_modules
@@ -89,7 +89,8 @@ def _left_out(layer: Any) -> dict[str, float]:
 def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> dict[str, str]:
     """Return what `prune` would make of each layer that it changes: "position", "convolution" or "attention".
 
-    Raises: UserError for a tolerance out of range, or if `where` selects no gated attention layer.
+    Raises: UserError for a tolerance out of range, or if `where` selects no gated attention layer; NotFinite if
+        weights of one are not.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
@@ -99,6 +100,7 @@ def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*
     check_number("tolerance", tolerance, TOLERANCE)
     found = {}
     for name, layer in _gated_layers(model, where).items():
+        check_finite(layer, name)
         left_out = _left_out(layer)
         for form in ("convolution", "position", "attention"):  # the simplest first
             if left_out.get(form, 1.0) <= tolerance:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.errors import UserError
+from isomorph.errors import NotFinite, UserError
 from isomorph.operations import records_outputs, unwrap
 from isomorph.surgery.parents import make_parents_call, reading_parent
 from isomorph.surgery.plain_layers import check_attached
@@ -47,6 +47,24 @@ def check_model(model: Any) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(f"{name or 'the model'} is a TorchScript program; give the model that it was made from")
     return model
+
+
+def check_finite(model: nn.Module, path: str = "") -> None:
+    """Raise NotFinite for a weight of a model, or of the module at a path, that is not, and for a variance below 0."""
+    start = f"{path}." if path else ""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not torch.isfinite(parameter).all():
+            raise NotFinite(f"{start}{name} is not finite; load weights that are")
+    for name, module in model.named_modules():
+        variance = getattr(module, "running_var", None)
+        if not isinstance(variance, torch.Tensor) or variance.is_meta:
+            continue
+        if not (torch.isfinite(variance) & (variance + getattr(module, "eps", 0.0) > 0)).all():
+            whose = (start + name).rstrip(".") or "the model"
+            raise NotFinite(
+                f"outputs of {whose} are not finite: its running variance goes down to {variance.min():g}; measure it "
+                "again with iso.recalibrate(model, batches, keep_function=False)"
+            )
 
 
 class Acceptance(NamedTuple):
@@ -213,7 +231,8 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
             lists what is skipped.
         exclude: what to leave out of it, with all modules inside.
 
-    Raises: UserError as in `targets`, or if hooks or patched methods of a target would be lost.
+    Raises: UserError as in `targets`, or if hooks or patched methods of a target would be lost; NotFinite if weights of
+        a target are not.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
@@ -221,7 +240,10 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
         >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
         ('Conv2d', 'GPSA2d')
     """
-    found = _select(model, rule, where, exclude)
+    found, named = _select(model, rule, where, exclude), dict(check_model(model).named_modules(remove_duplicate=False))
+    for name in found.accepted:
+        if name in named:
+            check_finite(named[name], name)
     new = replay(copy_model(model), Edit(rule, tuple(found.accepted)))
     if skipped := [f"{name} ({reason})" for name, reason in found.rejected.items()]:
         add_notes(new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}")
