@@ -1,9 +1,12 @@
 """Detection: COCO's format and what is wrong with it, joint transforms, AP equal to pycocotools', runs, predictions."""
 
 import contextlib
+import copy
+import functools
 import io
 import json
 import math
+import operator
 
 import numpy as np
 import pytest
@@ -170,6 +173,43 @@ class TestData:
             if crowd["segmentation"] not in ([SQUARE], [[SQUARE]]):
                 (tmp_path / "train.json").write_text(json.dumps({**content, "annotations": [crowd]}))
                 refused(message, read_annotations, tmp_path / "train.json", masks=True)
+
+    def test_a_wrong_value_anywhere_is_one_line_or_harmless(self, tmp_path):
+        def places(value):
+            inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            for key, each in inner:
+                yield from ((key,), *((key, *rest) for rest in places(each)))
+
+        write(tmp_path)
+        said = []
+        for *path, last in places(coco()):
+            for wrong in (
+                None,
+                True,
+                -1,
+                0.5,
+                1e308,
+                10**400,
+                math.nan,
+                "x",
+                "\0",
+                [],
+                [[]],
+                {},
+                {"counts": 1},
+                [[1e9] * 6],
+            ):
+                content = copy.deepcopy(coco())
+                functools.reduce(operator.getitem, path, content)[last] = wrong
+                (tmp_path / "train.json").write_text(json.dumps(content))
+                try:
+                    source = open_split(tmp_path, "train", masks=True)
+                    metric_rows(source, Results([], [source.samples[0].id]))
+                    assert source[0]
+                except iso.UserError as error:
+                    said.append(str(error))
+        assert len(said) > 200
+        assert not any("\n" in message for message in said)
 
     @pytest.mark.parametrize(
         ("file", "message"),

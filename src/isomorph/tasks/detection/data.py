@@ -175,8 +175,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return the names of the categories by number, in order. Raises: UserError for none, or two of one number."""
-    named: dict[Any, str] = {c.get("id"): str(c.get("name") or c.get("id")) for c in categories}
-    if not named or not all(_is_id(number) for number in named) or len(named) < len(categories):
+    named = {c["id"]: str(c.get("name") or c["id"]) for c in categories if _is_id(c.get("id"))}
+    if not named or len(named) < len(categories):
         raise UserError(f"{path}: categories must have an id each, a whole number of their own")
     return dict(sorted(named.items()))
 
