@@ -13,8 +13,7 @@ import isomorph as iso
 from containers import CLASSES, EXPECTED, SAMPLES, as_parquet, as_saved, dataset
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.streams.loader import stream_loader
-from isomorph.data.streams.stream import open_stream
+from isomorph.data.streams import open_stream, stream_loader
 from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("caches")
@@ -119,7 +118,7 @@ class TestStream:
     @pytest.mark.parametrize("skip", [0, 1, 6, 99])
     def test_skipping_resumes(self, stream, skip, monkeypatch):
         whole = list(stream.samples(2, 1, 1, 2))
-        monkeypatch.setattr("isomorph.data.streams.stream.decode", None)
+        monkeypatch.setattr("isomorph.data.streams.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
 
     def test_pickles_and_shares_once_in_workers(self, stream):

@@ -10,7 +10,7 @@ import torch
 import isomorph as iso
 from isomorph.cli.tables import PATH
 from isomorph.data.formats.registry import SOURCES
-from isomorph.data.streams.stream import STREAMS
+from isomorph.data.streams import STREAMS
 from isomorph.evaluation.cost import count_parameters
 from isomorph.surgery.rule import rule_options, rule_texts
 from isomorph.training.recipe.recipe import document_fields

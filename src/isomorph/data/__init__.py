@@ -11,7 +11,7 @@ from isomorph.data.corruptions.corrupt import (
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_transform
 from isomorph.data.sources import Source, class_fraction, first_classes, split_classes
-from isomorph.data.streams.stream import Stream, open_stream
+from isomorph.data.streams import Stream, open_stream
 
 __all__ = [
     "CORRUPTION_CATEGORIES",

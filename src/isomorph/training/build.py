@@ -17,8 +17,7 @@ from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.sources import Source, class_fraction, drawn_once, first_classes
-from isomorph.data.streams.loader import stream_loader, stream_test_loader
-from isomorph.data.streams.stream import Stream, open_stream
+from isomorph.data.streams import Stream, open_stream, stream_loader, stream_test_loader
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config

@@ -15,7 +15,7 @@ from isomorph.data.label_maps import MapLabels
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import read_image
-from isomorph.data.streams.stream import STREAMS
+from isomorph.data.streams import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.evaluation.accuracy import class_logits, count_predictions, sum_counts
 from isomorph.evaluation.input_sizes import check_image_size, class_namer, evaluation_config

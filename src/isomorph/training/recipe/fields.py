@@ -22,7 +22,7 @@ from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data.formats.registry import SOURCES, locate_folder
-from isomorph.data.streams.stream import STREAMS
+from isomorph.data.streams import STREAMS
 from isomorph.errors import UserError
 from isomorph.surgery import Anneal
 from isomorph.training.recipe.tasks import TASKS, RecipeTask, find_task, open_task, task_names

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from isomorph.data.formats.registry import SOURCES
-from isomorph.data.streams.stream import STREAMS
+from isomorph.data.streams import STREAMS
 from isomorph.errors import UserError
 from isomorph.training.recipe.fields import (
     AnnealPart,

@@ -41,7 +41,7 @@ from isomorph.checkpoints.snapshot import (
     write_snapshot,
 )
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.streams.loader import workers_of_part
+from isomorph.data.streams import workers_of_part
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import has_pyramids

@@ -1,1 +1,0 @@
-"""Streams, which are read in order and have no index, and their loaders."""
