@@ -37,6 +37,7 @@ from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.state import open_run
+from refusals import refused
 
 CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
 NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)
@@ -295,8 +296,7 @@ class TestRuns:
         ],
     )
     def test_what_maps_cannot_follow_is_refused_at_once(self, change, said, data):
-        with pytest.raises(iso.UserError, match=said):
-            self.recipe(data, "token_labels.class_token=map", change)
+        refused(said, self.recipe, data, "token_labels.class_token=map", change)
 
     def test_a_missing_map_is_said_before_the_run(self, data):
         (data / "maps/cat/4.pt").unlink()
