@@ -1,11 +1,16 @@
 """Which modules of every timm model each rule accepts, and one model of every family verified in float64.
 
     nice -n 10 python benchmarks/timm_coverage.py [--family NAME ...] [--runs runs/coverage]
+    nice -n 10 python benchmarks/timm_coverage.py --norms [--speed]
 
 Counts on the meta device, then verifies the smallest model of each family with random weights and statistics: every
 rule that accepts a module, on an image of odd size where the model takes one. Both parts resume. Writes
 benchmarks/results/coverage.json and the table of docs/reference/coverage.md. One thread. With --finished, writes what
 is finished and stops.
+
+With --norms, counts the BatchNorms that fuse merges in the model of each family that was verified, and in a few with
+methods of their own; --speed times some before, fused, and after timm's method, in turns, in one process. Both write
+benchmarks/results/merged_norms.json.
 """
 
 import argparse
@@ -17,11 +22,12 @@ from pathlib import Path
 
 import timm
 import torch
+from timm.utils import reparameterize_model
 
 import isomorph as iso
-from interleave import RESULTS
+from interleave import RESULTS, forward, interleaved
 from isomorph.surgery.attention_layers import FACTS
-from isomorph.surgery.coverage import cover_models, family_of, summarise_coverage, timm_models
+from isomorph.surgery.coverage import cover_models, family_of, merge_norms, summarise_coverage, timm_models
 from isomorph.surgery.rule import RULES
 
 ODD, MOST = (97, 129), 6
@@ -34,6 +40,8 @@ MARKS = ("<!-- table: benchmarks/timm_coverage.py -->", "<!-- end of the table -
 SAMPLE = ["resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "xcit_nano_12_p16_224", "mobilevit_xxs"]
 SAMPLE += ["test_nfnet"]
 """Models whose rows the tests compare."""
+OWN_METHODS = ["resnet50", "repvgg_a0", "repvit_m0_9", "regnety_002", "repghostnet_050", "lcnetv2_base"]
+TIMED = ["resnet50", "repvgg_a0", "repvgg_a1", "fastvit_t8"]
 LARGEST = 40e6
 """Models with more parameters are not verified: their smallest member would take a CPU minutes."""
 
@@ -137,6 +145,27 @@ def verify_rule(model, rule, names, x, before):
         return {"modules": len(names), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
+def merged(given):
+    """What fuse merges, and how fast models are before, fused and after timm's method: milliseconds an image."""
+    path = RESULTS / "merged_norms.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    if given.norms:
+        families = json.loads((RESULTS / "coverage.json").read_text())["verified"].values()
+        names = sorted({row["model"] for row in families if "error" not in row}) + OWN_METHODS
+        known = {row["model"]: row for row in result.get("models", [])}
+        result["models"] = [known.get(name) or row for name in names for row in merge_norms([name])]
+    if given.speed:
+        result["milliseconds"] = {}
+        for name in TIMED:
+            torch.manual_seed(0)
+            model, x = timm.create_model(name).eval(), torch.randn(1, 3, 224, 224)
+            contenders = {"before": model, "fused": iso.fuse(model), "timm": reparameterize_model(model)}
+            runs = {kind: forward(net, x) for kind, net in contenders.items()}
+            result["milliseconds"][name] = interleaved(runs, x.device)
+            print(name, result["milliseconds"][name], flush=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def by_turns(names):
     """The first model of every family, then the second, and so on: a run that is cut off has seen all families."""
     seen = Counter()
@@ -163,8 +192,12 @@ def main():
     parser.add_argument("--runs", type=Path, default=Path("runs/coverage"))
     parser.add_argument("--count-only", action="store_true")
     parser.add_argument("--finished", action="store_true")
+    parser.add_argument("--norms", action="store_true")
+    parser.add_argument("--speed", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.norms or given.speed:
+        return merged(given)
     names = by_turns([name for name in timm_models() if not given.family or family_of(name) in given.family])
     if given.finished:
         done = {row["model"]: row for path in given.runs.glob("*counted.jsonl") for row in read_rows(path)}

@@ -424,3 +424,43 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     back = iso.fuse(near)
     assert repr(back) == repr(thin)
     assert deviation(back(x), thin(x)) < 1e-12
+
+
+class Tapped(nn.Module):
+    """A norm that another entry point leaves out, and a layer that changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 3, 1)
+
+    def forward_features(self, x):
+        return self.conv(x.mul_(2))
+
+    def forward(self, x):
+        return self.head(self.norm(self.forward_features(x)))
+
+
+def test_all_entry_points_agree_and_the_input_stays():
+    model, x = made(Tapped, MAP)
+    before = x.clone()
+    new, report = fuse_with_report(model, x)
+    assert torch.equal(x, before)
+    assert "other methods" in report.left["norm"] or "output of the model" in report.left["norm"]
+    assert deviation(new.forward_features(x.clone()), model.forward_features(x.clone())) < 1e-12
+
+
+def test_padding_that_hangs_on_the_length_of_a_signal_is_seen():
+    def pads(model, x):
+        y = model.conv(x)
+        return model.norm(F.pad(y, (0, y.shape[-1] % 2)))
+
+    model, x = made(net(pads, conv=conv(4, 6, 3, kind=nn.Conv1d), norm=norm(kind=nn.BatchNorm1d)), (2, 4, 16))
+    new, _ = fuse_with_report(model, x)
+    for length in (16, 15, 12, 9):
+        values = torch.randn(2, 4, length, dtype=torch.float64)
+        assert deviation(new(values), model(values)) < 1e-12
+
+
+def test_a_model_without_numbers_to_compare_is_left():
+    model, x = made(net(lambda m, x: m.norm(m.conv(x)).argmax(1), **PAIR), MAP)
+    assert "no floating-point numbers" in fuse_with_report(model, x)[1].left["norm"]

@@ -4,7 +4,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.errors import NotFinite, first_line
+from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see_call, tensors_in
 from isomorph.surgery.affine_plan import Group, Part, Plan, Window
 from isomorph.surgery.model_inputs import Inputs, describe_shape, run_model
@@ -185,47 +185,52 @@ class Cases:
 
     def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
         given = [example] if isinstance(example, Tensor | Mapping) else list(example)
-        sizes = [*given, *_other_sizes(given[0])] if len(given) == 1 else given
-        self._calls: list[tuple[str, Inputs, list[Tensor], list[Any]]] = []
-        self._first = cast_floats(given[0], torch.float64)
-        self.macs = self.count(model)
-        deciding = see_call(model, lambda: _call(model, "forward", self._first)).deciding
+        first, *others = [cast_floats(x, torch.float64) for x in (given if given[1:] else (*given, *_crops(given[0])))]
+        self._first, self._calls = first, list[tuple[str, Inputs, list[Tensor], list[Any]]]()
+        with FlopCounterMode(display=False) as counter:  # raises DoesNotRun with the reason where it does not run
+            deciding = see_call(model, lambda: run_model(model, _copy(first))).deciding
+        self.macs = counter.get_total_flops() // 2
         parents = [(name, model.get_submodule(name)) for name in deciding]
         self._watched = [
             ".".join(filter(None, (name, child))) for name, each in parents for child, _ in each.named_children()
         ]
         entries = [name for name in _ENTRIES if callable(getattr(model, name, None))]
-        for i, inputs in enumerate(sizes):
-            at_all = entries if i or len(sizes) == 1 else entries[:1]
-            for entry in at_all if isinstance(inputs, Tensor) else entries[:1]:
-                chosen: list[Any] = []
-                try:
-                    found = self._outputs(model, entry, cast_floats(inputs, torch.float64), chosen)
-                except Exception:  # this model has other sizes, or another entry point of that name
-                    continue
-                self._calls.append((entry, cast_floats(inputs, torch.float64), found, chosen))
-        if not all(torch.isfinite(each).all() for _, _, found, _ in self._calls for each in found):
+        calls = [(entry, x) for x in others for entry in entries if isinstance(x, Tensor) or entry == "forward"]
+        for entry, x in (*calls, ("forward", first)):
+            self._try(model, entry, x)
+        if len(self._calls) == 1 and isinstance(first, Tensor):  # it runs at one size only
+            for entry in entries[1:]:
+                self._try(model, entry, first)
+        numbers = [each for _, _, found, _ in self._calls for each in found if each.numel()]
+        if not numbers:
+            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
+        if not all(torch.isfinite(each).all() for each in numbers):
             raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
+        self._calls.sort(key=lambda call: call[1] is not first)
         self.sizes = tuple(dict.fromkeys(describe_shape(inputs) for _, inputs, *_ in self._calls))
+
+    def _try(self, model: nn.Module, entry: str, inputs: Inputs) -> None:
+        chosen: list[Any] = []
+        with suppress(Exception):  # this model has other sizes, or another method of that name
+            self._calls.append((entry, inputs, self._outputs(model, entry, inputs, chosen), chosen))
 
     @torch.no_grad()
     def count(self, model: nn.Module) -> int:
-        """Return the MACs of a model for the first input. Raises: DoesNotRun with the reason where it does not run."""
+        """Return the MACs of a model for the first input."""
         with FlopCounterMode(display=False) as counter:
-            run_model(model, self._first)
+            run_model(model, _copy(self._first))
         return counter.get_total_flops() // 2
 
     @torch.no_grad()
     def _outputs(self, model: nn.Module, entry: str, inputs: Inputs, chosen: list[Any]) -> list[Tensor]:
         """Return the floating-point outputs of a call in float64, and those of the watched modules."""
-        copied = inputs.clone() if isinstance(inputs, Tensor) else inputs
         found: list[Any] = []
         watched = [model.get_submodule(name) for name in self._watched]
         handles = [module.register_forward_hook(lambda *call: found.append(call[-1])) for module in watched]
         try:
             with torch.random.fork_rng(), _SameChoices(chosen) if watched else nullcontext():
                 torch.manual_seed(0)
-                found.append(_call(model, entry, copied))
+                found.append(_call(model, entry, inputs))
         finally:
             for handle in handles:
                 handle.remove()
@@ -251,18 +256,26 @@ class Cases:
         return largest
 
 
+def _copy(inputs: Inputs) -> Inputs:
+    """Return inputs that a model may change in place."""
+    return inputs.clone() if isinstance(inputs, Tensor) else dict(inputs)
+
+
 def _call(model: nn.Module, entry: str, inputs: Inputs) -> Any:
-    method = model if entry == "forward" else getattr(model, entry)
-    return method(inputs) if isinstance(inputs, Tensor) else method(**inputs)
+    method, copied = model if entry == "forward" else getattr(model, entry), _copy(inputs)
+    return method(copied) if isinstance(copied, Tensor) else method(**copied)
 
 
-def _other_sizes(inputs: Inputs) -> list[Tensor]:
-    """Return crops of an image: of odd sides, and of half its height. Shape: (B, C, H, W) -> (2, C, h, w)"""
-    if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
+def _crops(inputs: Inputs) -> list[Tensor]:
+    """Return two inputs with shorter sides, of which one is odd, and one with fewer tokens or rows."""
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
         return []
-    height, width = inputs.shape[-2:]
     pair = torch.cat([inputs[:1], inputs[-1:].flip(-1)])
-    return [pair[..., : (3 * height // 4) | 1, : (height + width) // 4 | 1], pair[..., : height // 2, : 3 * width // 4]]
+    shares, sides = (3, 2, 3), inputs.shape[2:]
+    odd = [slice((n * share // 4) | 1) for n, share in zip(sides, shares, strict=False)]
+    even = [slice(max(n * share // 4, 1)) for n, share in zip(sides, shares[1:], strict=False)]
+    crops = [pair[..., *odd], pair[..., *even]] if sides else []
+    return crops if len(sides) > 1 else [*crops, pair[:, : inputs.shape[1] // 2 + 1], pair]
 
 
 def search(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
