@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from isomorph.layers.eager import can_keep, on_cpu
 from isomorph.layers.eval_mode import KeepsInEval, relative_difference
 from isomorph.layers.gated.folded_taps import TapAxis, folded_reach, folded_taps
-from isomorph.layers.gated.positions import compute_dtype, geometry_dtype, is_autocast_on, kronecker, tap_scores
+from isomorph.layers.gated.positions import (
+    compute_dtype,
+    geometry_dtype,
+    is_autocast_on,
+    kronecker,
+    tap_scores,
+    without_subnormals,
+)
 from isomorph.layers.gated.soft_taps import soft_taps
 from isomorph.layers.grid import conv_output_size, window_centres
 from isomorph.layers.shapes import batched
@@ -190,6 +197,7 @@ class TapHeads(KeepsInEval):
         """
         rows, columns = self.axis_maps(H, W)
         (ph, pw) = self.padding
+        rows, columns = without_subnormals(rows), without_subnormals(columns)
         return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:

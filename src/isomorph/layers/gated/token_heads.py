@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.layers.eval_mode import KeepsInEval
-from isomorph.layers.gated.positions import axis_scores, mix_weights
+from isomorph.layers.gated.positions import axis_scores, mix_weights, without_subnormals
 from isomorph.layers.grid import square_window, window_centres
 
 
@@ -57,7 +57,7 @@ class TokenPositions(KeepsInEval):
     def positions(self, grid_size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return what position attention on a grid consists of: the axis maps."""
         rows, columns = self.axis_maps(grid_size)
-        return rows.to(dtype), columns.to(dtype)
+        return without_subnormals(rows).to(dtype), without_subnormals(columns).to(dtype)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
