@@ -105,6 +105,10 @@ def chain() -> nn.Module:
     return Alone(nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5)))
 
 
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(12, 3, 8, dropout=0.0, batch_first=True)
+
+
 def gated_conv(make: Callable[[], nn.Module], content: str = "global", call: Call = MAP, **row: Any) -> Row:
     limit = dict(locality=80.0) if content == "none" else SHUT
     rule, limit = (iso.ConvToGPSA(content=content, **dials) for dials in ({}, limit))
@@ -205,6 +209,8 @@ RULES = {
     "joint qkv": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.qkv", other=OTHER_IMAGES),
     "values alone": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.v", whole=False),
     "mlp": pyramid(vit(depth=1), IMAGES, where="blocks.*.mlp.fc?", whole=False),
+    "linears, joint qkv": Row(iso.AttentionToLinears(), vit(depth=1), IMAGES, OTHER_IMAGES, "blocks.*.attn.qkv"),
+    "linears, encoder": Row(iso.AttentionToLinears(), alone(encoder), TOKENS, ((1, 4, 12),), "layer.self_attn"),
     "conv with a norm": Row(iso.ConvToConvNorm(), CONV, MAP, OTHER_MAP, back=iso.fuse),
     "conv with a norm, 1d": Row(
         iso.ConvToConvNorm(eps=1e-3),
@@ -239,6 +245,11 @@ def of_layer(name: str, rule: str) -> Row:
     return refined(make, call, 0, ratio=1, **row)
 
 
+RULES |= {
+    f"linears, {name}": of_layer(name, "gated")._replace(rule=iso.AttentionToLinears(), leak=1e-12, limit=None)
+    for name in LAYERS
+    if name.startswith("multihead")
+}
 RULES |= {f"{name}, {rule}": of_layer(name, rule) for name in LAYERS for rule in ("gated", "refined")}
 
 

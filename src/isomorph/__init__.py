@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from isomorph.surgery import (
         Anneal,
         AttentionToGPSA,
+        AttentionToLinears,
         AttentionToRefined,
         AttentionToRelative,
         BranchesToConv,
@@ -57,7 +58,7 @@ _HOMES = {
     "evaluation": "cost_table",
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
-    "surgery": "Anneal AttentionToGPSA AttentionToRefined AttentionToRelative BranchesToConv "
+    "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative BranchesToConv "
     "ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune recalibrate "
     "recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
@@ -67,7 +68,14 @@ _HOMES = {
 """Public names by the module that defines them, which is imported when the first of them is used (PEP 562)."""
 __all__ = ["analysis", "data", "deployment", "evaluation", "layers", "models", "report", "surgery", "training"]
 _SUBPACKAGES = (*__all__, "checkpoints", "recipes")
-__all__ += ["Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "BranchesToConv"]
+__all__ += [
+    "Anneal",
+    "AttentionToGPSA",
+    "AttentionToLinears",
+    "AttentionToRefined",
+    "AttentionToRelative",
+    "BranchesToConv",
+]
 __all__ += ["ConvToConvNorm", "ConvToGPSA"]
 __all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
 __all__ += ["evaluate", "export", "fuse", "gates", "insert", "keep_freed_memory", "load", "load_recipe", "load_weights"]

@@ -1,5 +1,6 @@
-"""torch's multi-head attention as operations that form its map, which is one operation otherwise."""
+"""torch's multi-head attention as operations that form its map, which is one operation otherwise; in plain layers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,18 +58,117 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             tokens = [x.transpose(0, 1) for x in tokens]
         q, k, v = self._project(*tokens)
-        scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, Nk)
         mask = self._mask(key_padding_mask, attn_mask, q)
-        maps = (scores if mask is None else scores + mask).softmax(-1)
-        maps = F.dropout(maps, self.dropout, self.training)
-        out = self.out_proj((maps @ v).transpose(1, 2).flatten(2))  # (B, Nq, C)
+        dropout = self.dropout if self.training else 0.0
+        maps = None
+        if need_weights:
+            scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, Nq, Nk)
+            maps = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            values = maps @ v
+        else:
+            values = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = self.out_proj(values.transpose(1, 2).flatten(2))  # (B, Nq, C)
         if not batched:
-            out, maps = out[0], maps[0]
+            out, maps = out[0], maps if maps is None else maps[0]
         elif not self.batch_first:
             out = out.transpose(0, 1)
-        if not need_weights:
+        if maps is None:
             return out, None
         return out, maps.mean(-3) if average_attn_weights else maps
+
+
+class MultiheadLinears(UnfusedMultiheadAttention):
+    """`nn.MultiheadAttention` whose queries, keys, values and output are separate `nn.Linear`s.
+
+    It has the forward and the attributes of `nn.MultiheadAttention`, and no packed parameters.
+
+    Shape: as `nn.MultiheadAttention`
+    Args:
+        original: the layer whose weights it copies, without bias_k and add_zero_attn.
+    """
+
+    def __init__(self, original: nn.MultiheadAttention) -> None:
+        nn.Module.__init__(self)
+        for name in ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first"):
+            setattr(self, name, getattr(original, name))
+        self.bias_k, self.bias_v, self.add_zero_attn, self._qkv_same_embed_dim = None, None, False, False
+        self.in_proj_weight = self.in_proj_bias = None  # by which torch's encoder layers see that they call this layer
+        weights = original.in_proj_weight
+        packed = [original.q_proj_weight, original.k_proj_weight, original.v_proj_weight]
+        biases = [None] * 3 if original.in_proj_bias is None else original.in_proj_bias.chunk(3)
+        for name, weight, bias in zip("qkv", packed if weights is None else weights.chunk(3), biases, strict=True):
+            setattr(self, f"{name}_proj", linear_of(weight, bias))
+        self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
+
+    @torch.no_grad()
+    def to_original(self, atol: float = 0.0) -> nn.MultiheadAttention:
+        """Return the layer with packed weights. Raises: ValueError naming a projection that is no nn.Linear."""
+        projections = plain_linears(self, ("q_proj", "k_proj", "v_proj", "out_proj"))
+        biased = projections[0].bias is not None
+        packed = nn.MultiheadAttention(
+            self.embed_dim, self.num_heads, self.dropout, biased, False, False, self.kdim, self.vdim, self.batch_first
+        ).to(projections[0].weight)
+        same = self.kdim == self.vdim == self.embed_dim
+        targets: Any = (
+            packed.in_proj_weight.chunk(3)
+            if same
+            else (packed.q_proj_weight, packed.k_proj_weight, packed.v_proj_weight)
+        )
+        for target, layer in zip((*targets, packed.out_proj.weight), projections, strict=True):
+            target.copy_(layer.weight)
+        if biased:
+            packed.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections[:3]]))
+            packed.out_proj.bias.copy_(projections[3].bias)
+        return packed.requires_grad_(projections[0].weight.requires_grad).train(self.training)
+
+
+class JointLinears(nn.Module):
+    """A joint projection, timm's `qkv`, as a separate `nn.Linear` for each of its parts.
+
+    Shape: x (..., C) -> (..., sum of the parts' outputs), the parts one after another
+    Args:
+        joint: the layer whose weights are split.
+        names: of the parts, in order: ("q", "k", "v").
+    """
+
+    def __init__(self, joint: nn.Linear, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        biases = [None] * len(names) if joint.bias is None else joint.bias.chunk(len(names))
+        for name, weight, bias in zip(names, joint.weight.chunk(len(names)), biases, strict=True):
+            setattr(self, name, linear_of(weight, bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([getattr(self, name)(x) for name in self.names], -1)
+
+    @torch.no_grad()
+    def to_original(self, atol: float = 0.0) -> nn.Linear:
+        """Return the joint layer. Raises: ValueError naming a part that is no nn.Linear."""
+        parts = plain_linears(self, self.names)
+        bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+        joint = linear_of(torch.cat([part.weight for part in parts]), bias)
+        return joint.requires_grad_(parts[0].weight.requires_grad).train(self.training)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer with copies of these weights."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
+    return layer
+
+
+def plain_linears(module: nn.Module, names: Sequence[str]) -> list[Any]:
+    """Return children that are all an nn.Linear. Raises: ValueError naming one that is not."""
+    for name in names:
+        if type(part := getattr(module, name)) is not nn.Linear:
+            raise ValueError(f"its {name} is a {type(part).__name__}, not an nn.Linear; merge or revert it first")
+    return [getattr(module, name) for name in names]
 
 
 def allowed_by_masks(_: nn.Module, given: dict[str, Any]) -> Tensor | None:

@@ -21,6 +21,7 @@ from isomorph.surgery.rule import RULES, Rule, build_rule, register_rule
 from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
+from isomorph.surgery.rules.linears import AttentionToLinears
 from isomorph.surgery.rules.norms import ConvToConvNorm
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
@@ -39,6 +40,7 @@ __all__ = [
     "Acceptance",
     "Anneal",
     "AttentionToGPSA",
+    "AttentionToLinears",
     "AttentionToRefined",
     "AttentionToRelative",
     "BranchesToConv",

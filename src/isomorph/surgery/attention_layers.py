@@ -145,6 +145,7 @@ _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True
 _INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
 
 FACTS: dict[str, AttentionFacts | None] = {
+    "isomorph.layers.unfused_multihead.MultiheadLinears": AttentionFacts(mask=allowed_by_masks),
     "timm.layers.attention2d.MultiQueryAttention2d": AttentionFacts(
         layout=lambda layer: "queries" if layer.einsum else "heads"
     ),
@@ -242,7 +243,7 @@ def _names_used(kind: type) -> set[str]:
 @cached_by_class
 def attention_facts(kind: type) -> AttentionFacts | None:
     """Return what is known about a class of attention, or None for another class and for isomorph's own layers."""
-    if kind.__module__.startswith("isomorph."):
+    if kind.__module__.startswith("isomorph.") and _full_name(kind) not in FACTS:
         return None
     rows = {base: FACTS[name] for base in kind.__mro__ if (name := _full_name(base)) in FACTS}
     if without := next((row for row in rows.values() if row and row.no_map), None):

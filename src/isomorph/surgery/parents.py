@@ -84,3 +84,10 @@ def _takes_nested(layer: nn.TransformerEncoderLayer, enabled: bool) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return nn.TransformerEncoder(layer, 0, enable_nested_tensor=enabled).use_nested_tensor
+
+
+def call_joint_projections(model: nn.Module) -> None:
+    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that was replaced."""
+    for module in model.modules():
+        if hasattr(module, "qkv_bias_separate") and type(getattr(module, "qkv", None)) is not nn.Linear:
+            module.qkv_bias_separate = True  # type: ignore[assignment]

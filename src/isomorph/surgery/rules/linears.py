@@ -1,0 +1,88 @@
+"""Rule that splits packed projections of attention into plain linear layers."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from isomorph.layers.unfused_multihead import JointLinears, MultiheadLinears, multihead_reason
+from isomorph.surgery.parents import call_joint_projections
+from isomorph.surgery.plain_layers import is_parametrized, layer_mismatch, overridden_methods
+from isomorph.surgery.rule import Rule, register_rule
+from isomorph.surgery.where import JOINT_PARTS
+
+
+@register_rule
+@dataclass(frozen=True)
+class AttentionToLinears(Rule):
+    """Make queries, keys, values and the output of attention separate linear layers, which other tools can change.
+
+    Accepts torch's `nn.MultiheadAttention`, whose packed `in_proj_weight` no tool for linear layers sees, and joint
+    projections named qkv, qk or kv. Then LoRA, pruning, quantisation and the other rules apply to each layer:
+    `q_proj`, `k_proj`, `v_proj` and `out_proj`, or `qkv.q`, `qkv.k`, `qkv.v`. Masks, `need_weights` and `batch_first`
+    work as before, and torch's encoder layers call the layers instead of reading their weights. `iso.revert` packs
+    them again.
+
+    Source: not of a paper.
+    Raises: UserError from `recast`, for a layer that it does not accept.
+
+    Example:
+        >>> encoder = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+        >>> new = iso.recast(encoder, iso.AttentionToLinears(), where="self_attn")
+        >>> type(new.self_attn.q_proj).__name__
+        'Linear'
+        >>> iso.verify(encoder, new, torch.randn(2, 5, 16)).passed
+        True
+    """
+
+    atol: ClassVar[float] = 1e-5
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
+    _names: ClassVar[Mapping[nn.Module, str]] = {}
+    """The last name of each module of a model; empty until `within`."""
+
+    def within(self, model: nn.Module) -> "AttentionToLinears":
+        """Return the rule with the last names of the model's layers, by which it recognises joint projections."""
+        bound = copy.copy(self)
+        names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+        object.__setattr__(bound, "_names", names)
+        return bound
+
+    def attach(self, model: nn.Module) -> None:
+        """Make attention with separate biases call its projections."""
+        call_joint_projections(model)
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Return why the projections cannot be split, or None if they can."""
+        if isinstance(module, MultiheadLinears):
+            return "its projections are linear layers already"
+        if isinstance(module, nn.MultiheadAttention):
+            return _multihead_mismatch(module) or multihead_reason(module)
+        parts = JOINT_PARTS.get(self._names.get(module, ""))
+        if parts is None:
+            return "it is no nn.MultiheadAttention, and no projection named qkv, qk or kv"
+        if not isinstance(module, nn.Linear):
+            return f"it is a {type(module).__name__}, not an nn.Linear"
+        if module.out_features % len(parts):
+            return f"its {module.out_features} outputs cannot be split into {len(parts)} equal parts"
+        return layer_mismatch(module, nn.Linear, "nn.Linear")
+
+    def build(self, module: Any) -> nn.Module:
+        """Return the layer with separate projections. Raises: UserError as in `check`."""
+        self.check(module)
+        if isinstance(module, nn.MultiheadAttention):
+            return MultiheadLinears(module)
+        return JointLinears(module, JOINT_PARTS[self._names[module]])
+
+
+def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
+    """Return how a layer differs from torch's own, or None."""
+    if methods := " and ".join(overridden_methods(module, nn.MultiheadAttention)):
+        return f"{type(module).__name__} overrides {methods} of nn.MultiheadAttention"
+    if is_parametrized(module):
+        return "its weights are parametrized, which would be lost; make the parametrization permanent first"
+    if extra := [name for name in module._modules if name != "out_proj"]:
+        return f"it has {', '.join(extra)} besides its projections, which would be lost"
+    reason = layer_mismatch(module.out_proj, nn.Linear, "nn.Linear")
+    return f"its out_proj: {reason}" if reason else None

@@ -1,0 +1,102 @@
+"""Packed attention in plain layers: every call of nn.MultiheadAttention, other tools on its layers, and back."""
+
+import itertools
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from refusals import refused
+
+
+class LowRank(nn.Module):
+    """A linear layer with a low-rank addition, as adapters make it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Cross(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, **options)
+
+    def forward(self, *args, **kwargs):
+        return self.attention(*args, **kwargs)
+
+
+@pytest.mark.parametrize("options", [{}, dict(batch_first=True), dict(kdim=8, vdim=10, bias=False), dict(dropout=0.2)])
+def test_every_call_is_equal_and_packed_again(options):
+    torch.manual_seed(0)
+    model = Cross(**options).double().eval()
+    new = iso.recast(model, iso.AttentionToLinears(), "attention")
+    back = iso.revert(new)
+    assert back.state_dict().keys() == model.state_dict().keys()
+    sizes = (12, options.get("kdim", 12), options.get("vdim", 12))
+    q, k, v = (torch.randn(5, 5, size, dtype=torch.float64) for size in sizes)
+    hidden = torch.zeros(5, 5, dtype=torch.bool)
+    hidden[:, -2:] = True
+    masks = [{}, dict(key_padding_mask=hidden), dict(attn_mask=torch.randn(5, 5, dtype=torch.float64))]
+    masks += [dict(attn_mask=torch.triu(torch.full((5, 5), -torch.inf, dtype=torch.float64), 1), is_causal=True)]
+    for mask, need in itertools.product(masks, (dict(need_weights=False), {}, dict(average_attn_weights=False))):
+        expected = model(q, k, v, **mask, **need)
+        for other in (new, back):
+            found = other(q, k, v, **mask, **need)
+            assert (found[1] is None) == (expected[1] is None)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b)
+    alone = model(q[0], k[0], v[0])
+    torch.testing.assert_close(new(q[0], k[0], v[0]), alone)
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
+def test_attention_with_separate_biases_calls_its_parts(name):
+    torch.manual_seed(0)
+    size = 224 if "beit" in name else 64
+    model = timm.create_model(name, img_size=size, **(dict(depth=1) if "beit" in name else {})).eval()
+    where = "blocks.0.attn.qkv" if "beit" in name else "layers.0.blocks.?.attn.qkv"
+    new = iso.recast(model, iso.AttentionToLinears(), where)
+    assert iso.verify(model, new, torch.randn(1, 3, size, size)).passed
+
+
+def test_adapters_act_inside_torch_s_encoder_and_keep_it_from_being_packed():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 4, 24, batch_first=True), 2).eval()
+    new = iso.recast(encoder, iso.AttentionToLinears(), "layers.*.self_attn")
+    x = torch.randn(2, 5, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(new(x), encoder(x))
+        new.layers[0].self_attn.v_proj = LowRank(new.layers[0].self_attn.v_proj)
+        assert not torch.allclose(new(x), encoder(x))
+    refused("its v_proj is a LowRank", lambda: iso.revert(new))
+
+
+def test_other_rules_apply_to_the_parts():
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+    parts = iso.recast(vit, iso.AttentionToLinears(), "blocks.*.attn.qkv")
+    wide = iso.recast(parts, iso.LinearToPyramid(), "blocks.*.attn.qkv.v")
+    x = torch.randn(2, 3, 32, 32)
+    assert iso.verify(vit, wide, x).passed
+    assert iso.verify(vit, iso.fuse(wide, norms=False), x).passed
+    encoder = nn.TransformerEncoderLayer(12, 4, 24, batch_first=True).eval()
+    refinable = iso.recast(encoder, iso.AttentionToLinears(), "self_attn")
+    refined = iso.recast(refinable, iso.AttentionToRefined(), "self_attn")
+    assert iso.verify(encoder, refined, torch.randn(2, 5, 12)).passed
+
+
+REFUSALS = {
+    "bias_k": (lambda: Cross(add_bias_kv=True), "attention", "bias_k"),
+    "no projection": (lambda: nn.Sequential(nn.Linear(4, 4)), "0", r"matches only other classes \(Linear\)"),
+    "twice": (lambda: iso.recast(Cross(), iso.AttentionToLinears(), "attention"), "attention", "already"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_the_reason(name):
+    make, where, reason = REFUSALS[name]
+    refused(reason, lambda: iso.recast(make(), iso.AttentionToLinears(), where))
