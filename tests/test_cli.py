@@ -239,7 +239,7 @@ BAD = [
     ("predict {w} --image images", "images is a folder"),
     ("evaluate --model nets:build --data digits", "cannot build a model by nets:build (ModuleNotFoundError: No module"),
     ("verify {w} {w} --split 0.5", "--split is about the images of --data; give --data too"),
-    ("train tcnn_late_100 --iterations 10 data.source=digits", "give model.recast_epoch=0 too, or epochs"),
+    ("train tcnn_late_100 --iterations 10 data.source=digits", "give --model.recast_epoch=0 too, or epochs"),
 ]
 """Command lines that fail, and what their one line says."""
 

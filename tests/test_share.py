@@ -274,7 +274,7 @@ def test_commands(hub, trained, tmp_path, capsys):
     code, out, err = run(capsys, "push", trained, "me/tiny", "--message", "a run")
     assert (code, out) == (0, f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n"), err
     card, recipe = (hub.files("me/tiny")[name].decode() for name in ("README.md", "recipe.yaml"))
-    top1 = json.loads((trained / "log.jsonl").read_text())["top1"]
+    top1 = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])["top1"]
     assert f"| top-1 (%) | {top1:.4g} |" in card
     assert "after epoch 1 of 1" in card
     assert str(trained.parent) not in card + recipe

@@ -141,27 +141,25 @@ def print_text_table(rows: Sequence[Sequence[str]]) -> None:
     """
     console, rows = _Output(), list(map(_cells, rows))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if not console.is_terminal or sum(widths) + 2 * len(widths) - 2 <= console.width:
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if console.is_terminal and sum(widths) + 2 * len(widths) - 2 > console.width:
+        joined = [[row[0], "; ".join(filter(None, row[1:]))] for row in rows]
+        console.print(_rich_table(joined, "left", padding=(0, 2, 0, 0)))
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    head, *others = [(row[0], "; ".join(filter(None, row[1:]))) for row in rows]
-    table.add_column(head[0], no_wrap=True)
-    table.add_column(head[1])
-    for row in others:
-        table.add_row(*map(escape, row))
-    console.print(table)
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a table of numbers, aligned to the right; the first row is its head."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, head in enumerate(map(escape, _cells(rows[0]))):
-        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
-    for row in map(_cells, rows[1:]):
-        table.add_row(*map(escape, row))
     console = _Output()
-    if not console.is_terminal:
-        console = _Output(width=PIPE_WIDTH)
-    console.print(table)
+    (console if console.is_terminal else _Output(width=PIPE_WIDTH)).print(_rich_table(list(map(_cells, rows)), "right"))
+
+
+def _rich_table(rows: Sequence[Sequence[str]], justify: Any, **options: Any) -> Table:
+    """Return a table whose first column does not wrap; the others are justified."""
+    table = Table(box=None, pad_edge=False, header_style="bold", **options)
+    for i, head in enumerate(map(escape, rows[0])):
+        table.add_column(head, justify=justify if i else "left", overflow="fold", no_wrap=i == 0)
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    return table

@@ -32,6 +32,7 @@ _ALWAYS_ALLOWED_NUMEL = 2**20
 """Models of up to this many numbers are built however small their file is."""
 _WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
 """Attributes that change neither what a model computes nor how it is trained; grids follow the last image."""
+_OTHER = object()
 T = TypeVar("T", bound=nn.Module)
 
 
@@ -262,7 +263,7 @@ def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
     """Return the first difference between two modules, without the modules in them, or None."""
     if type(module) is not type(other):
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
-    settings, others = _plain_attributes(module), _plain_attributes(other)
+    settings, others = _settings(module), _settings(other)
     for name, value in settings.items():
         if name in others and value != others[name]:
             return f"{name} is {value!r}, and would be {others[name]!r}"
@@ -271,33 +272,24 @@ def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
     return None
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+def _settings(module: nn.Module) -> dict[str, Any]:
     """Return the public attributes of a module, not of the modules in it, whose values can be compared.
 
-    Those are numbers, strings, functions by their names, and lists of them.
+    Those are numbers, strings, functions by their names, and lists of them, which are equal to tuples.
     """
-    return {
-        name: _comparable(value)
-        for name, value in vars(module).items()
-        if not name.startswith(("_", "isomorph_")) and name not in _WITHOUT_EFFECT and _is_plain(value)
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype) or _is_function(value)
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, Callable) and hasattr(value, "__qualname__")  # type: ignore[arg-type]
+    names = (n for n in vars(module) if not n.startswith(("_", "isomorph_")) and n not in _WITHOUT_EFFECT)
+    found = {name: _comparable(getattr(module, name)) for name in names}
+    return {name: value for name, value in found.items() if value is not _OTHER}
 
 
 def _comparable(value: Any) -> Any:
-    """Return a value so that two are equal if they mean the same: lists as tuples, and functions by their names."""
+    """Return a value so that two are equal if they mean the same; `_OTHER` for one that cannot be compared."""
     if isinstance(value, list | tuple):
-        return tuple(map(_comparable, value))
-    return value.__qualname__ if _is_function(value) else value
+        parts = tuple(map(_comparable, value))
+        return _OTHER if any(part is _OTHER for part in parts) else parts
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else _OTHER
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:

@@ -130,7 +130,7 @@ def write_snapshot(
     """
     path, partial = folder / _folder_name(step), folder / f".{_folder_name(step)}.partial"
     alone = not any(isinstance(tensor, DTensor) for tensor in tensors.values())
-    files: list[str] = []
+    files: list[tuple[str, str]] = []
 
     def make_empty() -> None:
         shutil.rmtree(partial, ignore_errors=True)

@@ -144,11 +144,11 @@ def quantize(
     chosen = dict(weights_only=weights_only, float_layers=float_layers or (), weight_bits=weight_bits)
     with spinner("quantize") as show_step:
         net = _open(model, opening, path, file, show_step)
-        train, test = _open_images(net, test, images, batch_size if "batch" in file.dynamic else 1)
+        train, tested = _open_images(net, test, images, batch_size if "batch" in file.dynamic else 1)
         report = iso.quantize(net, train, path, progress=show_step, **vars(file), **chosen)  # type: ignore[arg-type]
     accuracy = {}
     for name, each in (("float", net), ("int8", iso.deployment.open_artefact(path))):
-        found = iso.evaluate(each, track_steps(test, f"{name} on test images", len(test)))
+        found = iso.evaluate(each, track_steps(tested, f"{name} on test images", len(tested)))
         accuracy[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
     before, after = (metric_table(name, row) for name, row in accuracy.items())
     table = [[*left, right] for left, (_, right) in zip(before, after, strict=True)]

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ SECONDS_BETWEEN_LINES = 60.0
 DESCRIPTION = rich_progress.TextColumn("{task.description}")
 
 
-def show(json_: bool, value: Any, *texts: str | list[list[str]]) -> None:
+def show(json_: bool, value: Any, *texts: str | Sequence[Sequence[str]]) -> None:
     """Print a value as JSON, or the texts and tables that say the same; null stands for NaN and infinity in JSON."""
     if json_:
         print(json.dumps(_without_nan(value), default=str))

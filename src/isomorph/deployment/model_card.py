@@ -184,7 +184,9 @@ def model_card(
     base = ")" if architecture else f", base=...)  # a {type(model).__name__} before its changes"
     own = architecture in {full.partition(".")[0] for full in own_models.names()}
     imports = "import isomorph  # registers the architecture\n" * own + "import timm"
-    parts = dict(name=name, short=short, architecture=architecture, task=task, in_timm=in_timm, training=training)
+    parts: dict[str, Any] = dict(
+        name=name, short=short, architecture=architecture, task=task, in_timm=in_timm, training=training
+    )
     parts |= dict(kind=config.get("architecture") or type(model).__name__, facts=_facts(model), edits=_edits(model))
     parts |= dict(version=own_version(), data=data, epoch=training and training.metrics.get("epoch"))
     shown = {key: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" for key, value in measured.items()}

@@ -104,8 +104,8 @@ def plan_shapes(
         # a traced graph has no branches: where a network pads maps of odd size, it is right for even ones alone
         others = [(height + way, width + way) for way in (multiple, multiple - far) if multiple != far]
         near = [hw for hw in others if min(hw) > multiple and not input_size_problem(model, (channels, *hw))]
-    sides = [(height, width), (height, width + far), (height + far, width), *near]
-    shapes = [(b, channels, *hw) for b, hw in zip((*batches, *[batches[1]] * len(near)), sides, strict=True)]
+    tried = [(height, width), (height, width + far), (height + far, width), *near]
+    shapes = [(b, channels, *hw) for b, hw in zip((*batches, *[batches[1]] * len(near)), tried, strict=True)]
     seeded = ((shape, torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes))
     checks = tuple({INPUT: torch.randn(shape, generator=generator)} for shape, generator in seeded)
     axes = {INPUT: batch_axis | side_axes}
@@ -126,7 +126,7 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
     embed = getattr(getattr(model, "backbone", model), "patch_embed", None)
     plain = isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad
     problem = ""
-    for step in (max(embed.patch_size),) if plain else _STEPS:  # type: ignore[union-attr, arg-type]
+    for step in (max(embed.patch_size),) if plain else _STEPS:  # type: ignore[union-attr]
         far = _far(step)
         sizes = [(channels, height, width + step), (channels, height + far, width), (channels, height, width + far)]
         problem = next(filter(None, (input_size_problem(model, other) for other in sizes)), "")

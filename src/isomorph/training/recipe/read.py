@@ -127,8 +127,8 @@ def _leave_out_arguments(values: dict[str, Any], changed: dict[str, Any], given:
 
 def _warm_up_in_steps(values: dict[str, Any], given: Sequence[str]) -> str:
     """Give a recipe in epochs that is now to run some iterations its warm-up in steps; return what was changed."""
-    steps, optim = values.get("iterations"), values.get("optim")
-    epochs = values.get("epochs", Recipe.model_fields["epochs"].default)
+    steps: Any = values.get("iterations")
+    optim, epochs = values.get("optim"), values.get("epochs", Recipe.model_fields["epochs"].default)
     old = optim.get("warmup_epochs", OptimPart.model_fields["warmup_epochs"].default) if isinstance(optim, dict) else 0
     numbers = all(_is_number(value) and value > 0 for value in (steps, epochs, old))
     if not numbers or any(name in given for name in ("optim.warmup_epochs", "optim.warmup_iterations")):
