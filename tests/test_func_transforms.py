@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, stack_module_state, vmap
 
 from isomorph.layers import PyramidConv2d, PyramidLinear
-from isomorph.layers.pyramid.affine_chain import uses_batch_statistics
+from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from small_models import MODELS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, for timm's ViT too

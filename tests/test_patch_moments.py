@@ -32,8 +32,8 @@ def window(groups, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1)):
 def from_patches(x, reading):
     """Mean and covariance as they are defined."""
     tokens = read_tokens(x, reading)
-    centred = tokens - tokens.mean(-2, keepdim=True)
-    return tokens.mean(-2), centred.mT @ centred / tokens.shape[-2]
+    centred = tokens - tokens.mean(1, keepdim=True)
+    return tokens.mean(1), centred.mT @ centred / tokens.shape[1]
 
 
 def assert_equal_with_gradients(x, reading):

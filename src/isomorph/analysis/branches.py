@@ -12,8 +12,8 @@ from isomorph.analysis.cka import hsic, matching_batches
 from isomorph.analysis.layer_attention import capture_inputs
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.pyramid.affine_chain import collapse_chain
 from isomorph.layers.pyramid.base import Pyramid
+from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.moments import measure_moments
 from isomorph.layers.pyramid.tokens import read_tokens
 from isomorph.surgery.where import outermost_modules
@@ -59,7 +59,7 @@ def _token_cka(layer: Any, x: Tensor) -> Tensor:
     Shape: -> (branches, branches), or (pyramids, branches, branches)
     """
     window = getattr(layer, "window", None)
-    covariance = measure_moments(x, window and window._replace(groups=1)).covariance.double()
+    covariance = measure_moments(x, window and window._replace(groups=1)).covariance[0].double()
 
     def inner(weights: list[Tensor]) -> Tensor:
         values = covariance.new_zeros(len(weights), len(weights))
@@ -77,7 +77,7 @@ def _image_hsic(layer: Any, x: Tensor, images: int) -> Tensor:
     The windows of an image follow each other in x. Shape: as `_token_cka`
     """
     window = getattr(layer, "window", None)
-    tokens = read_tokens(x, window and window._replace(groups=1)).double()  # (B N, C)
+    tokens = read_tokens(x, window and window._replace(groups=1))[0].double()  # (B N, C)
 
     def gram(weight: Tensor) -> Tensor:
         y = (tokens @ weight.mT).view(images, -1)  # (B, N out)
@@ -102,8 +102,7 @@ def _apply_to_pyramids(layer: Any, inner: Callable[[list[Tensor]], Tensor]) -> T
 
 def _branch_weights(pyramid: Pyramid) -> list[Tensor]:
     """Return the weight matrix of every branch in eval mode, over all groups. Shape: (out, C) each"""
-    weights = [collapse_chain(chain, None, pyramid.zero_mean())[0].double() for chain in pyramid.chains]
-    return [a if a.ndim == 2 else torch.block_diag(*a) for a in weights]
+    return [torch.block_diag(*fold(chain)[0].double()) for chain in pyramid.chains]
 
 
 def normalise_hsic(inner: Tensor) -> Tensor:

@@ -28,6 +28,11 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
     return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def in_functorch() -> bool:
+    """True within a transform of torch.func."""
+    return is_eager() and torch._C._functorch.maybe_current_level() is not None
+
+
 def can_write_into(gradient: Tensor) -> bool:
     """Return whether a gradient may be overwritten: it is contiguous, and torch runs eagerly and records nothing.
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers import AnnealedReLU
-from isomorph.layers.pyramid.affine_chain import collapse_chain, weight_matrix
 from isomorph.layers.pyramid.annealed import is_pointwise
 from isomorph.layers.pyramid.base import Pyramid
+from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.operations import see
 from isomorph.surgery.plain_layers import layer_mismatch, overridden_methods
 
@@ -101,9 +101,10 @@ def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Con
     layers = list(_chain_layers(copy.deepcopy(module).double().eval(), annealed))
     first = layers[0]
     assert isinstance(first, nn.Linear | nn.Conv2d)
-    weight, bias = collapse_chain(layers, None, weight_matrix(first).new_zeros(weight_matrix(first).shape[-1]))
-    merged = _new_layer_like(first, len(bias))
-    merged.weight, merged.bias = nn.Parameter(weight.view(-1, *first.weight.shape[1:])), nn.Parameter(bias)
+    weight, bias = fold(layers)
+    merged = _new_layer_like(first, bias.numel())
+    merged.weight = nn.Parameter(weight.reshape(-1, *first.weight.shape[1:]))
+    merged.bias = nn.Parameter(bias.flatten())
     return merged.to(dtype)
 
 

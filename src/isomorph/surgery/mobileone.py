@@ -8,7 +8,7 @@ from timm.layers import ConvNormAct, register_notrace_module
 from timm.models.byobnet import MobileOneBlock
 from torch import Tensor, nn
 
-from isomorph.layers.pyramid.affine_chain import uses_batch_statistics
+from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from isomorph.layers.pyramid.conv import PyramidConv2d, Unit, convolve_units
 from isomorph.layers.pyramid.moments import sync_group
 from isomorph.layers.pyramid.tokens import Window
@@ -60,7 +60,8 @@ class CombinedBlock(MobileOneBlock):
         units = [] if window is None else self.units()
         if window is None or not any(uses_batch_statistics(unit.norm) for unit in units):
             return super().forward(x)
-        return self.act(self.attn(convolve_units(x, units, window, sync_group(self))))
+        y = convolve_units(x, units, window, sync_group(self))
+        return super().forward(x) if y is None else self.act(self.attn(y))
 
     def units(self) -> list[Unit]:
         """Return the branches."""

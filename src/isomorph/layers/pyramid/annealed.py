@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.affine_chain import collapse_chain, weight_matrix
+from isomorph.layers.pyramid.batchnorm import fold
 
 BATCHNORM_EPS = 1e-6
 """`eps` of every BatchNorm, from the published code of VanillaNet."""
@@ -169,8 +169,7 @@ def _merge(layers: Sequence[nn.Module]) -> nn.Conv2d | nn.Linear:
     dtype = next(layers[0].parameters()).dtype
     chain: list[Any] = [copy.deepcopy(layer).double() for layer in layers]
     first, last = chain[0], [layer for layer in chain if not isinstance(layer, _BatchNorm)][-1]
-    weight = weight_matrix(first)  # (out, C k k), or (G, out / G, C k k / G)
-    weight, bias = collapse_chain(chain, None, weight.new_zeros(*weight.shape[:-2], weight.shape[-1]))
+    weight, bias = fold(chain)
     with torch.device(weight.device):
         merged: Any
         if isinstance(first, nn.Linear):

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -13,22 +13,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.affine_chain import (
-    Affine,
-    apply_batchnorms,
-    collapse_chain,
-    collapse_chains,
-    matvec,
-    uses_batch_statistics,
-    weight_matrix,
-)
-from isomorph.layers.pyramid.moments import Moments
-from isomorph.layers.pyramid.weight_products import row_variances
+from isomorph.layers.eval_mode import KeepsInEval
+from isomorph.layers.pyramid.batchnorm import fold, normalise, uses_batch_statistics, weight_matrix
+from isomorph.layers.pyramid.closed_form import Chains
+from isomorph.layers.pyramid.moments import Moments, disable_autocast
+from isomorph.layers.pyramid.tokens import Window
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 
 MAX_UNITS = 32
 """Most branches of a layout, and most units of a branch; TDRL uses up to 8."""
+
+_LINEAR = {nn.Linear, nn.Conv2d}
+_NORMS = {nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm}
+
+
+def is_altered(module: nn.Module) -> bool:
+    """True if calling a module would run a user's hook or a forward set on the instance."""
+    state = module.__dict__
+    hooked = state["_forward_hooks"] or state["_forward_pre_hooks"]
+    return bool(hooked or state["_backward_hooks"] or state["_backward_pre_hooks"] or "forward" in state)
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,16 @@ class Layout:
 
 
 @register_notrace_module
-class Pyramid(nn.Module):
+class Pyramid(KeepsInEval):
     """Parallel branches over one input, summed and rectified: the base of the linear and the convolutional pyramid.
 
-    Subclasses define how to create a linear layer and a BatchNorm, and how to read tokens from the input.
+    Subclasses define how to create a linear layer and a BatchNorm.
     """
 
     replaces_bias = True
     """False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take."""
+    window: Window | None = None
+    """The window of a convolution."""
 
     def __init__(
         self,
@@ -123,8 +129,14 @@ class Pyramid(nn.Module):
     @property
     def chains(self) -> list[list[nn.Module]]:
         """The layers of each term of the sum: of every branch, and of the skip if there is one."""
-        branches: list[list[nn.Module]] = [list(branch) for branch in self.branches]  # type: ignore[call-overload]
-        return branches if self.skip is None else [*branches, [self.skip]]
+        chains: list[Any] = [list(branch._modules.values()) for branch in self.branches._modules.values()]
+        return chains if self.skip is None else [*chains, [self.skip]]
+
+    def own_tensors(self) -> list[Tensor]:
+        """Return all parameters and buffers."""
+        layers = [layer for chain in self.chains for layer in chain] + ([] if self.norm is None else [self.norm])
+        held = (t for layer in layers for t in (*layer._parameters.values(), *layer._buffers.values()))
+        return [t for t in held if t is not None]
 
     @property
     def scale_free_layers(self) -> list[nn.Module]:
@@ -142,86 +154,105 @@ class Pyramid(nn.Module):
         """True if any BatchNorm in the pyramid normalises by the batch."""
         return any(map(uses_batch_statistics, self.modules()))
 
-    def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
-        """Yield each BatchNorm, in eval mode, with the mean and variance of its input. Shape: (G, out), (G, out)"""
-        for layers in self.chains:
-            for i, layer in enumerate(layers):
-                if isinstance(layer, _BatchNorm):
-                    weight, bias = collapse_chain(layers[:i], moments, moments.mean)
-                    yield layer, bias, row_variances([weight], moments.covariance)
-        if self.norm is not None:
-            weight, _, bias = sum_branches([self], moments)[0]
-            yield self.norm, bias, row_variances([weight], moments.covariance)
+    def parts(self) -> tuple[Literal["batch", "running", "branches"], Chains | None]:
+        """Return how the pyramid is computed, and its layers if that is in closed form from moments of the batch.
 
-    def collapse(self, moments: Moments | None) -> tuple[Tensor, Tensor]:
-        """Collapse the pyramid into one affine map of `moments.source`, or of x if `moments` is None (eval mode).
-
-        Shape: -> (out, C), (out,), with a leading group axis where there are groups
-        Source: TDRL eq. 6 and 7, Fig. 1 (c); differs: also in train mode
+        "running": every BatchNorm has running statistics in eval mode. "branches": the layers run one after the other,
+        as some are not plain (LoRA, hooks, parametrizations), or BatchNorms differ in mode or eps.
         """
-        return collapse_pyramids([self], moments)[0]
+        norm: Any = self.norm
+        terms: list[Any] = self.chains
+        linear = [layer for chain in terms for layer in chain[::2]]
+        norms = [layer for chain in terms for layer in chain[1::2]] + ([] if norm is None else [norm])
+        plain = all(type(layer) in _LINEAR and not is_altered(layer) for layer in linear)
+        plain = plain and all(type(layer) in _NORMS and not is_altered(layer) for layer in norms)
+        if not plain or any(map(is_altered, self.branches._modules.values())):
+            return "branches", None
+        modes = {norm.training or norm._buffers["running_mean"] is None for norm in norms}
+        if len(modes) > 1:
+            return "branches", None
+        if modes == {False}:
+            return "running", None
+        if len({norm.eps for norm in norms}) > 1:
+            return "branches", None
+        skip = terms.pop()[0] if self.skip is not None else None
+        ends = len(terms[0]) % 2
+        units = [[(*_tensors(a), b) for a, b in zip(chain[::2], chain[1::2], strict=False)] for chain in terms]
+        lasts = [_tensors(chain[-1]) for chain in terms] if ends else []
+        return "batch", Chains(units, lasts, skip and _tensors(skip), norm, self.output_scale)
+
+    def run_branches(self, x: Tensor) -> Tensor:
+        """Run every branch on all tokens, as the paper does. Shape: x (M, C) or (B, C, H, W)"""
+        terms = [branch(x) for branch in self.branches] + ([] if self.skip is None else [self.skip(x)])
+        total = sum(terms[1:], terms[0])
+        return self.norm(total) if self.norm is not None else total * self.output_scale
+
+    def fold(self, rectified: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the pyramid as one affine map, with running statistics; the sum alone if it is not to be rectified.
+
+        Shape: -> (G, out, C), (G, out)
+        Source: TDRL eq. 6 and 7, Fig. 1 (c)
+        """
+        with disable_autocast(next(self.parameters()).device):
+            weights, biases = zip(*map(fold, self.chains), strict=True)
+            weight, bias = (sum(each[1:], each[0]) * self.output_scale for each in (weights, biases))
+            return normalise(self.norm, weight, bias) if rectified and self.norm is not None else (weight, bias)
+
+    def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+        """Yield each BatchNorm with the mean and variance of its input in eval mode. Shape: (G, out), (G, out)"""
+        found: list[tuple[Any, tuple[Tensor, Tensor]]] = [
+            (layer, fold(chain[:i]))
+            for chain in self.chains
+            for i, layer in enumerate(chain)
+            if isinstance(layer, _BatchNorm)
+        ]
+        for norm, (weight, bias) in [*found, *([(self.norm, self.fold(False))] if self.norm else [])]:
+            mean = bias + (weight @ moments.mean.unsqueeze(-1)).squeeze(-1)
+            yield norm, mean, (weight @ moments.covariance * weight).sum(-1).clamp(min=0)
 
     @property
     def weight(self) -> Tensor:
         """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
-        return self.as_filters(self.collapse(None)[0]).to(next(self.parameters()).dtype)
+        return self.fold()[0].view(self.fused_shape).to(next(self.parameters()).dtype)
 
     @property
     def bias(self) -> Tensor:
         """The bias of the layer that `fuse` returns, with running statistics."""
-        return self.collapse(None)[1].flatten().to(next(self.parameters()).dtype)
+        return self.fold()[1].flatten().to(next(self.parameters()).dtype)
 
-    def as_filters(self, weight: Tensor) -> Tensor:
-        """Reshape a matrix into the weight of the layer that `fuse` returns. Shape: (out, C) -> the same"""
-        return weight
+    @property
+    def fused_shape(self) -> tuple[int, ...]:
+        """The shape of the weight of the layer that `fuse` returns."""
+        if self.window is None:
+            return self.out_features, self.in_features
+        return self.out_features, self.in_features // self.window.groups, *self.window.kernel_size
 
     @torch.no_grad()
-    def collapse_in_float64(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias in eval mode, computed in float64. Raises: UserError in train mode."""
+    def fuse(self) -> Any:
+        """Return one plain layer that computes the same function, fused in float64.
+
+        Raises: UserError in train mode, or if a layer inside is not plain.
+        """
         if self.training or self.needs_moments:
             raise UserError(
                 "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
             )
-        return copy.deepcopy(self).double().collapse(None)
-
-    def zero_mean(self) -> Tensor:
-        """Return a mean of zeros for the input. Shape: -> (C,), or (G, C)"""
-        raise NotImplementedError
+        if self.parts()[0] == "branches":
+            raise UserError(
+                "a layer inside the pyramid has hooks, a parametrization or an adapter, which fuse cannot merge; merge "
+                "or remove them first"
+            )
+        weight, bias = copy.deepcopy(self).double().fold()
+        fused = self.make_linear(self.in_features, self.out_features, reads_input=True).to(next(self.parameters()))
+        set_affine(fused, weight, bias)
+        return fused
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
 
 
-def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:
-    """Return the sum of the branches of pyramids that read one input, before BatchNorm rectifies it."""
-    start = pyramids[0].zero_mean() if moments is None else moments.mean
-    chains = [pyramid.chains for pyramid in pyramids]
-    maps = iter(collapse_chains([layers for each in chains for layers in each], moments, start))
-    sums = []
-    for pyramid, own in zip(pyramids, chains, strict=True):
-        weights, biases = zip(*(next(maps).scaled() for _ in own), strict=True)
-        scale = pyramid.output_scale
-        # a product for each bias: otherwise their gradients would share memory
-        sums.append(Affine(sum(weights[1:], weights[0]) * scale, None, sum(c * scale for c in biases)))
-    return sums
-
-
-def collapse_centred(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:
-    """Collapse pyramids that read one input into maps of the centred input, without a scale of their own."""
-    maps = dict(enumerate(sum_branches(pyramids, moments)))
-    norms = {index: pyramid.norm for index, pyramid in enumerate(pyramids) if pyramid.norm is not None}
-    if norms:
-        normed = apply_batchnorms(list(norms.values()), [maps[index] for index in norms], moments)
-        maps |= dict(zip(norms, normed, strict=True))
-    pairs = [maps[index].scaled() for index in range(len(pyramids))]
-    return [Affine(weight, None, bias) for weight, bias in pairs]
-
-
-def collapse_pyramids(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[tuple[Tensor, Tensor]]:
-    """Collapse pyramids that read one input; see `Pyramid.collapse`."""
-    offset = None if moments is None else moments.offset
-    maps = collapse_centred(pyramids, moments)
-    return [(weight, bias if offset is None else bias - matvec(weight, offset)) for weight, _, bias in maps]
+def _tensors(layer: Any) -> tuple[Tensor, Tensor | None]:
+    return layer._parameters["weight"], layer._parameters["bias"]
 
 
 @torch.no_grad()
@@ -253,9 +284,11 @@ def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     Shape: weight (out, C), bias (out,), with a leading group axis where there are groups
     """
     init_random(pyramid)
+    groups = 1 if pyramid.window is None else pyramid.window.groups
+    weight, bias = weight.reshape(groups, -1, weight.shape[-1]), bias.reshape(groups, -1)
     weight, bias = weight / pyramid.output_scale, bias / pyramid.output_scale
     if pyramid.skip is not None:
-        _set_affine(pyramid.skip, weight, bias)
+        set_affine(pyramid.skip, weight, bias)
         for branch in pyramid.branches:
             nn.init.zeros_(branch[-1].weight)  # type: ignore[index]
     else:
@@ -264,7 +297,7 @@ def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
         _make_identity(pyramid.norm, weight, bias)
 
 
-def _set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
+def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
     """Set the weight and bias of a layer. Shape: weight (G, out, C), bias (G, out)"""
     layer.weight.copy_(weight.reshape(layer.weight.shape))
     assert layer.bias is not None
@@ -293,7 +326,7 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     if isinstance(branches[0][-1], _BatchNorm):
         noise = torch.randn(parts, *weight.shape).to(weight) * weight.square().mean().sqrt()
         for (linear, norm), extra in zip(branches, noise - noise.mean(0), strict=True):
-            _set_affine(linear, weight / parts + extra, bias / parts)
+            set_affine(linear, weight / parts + extra, bias / parts)
             _make_identity(norm, weight / parts + extra, bias / parts)
         return
     # (G, C, C), first the rows that span those of the map
@@ -303,14 +336,10 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
             _init_orthogonal(layer)
         width = weight_matrix(inner[0]).shape[-2]
         rotation = torch.linalg.qr(weight_matrix(inner[0]).double()[..., :width]).Q  # (G, width, width)
-        _set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
-        for layer in inner:
-            layer.eval()
-        chain, inner_bias = collapse_chain(inner, None, weight.new_zeros(weight.shape[:-2] + weight.shape[-1:]))
+        set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
+        chain, inner_bias = fold(inner)
         outer = weight.double() / parts @ torch.linalg.pinv(chain.double())
-        _set_affine(last, outer, bias / parts - matvec(outer, inner_bias.double()))
-        for layer in inner:
-            layer.train(pyramid.training)
+        set_affine(last, outer, bias / parts - (outer @ inner_bias.double().unsqueeze(-1)).squeeze(-1))
 
 
 def _init_orthogonal(layer: nn.Module) -> None:

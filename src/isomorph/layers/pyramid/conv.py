@@ -1,4 +1,4 @@
-"""Convolutions trained as a sum of branches and computed as one: pyramids, and the units of MobileOne's blocks.
+"""Convolutions trained as a sum of branches and computed as one: pyramids, and blocks of parallel BatchNorm units.
 
     y = sum_i BN_i(conv_i(x)) + BN_s(1x1 conv(x)) + BN_id(x)
 
@@ -19,16 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.affine_chain import Affine, apply_batchnorms, matvec, uses_batch_statistics, weight_matrix
-from isomorph.layers.pyramid.base import Pyramid, Rectify, collapse_centred
-from isomorph.layers.pyramid.moments import (
-    Moments,
-    autocast_dtype,
-    cast_clamped,
-    disable_autocast,
-    measure_moments,
-    sync_group,
-)
+from isomorph.layers.pyramid.base import Pyramid, Rectify
+from isomorph.layers.pyramid.closed_form import Chains, collapse
+from isomorph.layers.pyramid.moments import autocast_dtype, cast_clamped, disable_autocast, measure_moments, sync_group
 from isomorph.layers.pyramid.tokens import Window
 from isomorph.layers.shapes import batched
 
@@ -49,6 +42,8 @@ class PyramidConv2d(Pyramid):
     The first unit is as wide as the input, or as the rank of the map (min(C k k, out)) if that is larger: a patch
     embedding of 768 input values per patch is not squeezed through 3 channels.
 
+    Layers that are not plain run one after the other, as in `PyramidLinear`.
+
     Shape: x (B, C, H, W) -> (B, out, H', W'), sizes as nn.Conv2d
     Source: TDRL eq. 8 and appendix A.3, A.4; differs: computed in closed form, exactly
     Raises: UserError for an unknown layout or rectification, or an input of another shape; ValueError when training on
@@ -61,6 +56,8 @@ class PyramidConv2d(Pyramid):
         >>> layer.eval().fuse()
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
+
+    window: Window
 
     def __init__(
         self,
@@ -94,60 +91,53 @@ class PyramidConv2d(Pyramid):
     def make_norm(self, features: int, affine: bool) -> nn.BatchNorm2d:
         return nn.BatchNorm2d(features, affine=affine)
 
-    def zero_mean(self) -> Tensor:
-        """Return a mean of zeros for the patches. Shape: -> (C k k,), or (G, C k k / G)"""
-        weight = next(self.parameters())
-        groups, taps = self.window.groups, self.window.kernel_size[0] * self.window.kernel_size[1]
-        reads = self.in_features // groups * taps
-        shape = (reads,) if groups == 1 else (groups, reads)
-        return weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
-
-    def as_filters(self, weight: Tensor) -> Tensor:
-        """Reshape a matrix on patches into filters.
-
-        Shape: (out, C k k) or (G, out / G, C k k / G) -> (out, C / G, k, k)
-        """
-        return as_filters(weight, self.window)
-
     @batched
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_features:
             raise UserError(f"the input has shape {tuple(x.shape)}; the pyramid needs (B, {self.in_features}, H, W)")
-        moments: Moments | None = None
-        if self.needs_moments:
-            moments = measure_moments(x, self.window, sync_group(self))
-            x = moments.source
+        kind, chains = self.parts()
+        if kind == "branches":
+            return self.run_branches(x)
+        if chains is None:
+            weight, bias = self.keep(tuple(self.own_tensors()), self.fold)
+            return _convolve(x, weight, bias, self.window)
+        moments = measure_moments(x, self.window, sync_group(self))
         with disable_autocast(x.device):
-            weight, bias = self.collapse(moments)
-        return convolve(x, weight, bias, self.window)
+            weight, bias = collapse([chains], moments)
+        return _convolve(moments.source, weight, bias, self.window)
 
-    @torch.no_grad()
-    def fuse(self) -> nn.Conv2d:
-        """Return one nn.Conv2d that computes the same function, fused in float64. Raises: UserError in train mode."""
-        weight, bias = self.collapse_in_float64()
-        conv = self.make_linear(self.in_features, self.out_features, reads_input=True).to(next(self.parameters()))
-        conv.weight.copy_(self.as_filters(weight))
-        conv.bias.copy_(bias.flatten())  # type: ignore[union-attr]
-        return conv
+    fuse = Pyramid.fuse
 
     def extra_repr(self) -> str:
-        kernel_size, stride, padding, dilation, groups = self.window
-        window = f"kernel_size={kernel_size}, stride={stride}, padding={padding}, dilation={dilation}, groups={groups}"
+        window = ", ".join(f"{name}={value}" for name, value in self.window._asdict().items())
         return f"{super().extra_repr()}, {window}"
 
 
-def as_filters(weight: Tensor, window: Window) -> Tensor:
-    """Reshape a matrix on patches into filters. Shape: (out, C k k) or (G, out / G, C k k / G) -> (out, C / G, k, k)"""
-    return weight.flatten(0, -2).unflatten(-1, (-1, *window.kernel_size))
+class BranchedConv2d(PyramidConv2d):
+    """A `PyramidConv2d` that runs every branch on all positions, as the paper does: the same function and state.
+
+    Shape: x (B, C, H, W) -> (B, out, H', W')
+    Source: TDRL eq. 8
+
+    Example:
+        >>> iso.layers.BranchedConv2d(8, 16, kernel_size=3, padding=1)(torch.randn(2, 8, 6, 6)).shape
+        torch.Size([2, 16, 6, 6])
+    """
+
+    @batched
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run_branches(x)
+
+    fuse = Pyramid.fuse
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, window: Window) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, window: Window) -> Tensor:
     """Convolve with a matrix on patches as filters, in autocast's dtype.
 
     Shape: x (B, C, H, W), weight (G, out, n c), bias (G, out) -> (B, out, H', W')
     """
-    dtype = autocast_dtype(x)
-    return F.conv2d(x, cast_clamped(as_filters(weight, window), dtype), bias.flatten().to(dtype), *window[1:])
+    dtype, filters = autocast_dtype(x), weight.flatten(0, 1).unflatten(1, (-1, *window.kernel_size))
+    return F.conv2d(x, cast_clamped(filters, dtype), bias.flatten().to(dtype), *window[1:])
 
 
 class Unit(NamedTuple):
@@ -157,47 +147,43 @@ class Unit(NamedTuple):
     norm: _BatchNorm
 
 
-def convolve_units(x: Tensor, units: Sequence[Unit], window: Window, group: Any) -> Tensor:
-    """Return the sum of units in training, computed as one convolution.
+def convolve_units(x: Tensor, units: Sequence[Unit], window: Window, group: Any) -> Tensor | None:
+    """Return the sum of units in training, computed as one convolution; None if they cannot be.
 
     `group` are the processes that share BatchNorm statistics.
 
     Shape: x (B, C, H, W) -> (B, out, H', W')
     """
+    chains: list[Chains] = []
+    plain: list[Any] = []
+    for conv, norm in units:
+        if isinstance(conv, Pyramid):
+            kind, own = conv.parts()
+            if own is None or own.rectifier is not None or kind != "batch":
+                return None
+            chains.append(own._replace(rectifier=norm))
+        else:
+            plain.append([(*_filters(conv, window, x), norm)])
+    norms = [norm for conv, norm in units] + [norm for each in chains for norm in each.norms]
+    if not all(norm.training or norm.running_mean is None for norm in norms) or len({norm.eps for norm in norms}) > 1:
+        return None
+    chains += [Chains(plain, [], None, None, 1.0)] if plain else []
     moments = measure_moments(x, window, group)
     with disable_autocast(x.device):
-        weight, bias = collapse_units(units, window, moments)
-    return convolve(moments.source, weight, bias, window)
+        weight, bias = collapse(chains, moments)
+        if len(chains) > 1:
+            weight, bias = (each.unflatten(1, (len(chains), -1)).sum(1) for each in (weight, bias))
+    return _convolve(moments.source, weight, bias, window)
 
 
-def collapse_units(units: Sequence[Unit], window: Window, moments: Moments) -> tuple[Tensor, Tensor]:
-    """Return the sum of units as one affine map of the patches of `moments.source`.
-
-    Shape: -> (G, out, n c), (G, out); no G where there is one group
-    """
-    pyramids = [unit.conv for unit in units if isinstance(unit.conv, Pyramid)]
-    collapsed = iter(collapse_centred(pyramids, moments) if pyramids else ())
-    maps = [
-        next(collapsed) if isinstance(conv, Pyramid) else _read_patches(conv, norm, window, moments.mean)
-        for conv, norm in units
-    ]
-    normed = apply_batchnorms([unit.norm for unit in units], maps, moments)
-    weights, biases = zip(*(each.scaled() for each in normed), strict=True)
-    weight, bias = sum(weights[1:], weights[0]), sum(biases[1:], biases[0])
-    return weight, bias if moments.offset is None else bias - matvec(weight, moments.offset)
-
-
-def _read_patches(conv: nn.Conv2d | None, norm: _BatchNorm, window: Window, mean: Tensor) -> Affine:
-    """Return a unit's convolution, or the identity, as an affine map of centred patches. Shape: mean (G, n c)"""
-    taps = window.kernel_size[0] * window.kernel_size[1]
+def _filters(conv: nn.Conv2d | None, window: Window, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the filters of a convolution, or of the identity, on whole patches. Shape: -> (out, c, k, k)"""
     if conv is None:
-        one = torch.eye(mean.shape[-1] // taps, dtype=mean.dtype, device=mean.device)
-        weight = one.expand(*mean.shape[:-1], -1, -1)
+        channels = x.shape[1] // window.groups
+        weight = torch.eye(channels, device=x.device, dtype=x.dtype).repeat(window.groups, 1).view(-1, channels, 1, 1)
     else:
-        weight = weight_matrix(conv)
-    if weight.shape[-1] < mean.shape[-1]:  # reads the middle of each patch
-        weight = F.pad(weight.unsqueeze(-1), (taps // 2, taps // 2)).flatten(-2)
-    # batch statistics subtract the bias again: its gradient is 0, so skip the outer product
-    bias = matvec(weight.detach() if uses_batch_statistics(norm) else weight, mean)
-    own = getattr(conv, "bias", None)
-    return Affine(weight, None, bias if own is None else bias + own.view(bias.shape).to(bias.dtype))
+        weight = conv.weight
+    high, wide = (size // 2 for size in window.kernel_size)
+    if weight.shape[-2:] != window.kernel_size:  # reads the middle of each patch
+        weight = F.pad(weight, (wide, wide, high, high))
+    return weight, None if conv is None else conv.bias

@@ -35,8 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from isomorph.layers.pyramid.tokens import Window, unfold
-from isomorph.layers.pyramid.weight_products import VARIANCE_FLOOR_ULPS, saves_work
+from isomorph.layers.pyramid.tokens import RIDGE_ULPS, Window, saves_work
 
 TILE = 16
 """Output columns that are computed together: their product of rows has few entries off the diagonals that are read."""
@@ -195,11 +194,11 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     batch, groups = max(x.shape[0], 1), window.groups
     shift = (summed.mean((1, 2), keepdim=True) / batch).detach()  # any constant is exact; the mean keeps digits
     second = DepthwiseProducts if groups == x.shape[1] else PatchProducts
-    inside = unfold(torch.ones_like(summed[:1]), window)  # (n, L)
+    inside = window.unfold(torch.ones_like(summed[:1]))  # (n, L)
     taps, positions = inside.shape
     products = second.apply(x, shift, window) / (batch * positions)  # (G, n c, n c)
     shares = inside.mean(1)
-    patches = unfold(summed / batch - shift, window).view(groups, -1, positions)  # (G, n c, L)
+    patches = window.unfold(summed / batch - shift).view(groups, -1, positions)  # (G, n c, L)
     means = patches.mean(-1)
     with_inside = patches @ inside.mT / positions - means.unsqueeze(-1) * shares  # Cov(y, i): (G, n c, n)
     inside_own = inside @ inside.mT / positions - shares.outer(shares)  # Cov(i): (n, n)
@@ -208,9 +207,10 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     covariance = products - means.unsqueeze(2) * means.unsqueeze(1) + tilted + tilted.mT
     mean = means + levels @ shares
     own = covariance.diagonal(dim1=-2, dim2=-1)  # the products of one tap may come from those of another
-    least = own.detach().unflatten(-1, (-1, taps)).amax(-1).repeat_interleave(taps, -1)
-    own += (least * VARIANCE_FLOOR_ULPS * torch.finfo(own.dtype).eps - own).clamp(min=0)
-    return (mean, covariance) if groups > 1 else (mean[0], covariance[0])
+    unit = RIDGE_ULPS * torch.finfo(own.dtype).eps
+    own += (own.detach().unflatten(-1, (-1, taps)).amax(-1).repeat_interleave(taps, -1) * unit - own).clamp(min=0)
+    own *= 1 + unit
+    return mean, covariance
 
 
 class PatchProducts(torch.autograd.Function):

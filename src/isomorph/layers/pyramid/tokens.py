@@ -1,6 +1,6 @@
 """The tokens that a linear layer or a convolution reads.
 
-Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
+Letters: M tokens, G groups (linear maps on disjoint channels) of C channels each.
 """
 
 import math
@@ -9,6 +9,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from isomorph.layers.eager import on_cpu
+
+RIDGE_ULPS = 8
+"""Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
+
+Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm would amplify them.
+"""
 
 
 class Window(NamedTuple):
@@ -19,6 +27,10 @@ class Window(NamedTuple):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel_size)
 
     @property
     def is_pointwise(self) -> bool:
@@ -36,40 +48,39 @@ class Window(NamedTuple):
         height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return height, width
 
+    def unfold(self, x: Tensor) -> Tensor:
+        """Return the patches of maps. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
+        return F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
 
-def unfold(x: Tensor, window: Window) -> Tensor:
-    """Return the patches of maps. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
-    return F.unfold(x, window.kernel_size, window.dilation, window.padding, window.stride)
+
+def saves_work(x: Tensor) -> bool:
+    """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
+    return on_cpu(x) or x.is_meta
 
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     """Return the inputs of each output position as tokens.
 
-    Shape: x (*, C) -> (M, C); with a window x (B, C, H, W) -> (M, C k k), or (G, M, C k k / G) with groups
+    Shape: x (*, C) -> (1, M, C); with a window x (B, C, H, W) -> (G, M, C k k / G)
     """
     if window is None:
-        return x.flatten(0, -2)  # (M, C)
-    groups = window.groups
-    patches = x.flatten(2) if window.is_pointwise else unfold(x, window)
-    if groups == 1:
-        return patches.transpose(1, 2).flatten(0, 1)  # (B L, C k k)
-    return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)
+        return x.flatten(0, -2).unsqueeze(0)
+    patches = x.flatten(2) if window.is_pointwise else window.unfold(x)
+    return patches.unflatten(1, (window.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
 
 
 def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
     """Add every token's values where they were read: the adjoint of `read_tokens`. Shape: -> `shape`"""
     if window is None:
         return tokens.view(shape)
-    batch, rest = shape[0], tokens.shape[:-2]
-    patches = tokens.unflatten(-2, (batch, tokens.shape[-2] // max(batch, 1)))  # (G, B, L, C k k / G)
-    patches = patches.permute(1, 0, 3, 2).flatten(1, 2) if rest else patches.transpose(1, 2)  # (B, C k k, L)
+    batch = shape[0]
+    patches = tokens.unflatten(1, (batch, tokens.shape[1] // max(batch, 1)))  # (G, B, L, C k k / G)
+    patches = patches.permute(1, 0, 3, 2).flatten(1, 2)  # (B, C k k, L)
     if window.is_pointwise or not batch:
         return patches.reshape(shape)  # torch's fold does not accept an empty batch
     return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
 
 
 def count_tokens(x: Tensor, window: Window | None) -> int:
-    """Return the number of tokens that `read_tokens` gives."""
-    if window is None:
-        return x.shape[:-1].numel()
-    return len(x) * math.prod(window.output_size(x))
+    """Return the number of tokens that `read_tokens` gives in each group."""
+    return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))

@@ -12,10 +12,10 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers import AnnealedPair, BranchedConv2d, BranchedLinear, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.pyramid.affine_chain import weight_matrix
 from isomorph.layers.pyramid.base import Layout, init_from_affine, init_random
+from isomorph.layers.pyramid.batchnorm import weight_matrix
 from isomorph.surgery.fuse import guard_pyramids
 from isomorph.surgery.linear_chains import (
     conv_padding,
@@ -133,6 +133,9 @@ class LinearToPyramid(Rule):
     rescale_by: float | None = None
     """N of the division by sqrt(N); by default the number of branches."""
 
+    form: Literal["closed", "branches"] = "closed"
+    """closed: one layer on the tokens, in training too; branches: every branch on all tokens, as the paper trains."""
+
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
@@ -147,6 +150,7 @@ class LinearToPyramid(Rule):
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
+        check_choice("form", self.form, ("closed", "branches"))
         object.__setattr__(self, "rectify", _normalise_rectify(self.rectify))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
@@ -256,7 +260,8 @@ class LinearToPyramid(Rule):
         return dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by)
 
     def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
-        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self._arguments(name, joint))
+        kind = PyramidLinear if self.form == "closed" else BranchedLinear
+        pyramid = kind(linear.in_features, linear.out_features, **self._arguments(name, joint))
         self._initialise(pyramid, linear)
         return pyramid
 
@@ -264,7 +269,8 @@ class LinearToPyramid(Rule):
         padding = conv_padding(conv)
         assert padding is not None
         window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
-        pyramid = PyramidConv2d(conv.in_channels, conv.out_channels, *window, **self._arguments(name))  # type: ignore[arg-type]
+        kind = PyramidConv2d if self.form == "closed" else BranchedConv2d
+        pyramid = kind(conv.in_channels, conv.out_channels, *window, **self._arguments(name))  # type: ignore[arg-type]
         self._initialise(pyramid, conv)
         return pyramid
 

@@ -1,0 +1,111 @@
+"""What BatchNorm does to an affine map in eval mode, and the running statistics that it keeps in train mode."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from isomorph.layers.eager import in_functorch, is_eager
+from isomorph.layers.pyramid.moments import Moments
+
+
+def _is_recomputing() -> bool:
+    """True during the second forward pass of gradient checkpointing, whose first pass has updated the statistics.
+
+    The second pass runs within a backward pass; torch.utils.checkpoint itself asks autograd in the same private way.
+    """
+    return is_eager() and torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def update_statistics(
+    norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, moments: Moments
+) -> None:
+    """Update running means and running unbiased variances as torch's BatchNorm does.
+
+    Shape: means (G, chains, h) of each level, variances (G, rows)
+    Raises: RuntimeError where vmap would write the statistics of each sample into shared ones, as BatchNorm does.
+    """
+    if _is_recomputing():
+        return
+    total, groups, mapped = moments.total, len(variances), in_functorch()
+    unbiased = variances * (total / ((total - 1).clamp(min=1) if isinstance(total, Tensor) else max(total - 1, 1)))
+    rows = [norm.num_features // groups for norm in norms]
+    first = int(groups > 1)  # without the axis of one group
+    new_means = [mean for level in means for mean in (level if first else level[0]).unbind(first)]
+    new_variances = (unbiased if first else unbiased[0]).split([*rows, unbiased.shape[1] - sum(rows)], first)
+    tracked: list[Any] = [
+        (norm, mean.reshape(-1), variance.reshape(-1))
+        for norm, mean, variance in zip(norms, new_means, new_variances, strict=False)
+        if norm.running_mean is not None and norm.track_running_stats
+    ]
+    changes: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    for norm, *values in tracked:
+        if mapped and _is_batched(values[0]) and not _is_batched(norm.running_mean):
+            raise RuntimeError(
+                "BatchNorm in train mode cannot update its running statistics from each sample of vmap; call "
+                "model.eval() or torch.func.replace_all_batch_norm_modules_(model)"
+            )
+        if mapped or norm.momentum is None:
+            norm.num_batches_tracked.add_(1)
+        for running, value in zip((norm.running_mean, norm.running_var), values, strict=True):
+            if mapped or norm.momentum is None:  # vmap runs lerp_ once for each sample
+                average = norm.num_batches_tracked.to(running.dtype).reciprocal() if norm.momentum is None else 1
+                running.add_((value - running) * (norm.momentum or 1) * average)
+            else:
+                changes.setdefault(norm.momentum, []).append((running, value.to(running.dtype)))
+    if changes:
+        torch._foreach_add_([norm.num_batches_tracked for norm, *_ in tracked if norm.momentum is not None], 1)
+    for momentum, pairs in changes.items():
+        if isinstance(total, Tensor) or total:  # torch's BatchNorm counts an empty batch, no more
+            torch._foreach_lerp_([running for running, _ in pairs], [value for _, value in pairs], momentum)
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
+    """Return a chain of linear layers and BatchNorms with running statistics as an affine map of its input.
+
+    Shape: -> weight (G, out, C), bias (G, out)
+    """
+    weight: Any = None
+    bias: Any = None
+    for layer in layers:
+        if isinstance(layer, _BatchNorm):
+            weight, bias = normalise(layer, weight, bias)
+            continue
+        matrix: Tensor = weight_matrix(layer)  # type: ignore[arg-type]
+        own: Any = layer.bias
+        own = matrix.new_zeros(matrix.shape[:-1]) if own is None else own.view(matrix.shape[:-1]).to(matrix.dtype)
+        bias = own if weight is None else own + (matrix @ bias.unsqueeze(-1)).squeeze(-1)
+        weight = matrix if weight is None else matrix @ weight
+    return weight, bias
+
+
+def normalise(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply a BatchNorm with its running statistics to the outputs of an affine map. Shape: (G, out, C), (G, out)"""
+    given: tuple[Any, ...] = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    shaped: list[Any] = [None if t is None else t.view(bias.shape).to(weight.dtype) for t in given]
+    mean, variance, gamma, beta = shaped
+    scale = torch.rsqrt(variance + norm.eps)
+    scale = scale if gamma is None else scale * gamma
+    bias = (bias - mean) * scale
+    return weight * scale.unsqueeze(-1), bias if beta is None else bias + beta
+
+
+def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
+    """Return the weight of a linear layer, or of a convolution on its patches, as one matrix per group.
+
+    Shape: -> (G, out, C), in float32 at least
+    """
+    weight = layer.weight.flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1))
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def uses_batch_statistics(norm: nn.Module) -> bool:
+    """True if a module is a BatchNorm that normalises by the batch: in train mode, or without running statistics."""
+    return isinstance(norm, _BatchNorm) and (norm.training or norm.running_mean is None)
