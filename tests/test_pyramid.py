@@ -152,7 +152,7 @@ def test_other_shapes_are_refused():
     with pytest.raises(iso.UserError, match=r"shape \(4, 6\); the pyramid needs 5 features"):
         PyramidLinear(5, 9)(torch.randn(4, 6))
     with pytest.raises(iso.UserError, match=r"needs \(B, 5, H, W\)"):
-        PyramidConv2d(5, 9)(torch.randn(5, 4, 4))
+        PyramidConv2d(5, 9)(torch.randn(4, 4, 4))
 
 
 def test_autocast_keeps_float32_statistics():
