@@ -1,5 +1,6 @@
 """A folder of one's own images as data: with train/ and val/ or not, split, in the order of the model's classes."""
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from command_line import isomorph
 from isomorph.checkpoints.model import record_data
 from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
+from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.sources import decode, image_name, read_image, upright_size
 from isomorph.errors import DataWarning, NotFinite
 from isomorph.evaluation.cost import count_macs
@@ -24,7 +26,8 @@ from isomorph.evaluation.model_data import evaluation_data, open_split, open_tes
 from isomorph.evaluation.robustness.images import prepare_inputs
 from isomorph.recipes import parse_overrides
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
-from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table
+from isomorph.tasks.detection.data import open_split as open_boxes
+from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
 from isomorph.training.build import open_sources
 from isomorph.training.classification import CLASSIFICATION
 from isomorph.training.recipe.fields import DataPart
@@ -319,6 +322,24 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
             found.annotations, Annotations([record._replace(height=16, width=24)], {}), path.parent, False
         )
         refused("turned as EXIF data says", sideways.image, 0)
+
+
+def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
+    one, other = "Caf\u00e9", "Cafe\u0301"
+    for path in ("images/train", "masks/train"):
+        (tmp_path / path).mkdir(parents=True)
+    Image.new("RGB", (8, 6)).save(tmp_path / f"images/train/{other}.png")
+    Image.new("L", (8, 6), 1).save(tmp_path / f"masks/train/{one}.png")
+    assert masks("train", tmp_path).example(0).mask.unique().tolist() == [1]
+    record = dict(id=1, file_name=f"{one}.png", height=6, width=8)
+    objects = [dict(id=1, image_id=1, category_id=1, bbox=[0, 0, 2, 2])]
+    content = dict(images=[record], annotations=objects, categories=[dict(id=1, name="x")])
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    assert open_boxes(tmp_path, "train", masks=False, images="images/train").image(0).size == (8, 6)
+    folder = images(tmp_path / "photos", [other], each=1)
+    (tmp_path / "maps" / other).mkdir(parents=True)
+    torch.save(torch.zeros(2, 1, 2, 2), tmp_path / "maps" / other / "0.pt")
+    assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).shape == (2, 1, 2, 2)
 
 
 def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms import functional
 
+from isomorph.data.formats.naming import composed
 from isomorph.data.sources import Source, image_name
 from isomorph.errors import UserError, first_line
 
@@ -95,7 +96,8 @@ class LabelMapSource(Source):
                 "token_labels.maps needs images with file names: data.source imagefolder, tar or webdataset"
             )
         *folders, file = name.split("/")
-        below = folders[folders.index(owner) :] if owner in folders else [owner, *folders]
+        named = list(map(composed, folders))
+        below = folders[named.index(owner) :] if owner in named else [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
 
     def _path(self, index: int) -> Path:

@@ -20,6 +20,7 @@ from torchvision.ops import masks_to_boxes
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as V
 
+from isomorph.data.formats.naming import composed
 from isomorph.errors import UserError, optional_module
 from isomorph.tasks.image_sets import ImageSet, file_inside
 
@@ -336,6 +337,9 @@ def open_split(
     files = [file_inside(places[0], record.file, str(path)) and record.file for record in found.images]
     folder = next((place for place in places if (place / files[0]).is_file()), places[0])
     present = set(os.listdir(folder)) if folder.is_dir() else set()
+    unlike = {composed(name): name for name in present}  # in another Unicode form
+    files = [name if name in present else unlike.get(composed(name), name) for name in files]
+    found = found._replace(images=[each._replace(file=f) for each, f in zip(found.images, files, strict=True)])
     missing = [name for name in files if name not in present and not (folder / name).is_file()]
     if missing:
         others = f" and {len(missing) - 1} more" if missing[1:] else ""

@@ -15,7 +15,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS, find_folder
+from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS, composed, find_folder
 from isomorph.data.sources import (
     UnreadableImage,
     explain_decode_errors,
@@ -201,11 +201,11 @@ def _pair_by_name(images: Path, masks: Path) -> list[Files]:
 
     Raises: UserError for an image without a mask, or a folder without images.
     """
-    found = []
+    found, named = [], {composed(str(path.relative_to(masks))): path for path in _files(masks)}
     for file in _files(images):
         stem = masks / file.relative_to(images).with_suffix("")
-        endings = (".png", file.suffix, *sorted(IMAGE_SUFFIXES))
-        mask = next((path for end in endings if (path := stem.with_name(stem.name + end)).is_file()), None)
+        names = (f"{stem.relative_to(masks)}{end}" for end in (".png", file.suffix, *sorted(IMAGE_SUFFIXES)))
+        mask = next((named[name] for name in map(composed, names) if name in named), None)
         if mask is None:
             raise UserError(f"{file} has no mask: {stem}.png does not exist")
         found.append(Files(file, mask))
