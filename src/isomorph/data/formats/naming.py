@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from isomorph.errors import DataWarning, UserError
+from isomorph.terminal_tables import count_of
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 _NOT_IMAGES = {".txt", ".md", ".csv", ".tsv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
@@ -182,9 +183,9 @@ def report_left_out(where: object, left_out: Mapping[str, int], repeated: int = 
     """Warn about files that are not read, by suffix or reason, and about images that are counted more than once."""
     if total := sum(left_out.values()):
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(left_out).most_common(5) if count)
-        warnings.warn(f"{total:,} files in {where} are left out ({kinds})", DataWarning, stacklevel=2)
+        warnings.warn(f"{count_of(total, 'file')} in {where} left out ({kinds})", DataWarning, stacklevel=2)
     if repeated:
-        warnings.warn(f"{repeated:,} images in {where} are counted more than once", DataWarning, stacklevel=2)
+        warnings.warn(f"{count_of(repeated, 'image')} in {where} counted more than once", DataWarning, stacklevel=2)
 
 
 def number_classes(largest: int, where: object) -> list[str]:

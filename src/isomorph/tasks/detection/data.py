@@ -338,8 +338,8 @@ def open_split(
     folder = next((place for place in places if (place / files[0]).is_file()), places[0])
     present = set(os.listdir(folder)) if folder.is_dir() else set()
     unlike = {composed(name): name for name in present}  # in another Unicode form
-    files = [name if name in present else unlike.get(composed(name), name) for name in files]
-    found = found._replace(images=[each._replace(file=f) for each, f in zip(found.images, files, strict=True)])
+    files = [name if name in present else unlike.get(composed(name), name) for name in map(str, files)]
+    found = found._replace(images=[each._replace(file=str(f)) for each, f in zip(found.images, files, strict=True)])
     missing = [name for name in files if name not in present and not (folder / name).is_file()]
     if missing:
         others = f" and {len(missing) - 1} more" if missing[1:] else ""
