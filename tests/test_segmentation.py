@@ -384,6 +384,7 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
 def test_a_legend_has_every_class_that_occurs():
     colours, names = class_colours(40), [f"class {i}" for i in range(40)]
     assert draw_legend(names[:3], colours, [0, 5, 9]).height == 2 * 28
+    assert draw_legend(["x" * 5000, "two\nlines", "é"], colours, [1, 1, 1]).width < 1000
     assert draw_legend(names, colours, [1] * 40).height == 26 * 28  # 25, and how many more
 
 

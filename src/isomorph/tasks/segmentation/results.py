@@ -175,6 +175,8 @@ _WIDTH = 420
 """Largest width of each picture of an image, in pixels."""
 _ROW = 28
 """Height of a row of the legend, in pixels."""
+_LONGEST_NAME = 60
+"""Letters of a class in the legend."""
 _WORST_CLASSES = 3
 _OPACITY = 0.55
 """Opacity of a mask over its image."""
@@ -268,7 +270,7 @@ def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[floa
     shown = [i for i in order if pixels[i]][:SHOWN_CLASSES]
     size = _ROW - 10
     left = sum(map(bool, pixels)) - len(shown)
-    texts = [names[i] for i in shown] + ([f"and {left} more"] if left else [])
+    texts = [" ".join(names[i].split())[:_LONGEST_NAME] for i in shown] + ([f"and {left} more"] if left else [])
     ruler = ImageDraw.Draw(Image.new("L", (1, 1)))
     width = 2 * _ROW + 20 + max(round(ruler.textlength(text, font_size=size)) for text in texts)
     canvas = Image.new("RGB", (width, _ROW * len(texts)), "white")
