@@ -15,7 +15,7 @@ from timm.models.convit import GPSA as TimmGPSA
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, with_value, write
 from isomorph.layers import GPSA, GPSA2d
-from isomorph.layers.gated import gpsa2d, positions
+from isomorph.layers.gated import gpsa2d
 from naive import NaiveGPSA2d
 
 TOKENS = [
@@ -115,14 +115,8 @@ def network_table(device, rounds=5, scale=1):
 
 
 def form_table(device, rounds=9, scale=1):
-    """Where each form wins: the measurements behind MAX_DENSE_TOKENS and MAX_DENSE_PAIRS."""
+    """Where each form wins: the measurements behind MAX_DENSE_PAIRS."""
     rows = []
-    for H, W in ((2, 2), (4, 4), (5, 5), (6, 6), (7, 7), (10, 10), (14, 14), (24, 24)):
-        layer, x = GPSA(432, 9, (H, W)).to(device), torch.randn(8 * scale, H * W, 432, device=device)
-        run = interleaved(both_forms(positions, "MAX_DENSE_TOKENS", forward(layer, x)), device, rounds)
-        rows.append(
-            {"layer": "GPSA 9 x 432", "grid": f"{H}x{W}", "dense ms": run["dense"], "by axis ms": run["by axis"]}
-        )
     for side in (8, 14, 20, 24, 32):
         layer, x = GPSA2d(512, 512, 3, 1, 1).to(device), torch.randn(2 * scale, 512, side, side, device=device)
         run = interleaved(both_forms(gpsa2d, "MAX_DENSE_PAIRS", forward(layer, x)), device, 5)
