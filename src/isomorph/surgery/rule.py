@@ -4,17 +4,15 @@ A rule's dataclass fields are the only place where its options stand. `register_
 packages are found by their entry point in the group `isomorph.rules`.
 """
 
-import ast
 import dataclasses
 import inspect
-import textwrap
+import re
 import types
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache
 from importlib.metadata import entry_points
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
@@ -124,11 +122,11 @@ def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
     Raises: UserError otherwise.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and bounds[0] <= value <= bounds[1]):
-        above = number and value <= 0 < bounds[0]
-        infinite = number and (value != value or abs(value) == float("inf"))
-        kind = "a number " if not number else "finite, " if infinite else "above 0, " if above else ""
-        raise UserError(f"{name} {_short_repr(value)} must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
+    above = number and value <= 0 < bounds[0]
+    infinite = number and (value != value or abs(value) == float("inf"))
+    kind = "a number " if not number else "finite, " if infinite else "above 0, " if above else ""
+    fits = number and bounds[0] <= value <= bounds[1]
+    _require(fits, name, value, f"must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
 
 
 def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
@@ -136,27 +134,20 @@ def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") ->
 
     Raises: UserError otherwise.
     """
-    if type(value) is not int or not bounds[0] <= value <= bounds[1]:
-        raise UserError(f"{name} {_short_repr(value)} must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
+    fits = type(value) is int and bounds[0] <= value <= bounds[1]
+    _require(fits, name, value, f"must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Check that a value is true or false.
-
-    Raises: UserError otherwise.
-    """
-    if not isinstance(value, bool):
-        raise UserError(f"{name} {_short_repr(value)} must be true or false")
+    """Check that a value is true or false. Raises: UserError otherwise."""
+    _require(isinstance(value, bool), name, value, "must be true or false")
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Check that a value is one of the choices.
-
-    Raises: UserError otherwise.
-    """
-    if not isinstance(value, str) or value not in choices:
-        *first, last = map(repr, choices)
-        raise UserError(f"{name} {_short_repr(value)} is unknown; choose {', '.join(first)} or {last}")
+    """Check that a value is one of the choices. Raises: UserError otherwise."""
+    *first, last = map(repr, choices)
+    fits = isinstance(value, str) and value in choices
+    _require(fits, name, value, f"is unknown; choose {', '.join(first)} or {last}")
 
 
 def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
@@ -165,21 +156,23 @@ def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
     Raises: UserError otherwise.
     """
     if grid_size is not None:
-        if not isinstance(grid_size, Sequence) or isinstance(grid_size, str) or len(grid_size) != 2:
-            raise UserError(f"grid_size {_short_repr(grid_size)} must be (height, width)")
+        pair = isinstance(grid_size, Sequence) and not isinstance(grid_size, str) and len(grid_size) == 2
+        _require(pair, "grid_size", grid_size, "must be (height, width)")
         for name, size in zip(("height", "width"), grid_size, strict=True):
             check_int(f"grid_size {name}", size, GRID)
     if prefix_tokens is not None:
         check_int("prefix_tokens", prefix_tokens, PREFIX)
 
 
-def _short_repr(value: Any) -> str:
-    """Return the repr of a value in at most 40 characters."""
+def _require(fits: bool, name: str, value: Any, said: str) -> None:
+    """Raise UserError for a value that does not fit, shown in at most 40 characters."""
+    if fits:
+        return
     try:
         text = repr(value)
     except ValueError:  # Python prints no whole number of more than 4,300 digits
         text = "of thousands of digits"
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    raise UserError(f"{name} {text if len(text) <= 40 else f'{text[:37]}...'} {said}")
 
 
 ENTRY_POINTS = "isomorph.rules"
@@ -262,45 +255,34 @@ def rule_texts() -> dict[str, str]:
 
 
 def rule_options() -> dict[str, RuleOption]:
-    """Return the fields of all registered rules by name; fields of one name become one option."""
-    found: dict[str, list[RuleOption]] = {}
+    """Return the fields of all registered rules by name; fields of one name become one option.
+
+    Its type is any of their types, with one Literal for the choices of all; each group of rules has a help text.
+    """
+    types_of: dict[str, dict[Any, None]] = {}
+    rules_of: dict[str, dict[str, list[str]]] = {}
     for rule_name, rule in RULES.items():
-        types_, texts = get_type_hints(rule), _field_docstrings(rule)  # type: ignore[arg-type]
+        hints, texts = get_type_hints(rule), _field_docstrings(rule)
         for field in dataclasses.fields(rule):  # type: ignore[arg-type]
-            option = RuleOption(field.name, types_[field.name] | None, texts.get(field.name, ""), (rule_name,))
-            found.setdefault(field.name, []).append(option)
-    return {name: _merge(options) for name, options in found.items()}
+            kind = hints[field.name]
+            parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+            types_of.setdefault(field.name, {}).update(dict.fromkeys((*parts, None)))
+            rules_of.setdefault(field.name, {}).setdefault(texts.get(field.name, ""), []).append(rule_name)
+    options = {}
+    for name, kinds in types_of.items():
+        literals = tuple(kind for kind in kinds if get_origin(kind) is Literal)
+        joint: Any = Union[(*([Literal[literals]] if literals else []), *(k for k in kinds if k not in literals))]
+        help_ = " ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_of[name].items())
+        named = tuple(name for rules in rules_of[name].values() for name in rules)
+        options[name] = RuleOption(name, joint, help_, named)
+    return options
 
 
-def _merge(options: list[RuleOption]) -> RuleOption:
-    """Return one option for fields of one name: any of their types, and a help text for each group of rules."""
-    rules_of: dict[str, list[str]] = {}
-    for option in options:
-        rules_of.setdefault(option.help, []).append(option.rules[0])
-    texts = [f"{', '.join(rules)}: {text}" for text, rules in rules_of.items()]
-    kinds = _alternatives([option.type for option in options])
-    return RuleOption(options[0].name, kinds, " ".join(texts), tuple(option.rules[0] for option in options))
-
-
-def _alternatives(kinds: list[Any]) -> Any:
-    """Return the union of types, with one Literal for the choices of all."""
-    unions = (Union, types.UnionType)
-    parts = [part for kind in kinds for part in (get_args(kind) if get_origin(kind) in unions else (kind,))]
-    literals = tuple(part for part in parts if get_origin(part) is Literal)
-    others = [part for part in parts if part not in literals]
-    return Union[(*([Literal[literals]] if literals else []), *others)]
-
-
-@cache
 def _field_docstrings(rule: type) -> dict[str, str]:
     """Return the docstring under each field of a class and its bases, on one line; empty without their source."""
     texts: dict[str, str] = {}
     for kind in rule.__mro__[-2::-1]:  # without object
-        try:
-            body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-        except (OSError, TypeError):
-            continue
-        for field, text in pairwise(body.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+        with suppress(OSError, TypeError):
+            found = re.findall(r'^    (\w+):[^\n]*\n    """(.*?)"""', inspect.getsource(kind), re.MULTILINE | re.DOTALL)
+            texts |= {name: " ".join(text.split()) for name, text in found}
     return texts
