@@ -280,11 +280,11 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
     return model
 
 
-def attach(model: nn.Module, *reverted: str) -> None:
+def attach(model: nn.Module) -> None:
     """Connect the layers of all edits to the rest of the model, and let their parents call them."""
     for edit in edits(model):
         edit.rule.attach(model)
-    make_parents_call(model, [*reverted, *(name for edit in edits(model) for name in edit.names)])
+    make_parents_call(model, [name for edit in edits(model) for name in edit.names])
 
 
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:

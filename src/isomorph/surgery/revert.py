@@ -94,8 +94,8 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
     last = Edit(Revert(), tuple(name for name in names if name in kept))
     changed = [*_without(edits(model), reverted - kept), last]
+    attach(model)  # the edits before: their rules remove the connections of what is reverted
     update_record(model, edits=tuple(edit for edit in changed if edit.names))
-    attach(model, *names)
     return model
 
 

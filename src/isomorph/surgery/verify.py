@@ -135,13 +135,12 @@ class VerifyReport:
 
     @property
     def _differing(self) -> list[InputDeviation | TargetDeviation]:
+        def is_within(row: Any) -> bool:
+            limit = max(self.atol * row.scale if row.scale else 0.0, row.rounding)
+            return math.isfinite(row.deviation) and row.deviation <= limit
+
         rows: list[Any] = [*self.inputs, *self.targets, *self.tried]
-        limits = (max(self.atol * row.scale, row.rounding) for row in rows)
-        return [
-            row
-            for row, limit in zip(rows, limits, strict=True)
-            if not (math.isfinite(row.deviation) and row.deviation <= limit)
-        ]
+        return [row for row in rows if not is_within(row)]
 
     @property
     def verdict(self) -> str:
@@ -156,12 +155,9 @@ class VerifyReport:
         apart = f"max |diff| / max |out| {single:.3g} (float32), {double:.3g} (float64)"
         if not (differing := self._differing):
             return f"equal within {f'{self.atol:g}' if max(single, double) <= self.atol else 'rounding'}: {apart}"
-        hidden = (
-            ""
-            if isinstance(differing[0], InputDeviation) and differing[0] in self.inputs
-            else (f"; but {differing[0].name} differs by {relative(differing[0].deviation, differing[0].scale):.3g}")
-        )
-        return f"NOT equal within {self.atol:g}: {apart}{hidden}"
+        worst = differing[0]
+        hidden = f"; but {worst.name} differs by {relative(worst.deviation, worst.scale):.3g}"
+        return f"NOT equal within {self.atol:g}: {apart}{'' if worst in self.inputs else hidden}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
