@@ -15,6 +15,7 @@ from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_trained
 from isomorph.checkpoints.snapshot import digest_of
 from isomorph.cli import main
+from isomorph.evaluation.model_data import default_data
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
 
@@ -244,3 +245,22 @@ def test_a_forged_snapshot_names_no_file_outside_and_asks_for_no_memory(tmp_path
     state = values | {"files": {"shard-1.safetensors": digest}}
     (folder / "state.json").write_text(json.dumps(state | {"digest": digest_of(state)}))
     refused("step-00000001 is damaged", open_trained, tmp_path / "run")
+
+
+def test_settings_of_a_script_and_of_the_hub_name_no_file(tmp_path):
+    within = {"backbone": "resnet18", "backbone_kwargs": {"checkpoint_path": "/etc/passwd"}}
+    for number, arguments in enumerate((within, {"config": "me/evil"}, {"backbone": "../x"})):
+        content = {"arch": "upernet", "args": {"model": "upernet", "model_kwargs": arguments}}
+        torch.save(content | {"state_dict": {"weight": torch.zeros(2)}}, tmp_path / f"{number}.pth")
+        refused(r"model_kwargs cannot be used: .*(not allowed|may name no)", iso.load, tmp_path / f"{number}.pth")
+        config = {"architecture": "upernet", "model_args": arguments, "pretrained_cfg": {}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file({"weight": torch.zeros(2)}, tmp_path / "m.safetensors", {"format": "pt"})
+        refused(r"model_kwargs cannot be used: .*(not allowed|may name no)", iso.load, tmp_path / "m.safetensors")
+
+
+def test_a_header_names_no_folder_of_images(tmp_path):
+    model = timm.create_model("resnet18")
+    for source, taken in (("digits", "digits"), (str(tmp_path), "imagefolder"), ("/etc", "imagefolder")):
+        record_data(model, {"source": source})
+        assert default_data(model) == taken

@@ -36,7 +36,8 @@ def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = getattr(model, "pretrained_cfg", None) or {}
     source = config.get("source")
-    if source and source not in _WEIGHT_LOCATIONS:
+    named = source in registry.SOURCES or not Path(str(source)).exists()  # a file may name no folder of this machine
+    if source and source not in _WEIGHT_LOCATIONS and named:
         return source
     return "cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder"
 
