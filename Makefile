@@ -17,7 +17,7 @@ help:
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
 	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
-	@echo "make evidence  the studies of docs/methods/{tcnn,convit,tdrl,refiner,coatnet}.md (about 45 minutes each)"
+	@echo "make evidence  the studies of docs/evidence.md (at most 10 hours each; they resume)"
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("isomorph needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -62,11 +62,7 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/coatnet.py
 
 evidence: $(VENV)/.dev
-	@$(BIN)/python benchmarks/tcnn_cifar.py
-	@$(BIN)/python benchmarks/convit_cifar.py
-	@$(BIN)/python benchmarks/tdrl_cifar.py
-	@$(BIN)/python benchmarks/refiner_cifar.py
-	@$(BIN)/python benchmarks/coatnet_cifar.py
+	@for method in insert tcnn convit tdrl refiner coatnet; do $(BIN)/python benchmarks/evidence.py $$method --hours 10 || exit; done
 
 docs: $(VENV)/.core
 	@$(PIP) -e '.[docs]'
