@@ -12,7 +12,17 @@ from typing import NoReturn
 from cyclopts import CycloptsError
 
 from isomorph.checkpoints.paths import NEW_PATHS
-from isomorph.cli import analyze, evaluate, export, listing, robustness, sample, surgery, train  # noqa: F401 (add commands)
+from isomorph.cli import (  # noqa: F401 (add commands)
+    analyze,
+    evaluate,
+    export,
+    listing,
+    robustness,
+    sample,
+    surgery,
+    table,
+    train,
+)
 from isomorph.cli.messages import explain_parse_error, explain_shape_error, name_options
 from isomorph.cli.options import app, join_sizes, place_model
 from isomorph.errors import DataWarning, Stopped, UserError, is_out_of_memory
