@@ -213,3 +213,20 @@ class TestCommand:
         with pytest.raises(SystemExit, match="0"):
             main(f"bench {tmp_path / 'wide.safetensors'} --batch-size 1 --seconds 0 --no-peak".split())
         assert "training: per image" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step", ["train", "pretrain"])
+def test_steps_of_training_are_timed_and_change_nothing(step):
+    """TDRL Table 8 times pre-training; weights, statistics and mode of the models stay."""
+    vit = timm.create_model("tdrl_vit_ti", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3).eval()
+    before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
+    rows = list(iso.cost_table({"vit": vit}, [(32, 32)], [2], seconds=0, peak=True, timed=step))
+    assert rows[0]["images_per_second"] > 0
+    assert rows[0]["training_peak_bytes"] > rows[0]["peak_bytes"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vit.state_dict().items())
+    assert not vit.training
+    speeds = measure_speeds({"vit": vit}, (3, 32, 32), 2, seconds=0, training=True)
+    assert speeds["vit"].runs == 5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vit.state_dict().items())
+    with pytest.raises(iso.UserError, match="masked pre-training needs"):
+        list(iso.cost_table({"r": timm.create_model("cifar_resnet20")}, [(32, 32)], [2], 0, False, timed="pretrain"))

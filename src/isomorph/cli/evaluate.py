@@ -294,6 +294,7 @@ def bench(
     against: Annotated[list[str] | None, opt.Several] = None,
     batch_size: Annotated[list[opt.WholeNumber], opt.Several] = [32],  # noqa: B006 (cyclopts shows it)
     size: opt.Sizes = None,
+    step: Literal["inference", "train", "pretrain"] = "inference",
     seconds: float = 2.0,
     peak: bool = True,
     opening: opt.WeightsOptions = opt.WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
@@ -315,6 +316,8 @@ def bench(
     size
         Height and width of the images; may be given several times (--size 160 --size 224 320). By default the
         model's own.
+    step
+        What to time: an inference pass, a training step with AdamW, or a step of masked pre-training (TDRL Table 8).
     seconds
         Seconds of timing for each model, image size and batch size; at least five passes are timed.
     peak
@@ -334,7 +337,7 @@ def bench(
     for net in models.values():
         net.to(open_runtime(device).device)
     with progress_bar("measuring") as update:
-        rows = list(cost_table(models, sizes, batch_size, seconds, peak, update))
+        rows = list(cost_table(models, sizes, batch_size, seconds, peak, update, step))
     tables = filter(None, (fixed_cost_table(rows), pass_cost_table(rows)))
     show(json_, rows, *(part for table in tables for part in (table, "")), batch_cost_table(rows))
     for problem in cost_problems(rows):

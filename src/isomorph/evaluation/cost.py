@@ -8,7 +8,6 @@ pyramids in closed form, are counted per pass. Memory is what torch's own alloca
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,9 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_like
-from isomorph.evaluation.speed import measure_speeds
+from isomorph.evaluation.speed import Step, measure_speeds, restored_afterwards, stepped_module
 from isomorph.layers import JointPyramid
-from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.model_inputs import run_model
 
@@ -125,22 +123,6 @@ def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
     return torch.cat(list(parts), -1)
 
 
-@contextmanager
-def _restored_afterwards(model: nn.Module) -> Iterator[None]:
-    """Restore modes, buffers and gradients of a model after the block, which begins in eval mode."""
-    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    gradients = [parameter.grad for parameter in model.parameters()]
-    try:
-        with eval_mode(model):
-            model.zero_grad(set_to_none=True)
-            yield
-    finally:
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        for name, tensor in model.named_buffers():
-            tensor.detach().copy_(buffers[name])
-
-
 def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 1) -> int:
     """Return the bytes per image that autograd saves in the forward pass of a training step.
 
@@ -164,7 +146,7 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
 
     inputs = inputs_like(model, batch_size, input_size, next(model.parameters()).device)
     with (
-        _restored_afterwards(model),
+        restored_afterwards(model),
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
@@ -200,7 +182,7 @@ def peak_bytes(
                 (output[0] if isinstance(output, tuple) else output).float().sum().backward()
 
     try:
-        with _restored_afterwards(model):
+        with restored_afterwards(model):
             run()
             model.zero_grad(set_to_none=True)
             return _cuda_peak(run, device) if device.type == "cuda" else _cpu_peak(run)
@@ -237,6 +219,7 @@ def cost_table(
     seconds: float = 2.0,
     peak: bool = True,
     progress: TableProgress = lambda done, total, description: None,
+    timed: Step = "inference",
 ) -> Iterator[TableRow]:
     """Yield one row for each image size, batch size and model: its cost, and its speed relative to the first model's.
 
@@ -255,7 +238,8 @@ def cost_table(
     - for a model with pyramids, training_macs and training_step_macs: those of a forward pass in training mode;
       and branch_macs: those per image in training when every branch is computed separately
 
-    The models are timed in turn, in one process.
+    The models are timed in turn, in one process: an inference pass, or with `timed` a training step, or one of masked
+    pre-training (TDRL Table 8), whose memory is then the training peak.
 
     Raises: UserError when a model does not accept an image size, or an image or batch size is not positive.
 
@@ -286,7 +270,9 @@ def cost_table(
         }
         for batch in batch_sizes:
             at = f"{size_text}, batch {batch}"
-            speeds = step(f"{at}: timing", measure_speeds, resized, inputs, batch, seconds)
+            stepped = {name: stepped_module(model, timed) for name, model in resized.items()}
+            timing = partial(measure_speeds, training=timed != "inference")
+            speeds = step(f"{at}: timing", timing, stepped, inputs, batch, seconds)
             first = next(iter(speeds.values())).median
             for name, model in resized.items():
                 row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
@@ -296,7 +282,8 @@ def cost_table(
                 for column, training in _PEAK_COLUMNS.items() if peak else ():
                     try:
                         description = f"{name} {at}: {'training ' * training}memory"
-                        row[column] = step(description, peak_bytes, model, inputs[name], batch, training)
+                        measured = stepped[name] if training else model
+                        row[column] = step(description, peak_bytes, measured, inputs[name], batch, training)
                     except UserError as error:
                         row["problem"] = str(error)
                         done += 1

@@ -1,18 +1,25 @@
 """Speed of models in images per second; models are timed in turns, so that all see the same load of the machine."""
 
+import copy
 import math
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import inputs_like
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.surgery.model_inputs import Inputs, run_model
+
+Step = Literal["inference", "train", "pretrain"]
+"""What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked pre-training, with the
+student's decoder of TDRL (4 blocks of 128 channels), 75% of the patches hidden, and MAE's loss, without a teacher."""
 
 
 class Speed(NamedTuple):
@@ -37,12 +44,55 @@ def _synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def _time_pass(model: nn.Module, batch: Inputs) -> float:
-    """Return the seconds of one inference pass."""
-    device = next(model.parameters()).device
+@contextmanager
+def restored_afterwards(model: nn.Module) -> Iterator[None]:
+    """Restore modes, buffers and gradients of a model after the block, which begins in eval mode."""
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    try:
+        with eval_mode(model):
+            model.zero_grad(set_to_none=True)
+            yield
+    finally:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for name, tensor in model.named_buffers():
+            tensor.detach().copy_(buffers[name])
+
+
+class _Pretraining(nn.Module):
+    """The loss of masked pre-training of a ViT, as a module of images."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.autoencoder = MaskedAutoencoder(encoder, 4, 128, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.autoencoder.loss(images)
+
+
+def stepped_module(model: nn.Module, step: Step) -> nn.Module:
+    """Return what a step trains: a copy of the model, or its masked pre-training; the model itself for inference.
+
+    Raises: UserError for pre-training of a model that is not a ViT.
+    """
+    if step == "inference":
+        return model
+    return _Pretraining(copy.deepcopy(model)) if step == "pretrain" else copy.deepcopy(model)
+
+
+def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> None:
+    optimizer.zero_grad()
+    with torch.enable_grad():
+        output = run_model(model.train(), inputs)
+        (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+    optimizer.step()
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
     _synchronize(device)
     start = time.perf_counter()
-    run_model(model, batch)
+    work()
     _synchronize(device)
     return time.perf_counter() - start
 
@@ -54,10 +104,12 @@ def measure_speeds(
     batch_size: int = 32,
     seconds: float = 2.0,
     least: int = 5,
+    training: bool = False,
 ) -> dict[str, Speed]:
-    """Measure the images per second of each model in eval mode, in rounds of one pass per model, after a warm-up.
+    """Measure the images per second of each model, in rounds of one pass per model, after a warm-up.
 
-    Rounds continue for `seconds` per model, and there are at least `least`. Every module gets its mode back.
+    Passes are of inference in eval mode or, with `training`, steps of AdamW at a rate of 0, which changes no weight.
+    Rounds continue for `seconds` per model, and there are at least `least`. Every module gets mode and buffers back.
 
     Shape: input_sizes is (channels, height, width), or one per model
 
@@ -76,17 +128,23 @@ def measure_speeds(
     sizes = input_sizes if isinstance(input_sizes, Mapping) else dict.fromkeys(models, input_sizes)
     times: dict[str, list[float]] = {name: [] for name in models}
     with ExitStack() as stack:
-        batches = {}
+        passes = {}
         for name, model in models.items():
-            stack.enter_context(eval_mode(model))
-            batches[name] = inputs_like(model, batch_size, sizes[name], next(model.parameters()).device)
-            if _time_pass(model, batches[name]) <= seconds:  # a warm-up: one pass of a slow model
-                _time_pass(model, batches[name])
+            stack.enter_context(restored_afterwards(model))
+            device = next(model.parameters()).device
+            inputs = inputs_like(model, batch_size, sizes[name], device)
+            work: Callable[[], object] = partial(run_model, model, inputs)
+            if training:
+                trained = [p for p in model.parameters() if p.requires_grad]
+                work = partial(_training_step, model, torch.optim.AdamW(trained, lr=0.0), inputs)
+            passes[name] = partial(_seconds, work, device)
+            if passes[name]() <= seconds:  # a warm-up: one pass of a slow model
+                passes[name]()
         rounds = 0
         end = time.perf_counter() + seconds * len(models)
         while rounds < least or time.perf_counter() < end:
-            for name, model in models.items():
-                times[name].append(_time_pass(model, batches[name]))
+            for name in models:
+                times[name].append(passes[name]())
             rounds += 1
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     speeds = {}
