@@ -1,4 +1,4 @@
-"""The study of docs/methods/refiner.md: a narrow ViT on CIFAR-10, with local attention, expansion, both, and neither.
+"""The study of docs/methods/refiner.md: a narrow ViT on CIFAR-10 with local attention, talking heads, both, neither.
 
     python benchmarks/refiner_cifar.py [--seeds 3] [--out runs/refiner] [--figures docs/methods]
 
@@ -23,13 +23,19 @@ KINDS = {
     "plain": ("plain", []),
     "plain_long": ("plain", ["epochs=13"]),
     "dla": ("dla", []),
-    "expansion": ("expansion", []),
+    "talking_heads": ("talking_heads", []),
     "both": ("both", []),
 }
-TITLES = {"plain": "ViT", "plain_long": "ViT longer", "dla": "+ DLA", "expansion": "+ expansion", "both": "+ both"}
+TITLES = {
+    "plain": "ViT",
+    "plain_long": "ViT longer",
+    "dla": "+ DLA",
+    "talking_heads": "+ talking heads",
+    "both": "+ both",
+}
 FEWER = {"plain_long": 2}
 """Kinds with fewer seeds: they take long, and only set the others in proportion."""
-CURVES = ("plain", "dla", "expansion", "both")
+CURVES = ("plain", "dla", "talking_heads", "both")
 DRAWS, IMAGES = 10, 32
 """Of the curves: ten draws of 32 test images, as in the paper."""
 

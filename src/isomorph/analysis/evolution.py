@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.analysis.attention import attention_maps
 from isomorph.analysis.batches import batches, mean_over
 from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
+from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
@@ -64,7 +64,9 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
 
 
 def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> Tensor:
-    """Return the similarity between the attention maps of all layers: cosine, mean over images, heads and queries.
+    """Return the similarity between the attention maps of all layers: mean over images, heads, queries.
+
+    It is the correlation of a query's weights, as in `head_similarity`.
 
     The maps of one image are in memory at a time.
 
@@ -78,7 +80,7 @@ def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
     """
 
     def measure(image: Tensor) -> dict[str, Tensor]:
-        maps = [F.normalize(layer_maps.float(), dim=-1) for layer_maps in attention_maps(model, image, where).values()]
+        maps = [centred_rows(layer_maps.float()) for layer_maps in attention_maps(model, image, where).values()]
         rows = [[_mean_cosine(a, b) for b in maps] for a in maps]
         return {"": torch.stack([torch.stack(row) for row in rows])}
 

@@ -80,7 +80,11 @@ def effective_matrix_rank(maps: Tensor) -> Tensor:
 
 
 def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
-    """Return the similarity between the heads of every layer: cosine of their attention, mean over images and queries.
+    """Return the similarity between the heads of every layer: correlation of attention, mean over images and queries.
+
+    It is the cosine of a query's weights after subtracting their mean over keys: weights that are all positive have a
+    cosine above 0 whatever they attend to, refined ones of either sign have not. Uniform attention is similar to
+    uniform attention alone.
 
     Shape: batch (B, C, H, W) or a loader of such -> {name: (maps, maps)}
     Raises: UserError as in `attention_maps`.
@@ -93,7 +97,18 @@ def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where
     """
 
     def cosines(maps: Tensor) -> Tensor:
-        maps = F.normalize(maps, dim=-1)  # (b, nh, Nq, Nk)
+        maps = centred_rows(maps)  # (b, nh, Nq, Nk)
         return torch.einsum("bhqk,bgqk->bhg", maps, maps) / maps.shape[2]
 
     return _mean_of_maps(model, data, where, cosines)
+
+
+def centred_rows(maps: Tensor) -> Tensor:
+    """Return vectors whose products are the correlations of the rows of maps, 1 for two uniform rows.
+
+    Shape: (..., Nk) -> (..., Nk + 1); the last coordinate is 1 for a uniform row, whose others are 0
+    """
+    centred = maps - maps.mean(-1, keepdim=True)
+    rounding = 4 * torch.finfo(maps.dtype).eps * maps.norm(dim=-1, keepdim=True)
+    uniform = centred.norm(dim=-1, keepdim=True) <= rounding  # (..., 1)
+    return torch.cat([F.normalize(centred.masked_fill(uniform, 0), dim=-1), uniform.to(maps)], -1)
