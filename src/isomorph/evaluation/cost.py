@@ -263,6 +263,7 @@ def cost_table(
     for size in sizes:
         size_text = "{} x {}".format(*size)
         resized = {name: fit_to_size(model, size) for name, model in models.items()}
+        stepped = {name: stepped_module(model, timed) for name, model in resized.items()}
         inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
         static = {
             name: step(f"{name} {size_text}: counting", static_cost, model, inputs[name])
@@ -270,9 +271,7 @@ def cost_table(
         }
         for batch in batch_sizes:
             at = f"{size_text}, batch {batch}"
-            stepped = {name: stepped_module(model, timed) for name, model in resized.items()}
-            timing = partial(measure_speeds, training=timed != "inference")
-            speeds = step(f"{at}: timing", timing, stepped, inputs, batch, seconds)
+            speeds = step(f"{at}: timing", measure_speeds, stepped, inputs, batch, seconds, 5, timed != "inference")
             first = next(iter(speeds.values())).median
             for name, model in resized.items():
                 row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
@@ -282,8 +281,8 @@ def cost_table(
                 for column, training in _PEAK_COLUMNS.items() if peak else ():
                     try:
                         description = f"{name} {at}: {'training ' * training}memory"
-                        measured = stepped[name] if training else model
-                        row[column] = step(description, peak_bytes, measured, inputs[name], batch, training)
+                        net = stepped[name] if training else model
+                        row[column] = step(description, peak_bytes, net, inputs[name], batch, training)
                     except UserError as error:
                         row["problem"] = str(error)
                         done += 1
