@@ -263,26 +263,22 @@ def cost_table(
     for size in sizes:
         size_text = "{} x {}".format(*size)
         resized = {name: fit_to_size(model, size) for name, model in models.items()}
-        stepped = {name: stepped_module(model, timed) for name, model in resized.items()}
+        nets = resized, {name: stepped_module(model, timed) for name, model in resized.items()}
         inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
-        static = {
-            name: step(f"{name} {size_text}: counting", static_cost, model, inputs[name])
-            for name, model in resized.items()
-        }
+        static = {n: step(f"{n} {size_text}: counting", static_cost, net, inputs[n]) for n, net in resized.items()}
         for batch in batch_sizes:
             at = f"{size_text}, batch {batch}"
-            speeds = step(f"{at}: timing", measure_speeds, stepped, inputs, batch, seconds, 5, timed != "inference")
+            speeds = step(f"{at}: timing", measure_speeds, nets[1], inputs, batch, seconds, 5, timed != "inference")
             first = next(iter(speeds.values())).median
-            for name, model in resized.items():
+            for name in models:
                 row = {"model": name, "height": size[0], "width": size[1], "batch": batch} | static[name]
                 median, low, high, runs = speeds[name]
                 row |= {"images_per_second": median, "low": low, "high": high, "runs": runs, "ratio": median / first}
                 row |= dict.fromkeys(_PEAK_COLUMNS)
                 for column, training in _PEAK_COLUMNS.items() if peak else ():
+                    memory = f"{name} {at}: {'training ' * training}memory"
                     try:
-                        description = f"{name} {at}: {'training ' * training}memory"
-                        net = stepped[name] if training else model
-                        row[column] = step(description, peak_bytes, net, inputs[name], batch, training)
+                        row[column] = step(memory, peak_bytes, nets[training][name], inputs[name], batch, training)
                     except UserError as error:
                         row["problem"] = str(error)
                         done += 1
