@@ -41,7 +41,7 @@ def distribute(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
     """Compile the trained module, and wrap it in DDP or FSDP if there are several processes."""
     module = task.get_trainable_module()
     if scale.compile:
-        module.compile()
+        module.compile(mode=None if scale.compile is True else scale.compile)
     if scale.parallel == "fsdp":
         _shard(module)
         if task.has_ema():

@@ -377,5 +377,5 @@ class ScalePart(Part):
     """Compute BatchNorm statistics over all processes, in pyramids too (GPUs only)."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = False
+    """Compile the model with torch.compile, in one of its modes: reduce-overhead records CUDA graphs."""
