@@ -167,12 +167,12 @@ class _SameChoices(TorchFunctionMode):
 
 def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
+    parameter = next(model.parameters(), torch.zeros(()))
     if own := getattr(model, "example_inputs", None):
-        return own(1, None)
+        return {name: value.to(parameter.device) for name, value in own(1, None).items()}
     if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return None
     size = get_model_input_config(model)["input_size"]
-    parameter = next(model.parameters(), torch.zeros(()))
     return torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(parameter.device)
 
 
@@ -272,8 +272,8 @@ def _crops(inputs: Inputs) -> list[Tensor]:
         return []
     pair = torch.cat([inputs[:1], inputs[-1:].flip(-1)])
     shares, sides = (3, 2, 3), inputs.shape[2:]
-    odd = [slice((n * share // 4) | 1) for n, share in zip(sides, shares, strict=False)]
-    even = [slice(max(n * share // 4, 1)) for n, share in zip(sides, shares[1:], strict=False)]
+    odd: list[Any] = [slice((n * share // 4) | 1) for n, share in zip(sides, shares, strict=False)]
+    even: list[Any] = [slice(max(n * share // 4, 1)) for n, share in zip(sides, shares[1:], strict=False)]
     crops = [pair[..., *odd], pair[..., *even]] if sides else []
     return crops if len(sides) > 1 else [*crops, pair[:, : inputs.shape[1] // 2 + 1], pair]
 
