@@ -90,7 +90,7 @@ def head_reach(axis: TapAxis) -> float:
     smallest = 2 - math.log(torch.finfo(axis.centre.dtype).eps)
     off_grid = axis.centre - axis.centre.round()
     # a list of a tensor on the CPU is read from memory, without an operation
-    return (axis.centre.abs() + (smallest / axis.locality + off_grid.square()).sqrt()).max().tolist()
+    return (axis.centre.abs() + (smallest / axis.locality + off_grid.square()).sqrt()).max().tolist()  # type: ignore[return-value]
 
 
 def folded_reach(x: Tensor, rows: TapAxis, columns: TapAxis, filters: Tensor) -> tuple[int, int] | None:

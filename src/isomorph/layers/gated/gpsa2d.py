@@ -46,11 +46,6 @@ def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.devi
     return torch.cat([q, k, torch.arange(2 * channels, zero, device=device)])
 
 
-def _zeros(*size: Any, device: torch.device) -> Tensor:
-    *shape, dtype = size
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
 def window_mask(
     queries: GridSize,
     keys: GridSize,
@@ -204,22 +199,21 @@ class GPSA2d(TapHeads):
 
     def joint_weight(self) -> Tensor:
         """Return W_qry and W_key with their rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
-        weights = [each.weight for each in (self.query, self.key, self.value) if each is not None]
-        zero, C = constant(_zeros, weights[0], 1, self.in_channels, weights[0].dtype), self.in_channels
-        rows = constant(_grouped_rows, zero, C, self.num_heads, 0 if self.value is None else C)
-        return torch.cat([*weights, zero]).index_select(0, rows)[:, :, None]
+        weights, C = self.projections(), self.in_channels
+        rows = constant(_grouped_rows, weights[0], C, self.num_heads, 0 if self.value is None else C)
+        return torch.cat([*weights, weights[0].new_zeros(1, C)]).index_select(0, rows)[:, :, None]
 
-    def kept_joint_weight(self) -> Tensor:
-        """Return `joint_weight`, which eval mode keeps."""
-        sources = tuple(each.weight for each in (self.query, self.key, self.value) if each is not None)
-        return self.keep(sources, self.joint_weight)
+    def projections(self) -> tuple[Tensor, ...]:
+        """Return W_qry, W_key and, without groups, W_val."""
+        return tuple(each.weight for each in (self.query, self.key, self.value) if each is not None)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a query for each window, and a key and the values of every position of x.
 
         Shape: x (B, C, H, W) -> (B, nh, hd, Nq), (B, nh, hd, H W), (B, C, H W)
         """
-        weight, tokens, width = self.kept_joint_weight(), x.flatten(2), self.num_heads * self.head_width
+        weight, tokens = self.keep(self.projections(), self.joint_weight), x.flatten(2)
+        width = self.num_heads * self.head_width
         middle, rest = self.kernel_size // 2, len(weight) - width
         if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
             q, k, v = F.conv1d(tokens, weight).split([width, width, rest - width], dim=1)
