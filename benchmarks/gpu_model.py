@@ -210,6 +210,7 @@ def imitate_autocast() -> None:
         for name, stand_in in (
             ("disable_autocast", lambda _: OnGPU.set_casting(False)),
             ("autocast_dtype", autocast_dtype),
+            ("is_autocast_on", lambda _: OnGPU.casting),
         ):
             if hasattr(module, name):
                 setattr(module, name, stand_in)

@@ -87,18 +87,23 @@ class MultiheadLinears(UnfusedMultiheadAttention):
         original: the layer whose weights it copies, without bias_k and add_zero_attn.
     """
 
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+
     def __init__(self, original: nn.MultiheadAttention) -> None:
         nn.Module.__init__(self)
         for name in ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first"):
             setattr(self, name, getattr(original, name))
         self.bias_k, self.bias_v, self.add_zero_attn, self._qkv_same_embed_dim = None, None, False, False
-        self.in_proj_weight = self.in_proj_bias = None  # by which torch's encoder layers see that they call this layer
+        for name in ("in_proj_weight", "in_proj_bias"):  # by which torch's encoder layers see that they call this layer
+            self.register_parameter(name, None)
         weights = original.in_proj_weight
         packed = [original.q_proj_weight, original.k_proj_weight, original.v_proj_weight]
         biases = [None] * 3 if original.in_proj_bias is None else original.in_proj_bias.chunk(3)
         for name, weight, bias in zip("qkv", packed if weights is None else weights.chunk(3), biases, strict=True):
             setattr(self, f"{name}_proj", linear_of(weight, bias))
-        self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)
+        self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)

@@ -96,7 +96,7 @@ def change_entry(output: Any, entry: int | str | None, change: Callable[[Tensor]
         changed[entry] = change(output[entry])
         return changed
     values = list(output)
-    values[entry] = change(values[entry])  # type: ignore[index, call-overload]
+    values[entry] = change(values[entry])  # type: ignore[index]
     named = hasattr(output, "_fields")
     return type(output)(*values) if named else type(output)(values)
 
