@@ -346,8 +346,7 @@ class OptimPart(Part):
 
 
 class AnnealPart(Part):
-    """Schedule at the start of training that moves locality and gate of all GPSA layers from one pair of values to
-    another, and the annealed ReLUs of a vanillanet_* from ReLU to the identity."""
+    """Locality and gate of GPSA layers move to other values; ReLUs of a vanillanet_* become the identity."""
 
     epochs: Positive
     """Length of the schedule in epochs."""
