@@ -117,12 +117,13 @@ class TaskPart(Part):
         if part := _named_fields(values):
             return cls.model_fields | part.model_fields
         found: dict[str, FieldInfo] = dict(cls.model_fields)
-        for task in TASKS:
-            for name, field in find_task(task).fields.model_fields.items():
-                text = f"{task}: {field.description}"
-                default = field.get_default(call_default_factory=True)
-                described = f"{found[name].description} {text}" if name in found else text
-                found[name] = FieldInfo(annotation=Any, default=default, description=described)
+        tasks = [(task, name, field) for task in TASKS for name, field in find_task(task).fields.model_fields.items()]
+        texts: dict[str, dict[str | None, list[str]]] = {}  # the tasks of each description
+        for task, name, field in tasks:
+            texts.setdefault(name, {}).setdefault(field.description, []).append(task)
+            described = " ".join(f"{', '.join(users)}: {text}" for text, users in texts[name].items())
+            default = field.get_default(call_default_factory=True)
+            found[name] = FieldInfo(annotation=Any, default=default, description=described)
         return found
 
 
