@@ -17,7 +17,7 @@ def table(
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
-    """Print a published table: what runs measured beside what the paper expects; a page has the chart.
+    """Print a published table: what runs measured next to what the paper expects; a page has the chart.
 
     Example: isomorph table "ConViT Table 2" runs/*
 

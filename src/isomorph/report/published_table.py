@@ -1,4 +1,4 @@
-"""A published table or figure: what runs measured beside what the paper has, and charts of it."""
+"""A published table or figure: what runs measured next to what the paper has, and charts of it."""
 
 import difflib
 import re

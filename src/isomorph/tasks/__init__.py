@@ -1,1 +1,1 @@
-"""Tasks beside image classification: each brings data, loss, metrics and pictures to the one training loop."""
+"""Tasks other than image classification: each brings data, loss, metrics and pictures to the one training loop."""
