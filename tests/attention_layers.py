@@ -58,6 +58,8 @@ from torch import nn
 from torchvision.models import maxvit
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
+from isomorph.layers.unfused_multihead import MultiheadLinears
+
 C, WINDOW = 16, (4, 4)
 TOKENS, WITH_CLASS = (2, 16, C), (2, 17, C)
 CHANNELS_FIRST, CHANNELS_LAST = (2, C, 4, 6), (2, 4, 6, C)
@@ -106,6 +108,12 @@ class OnItself(nn.Module):
 
     def forward(self, x, **masks):
         return self.attention(x, x, x, **masks)[0]
+
+
+def in_linears() -> nn.Module:
+    layer = OnItself()
+    layer.attention = MultiheadLinears(layer.attention)
+    return layer
 
 
 def einsum_form() -> nn.Module:
@@ -195,6 +203,7 @@ LAYERS = {
     "cpubone": Layer(lambda: cpubone.ConvAttention(64), (2, 64, 16, 24)),
     "lowformer": Layer(lambda: lowformer.ConvAttention(64), (2, 64, 16, 24)),
     "multihead": Layer(OnItself, TOKENS, other=((1, 36, C), ()), mask=dict(key_padding_mask=~hide(16)[:2]), whole=True),
+    "multihead, in linears": Layer(in_linears, TOKENS),
     "multihead, attention mask": Layer(
         functools.partial(OnItself, bias=False), TOKENS, mask=dict(attn_mask=hide(16, floating=True))
     ),

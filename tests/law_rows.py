@@ -248,7 +248,7 @@ def of_layer(name: str, rule: str) -> Row:
 RULES |= {
     f"linears, {name}": of_layer(name, "gated")._replace(rule=iso.AttentionToLinears(), leak=1e-12, limit=None)
     for name in LAYERS
-    if name.startswith("multihead")
+    if name.startswith("multihead") and name != "multihead, in linears"
 }
 RULES |= {f"{name}, {rule}": of_layer(name, rule) for name in LAYERS for rule in ("gated", "refined")}
 

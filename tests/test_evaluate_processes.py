@@ -116,7 +116,7 @@ def test_what_one_process_cannot_read_stops_all(model, tmp_path):
     assert run.stderr.count(f"cannot read {path}") == 1
     assert "Traceback" not in run.stderr
     assert run.stdout == ""
-    assert "there is no file" in refusal(isomorph("evaluate", "no/such.safetensors"))
+    assert "there is no checkpoint" in refusal(isomorph("evaluate", "no/such.safetensors"))
 
 
 def test_sums_do_not_depend_on_order_or_grouping():

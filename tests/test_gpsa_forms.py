@@ -281,8 +281,8 @@ def test_another_input_is_rejected_in_words(form):
     for call in (layer, layer.attention):
         with pytest.raises(ValueError, match="reads feature maps of 4 channels, not 8"):
             call(torch.randn(1, 8, 6, 6))
-        with pytest.raises(ValueError, match=r"reads feature maps \(B, C, H, W\); this input has shape \(4, 6, 6\)"):
-            call(torch.randn(4, 6, 6))
+        with pytest.raises(ValueError, match=r"reads feature maps \(B, C, H, W\).*; this input has shape \(4, 6\)"):
+            call(torch.randn(4, 6))
         with pytest.raises(ValueError, match=r"weights of .* are torch.float32, its input is torch.uint8; convert one"):
             call(torch.ones(1, 4, 6, 6, dtype=torch.uint8))
     with torch.autocast("cpu", torch.bfloat16):

@@ -274,7 +274,7 @@ def test_the_command(tmp_path):
         ("t.safetensors", "--out", "n.safetensors", "--tolerance", "0.6"): "--tolerance 0.6 is out of range",
         ("t.safetensors", "--out", "n.safetensors", "--tolerance", "0"): "nothing to prune",
         ("t.safetensors", "--out", "n.safetensors", "--batch", "0"): "--batch 0 must be at least 1",
-        ("t.safetensors", "--out", "n.safetensors", "--root", "x"): "give both",
+        ("t.safetensors", "--out", "n.safetensors", "--root", "x"): "give --data too",
         ("t.safetensors", "--out", "n.safetensors", "--atol", "1e-9"): "give a smaller --tolerance, or a larger --atol",
     }
     for arguments, message in bad.items():

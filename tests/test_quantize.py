@@ -171,7 +171,8 @@ def test_a_full_disk_leaves_nothing(vit, images, quantized, graphs, tmp_path, mo
 
     exported_already(monkeypatch, graphs)
     with monkeypatch.context() as patch:
-        patch.setattr("os.replace", full)
+        for write in ("os.link", "os.replace"):
+            patch.setattr(write, full)
         with pytest.raises(iso.UserError, match=r"cannot write .*q.onnx: .*No space left"):
             iso.quantize(vit, [images], tmp_path / "q.onnx", weights_only=True)
     monkeypatch.setattr("tempfile.mkdtemp", full)

@@ -194,7 +194,7 @@ class TestRun:
         optim = dict(lr=3e-3, gate_lr=0.1, warmup_epochs=1)
         data = {**TINY["data"], "fraction": 0.3, "test_images": 200, "size": [8, 8]}
         recipe = tiny(tmp_path, epochs=4, data=data, optim=optim)
-        assert iso.train(recipe, show=False).metrics["top1"] > 50
+        assert iso.train(recipe, show=False).metrics["top1"] > 40  # chance is 10
 
     @pytest.mark.parametrize(
         "changes",

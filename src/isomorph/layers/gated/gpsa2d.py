@@ -201,7 +201,7 @@ class GPSA2d(TapHeads):
         """Return W_qry and W_key with their rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
         weights, C = self.projections(), self.in_channels
         rows = constant(_grouped_rows, weights[0], C, self.num_heads, 0 if self.value is None else C)
-        return torch.cat([*weights, weights[0].new_zeros(1, C)]).index_select(0, rows)[:, :, None]
+        return F.pad(torch.cat(weights), (0, 0, 0, 1)).index_select(0, rows)[:, :, None]
 
     def projections(self) -> tuple[Tensor, ...]:
         """Return W_qry, W_key and, without groups, W_val."""
