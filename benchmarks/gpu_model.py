@@ -332,9 +332,10 @@ def main() -> None:
             ]
             for name, each in contenders.items()
         }
-        for name, each in found["predicted"].items():
-            show(name, each)
     path.write_text(json.dumps(found, indent=1) + "\n")
+    for name, each in found["predicted"].items() if not options.check else ():
+        if each:
+            show(name, each)
 
 
 if __name__ == "__main__":
