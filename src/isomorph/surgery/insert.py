@@ -14,6 +14,7 @@ from isomorph.errors import UserError, first_line
 from isomorph.layers import MapAttention
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.map_attention import InsertedBlock, Layout
+from isomorph.operations import tensors_in
 from isomorph.surgery.attention_layers import cached_by_class
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.model_inputs import Inputs, cast_floats, run_model
@@ -85,6 +86,10 @@ def _new_with_block(kind: type[nn.Module]) -> nn.Module:
 def class_with_block(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the modules of a class after which a block is inserted."""
     return type(f"{kind.__name__}WithBlock", (WithBlock, kind), {"original": kind})
+
+
+def entry_of(output: Any, entry: int | str | None) -> Any:
+    return output if entry is None else output[entry]
 
 
 def change_entry(output: Any, entry: int | str | None, change: Callable[[Tensor], Tensor]) -> Any:
@@ -273,7 +278,7 @@ def _rule(
             raise UserError(f"the output of {place}, a {type(output).__name__}, {found}; give entry, its index or key")
         entry = fitting[0]
     try:
-        features = output if entry is None else output[entry]
+        features = entry_of(output, entry)
     except (KeyError, IndexError, TypeError):
         raise UserError(f"the output of {place} has no entry {entry!r}") from None
     if not _is_features(features):
@@ -299,7 +304,7 @@ def _match_features(model: nn.Module, seen: Mapping[str, list[Any]]) -> None:
     """Move each block to the device and dtype of what it reads, to be trained even in a frozen model."""
     for place, outputs in seen.items():
         inserted: Any = model.get_submodule(f"{place}.inserted")
-        features = outputs[0] if inserted.entry is None else outputs[0][inserted.entry]
+        features = entry_of(outputs[0], inserted.entry)
         inserted.to(features.device, features.dtype).requires_grad_(True)
 
 
@@ -311,7 +316,7 @@ def _check(model: nn.Module, new: nn.Module, seen: Mapping[str, list[Any]], exam
     for place, outputs in seen.items():
         inserted: Any = new.get_submodule(f"{place}.inserted")
         for output in outputs:
-            _check_block(place, inserted, output if inserted.entry is None else output[inserted.entry])
+            _check_block(place, inserted, entry_of(output, inserted.entry))
     calls: Counter[str] = Counter()
     hooks = [
         new.get_submodule(f"{place}.inserted").register_forward_hook(lambda *_, of=place: calls.update([of]))
@@ -327,7 +332,7 @@ def _check(model: nn.Module, new: nn.Module, seen: Mapping[str, list[Any]], exam
                 f"{place} iterates over its children, and would call the block {calls[place]} times in "
                 f"{len(outputs)} calls; insert after one of its children"
             )
-    pairs = list(zip(_tensors(before), _tensors(after), strict=True))
+    pairs = list(zip(tensors_in(before), tensors_in(after), strict=True))
     if not all(torch.equal(a, b) for a, b in pairs):
         raise UserError(
             "the outputs differ after inserting: the model is random in eval mode, or a block is not finite"
@@ -349,13 +354,6 @@ def _check_block(place: str, inserted: InsertedBlock, features: Tensor) -> None:
     if not isinstance(y, Tensor) or y.shape != shape:
         found = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise UserError(f"the block after {place} turns {shape} into {found}; it must keep the shape")
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _note_dead_gammas(model: nn.Module, places: Sequence[str], outputs: Sequence[Tensor]) -> None:

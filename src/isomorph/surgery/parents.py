@@ -86,8 +86,12 @@ def _takes_nested(layer: nn.TransformerEncoderLayer, enabled: bool) -> bool:
         return nn.TransformerEncoder(layer, 0, enable_nested_tensor=enabled).use_nested_tensor
 
 
+SEPARATE_BIAS = "qkv_bias_separate"
+"""Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight."""
+
+
 def call_joint_projections(model: nn.Module) -> None:
     """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that was replaced."""
     for module in model.modules():
-        if hasattr(module, "qkv_bias_separate") and type(getattr(module, "qkv", None)) is not nn.Linear:
-            module.qkv_bias_separate = True  # type: ignore[assignment]
+        if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
+            setattr(module, SEPARATE_BIAS, True)

@@ -24,6 +24,7 @@ from isomorph.surgery.linear_chains import (
     merge_chain,
 )
 from isomorph.surgery.mobileone import block_mismatch, combine, is_pointwise_block, merge_branches
+from isomorph.surgery.parents import SEPARATE_BIAS, call_joint_projections
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
@@ -34,9 +35,6 @@ _LOGIT_PROJECTIONS = {
 }
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 """Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3)."""
-
-SEPARATE_BIAS = "qkv_bias_separate"
-"""Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight."""
 
 
 def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
@@ -177,9 +175,7 @@ class LinearToPyramid(Rule):
         And make timm's methods that merge branches fuse the pyramids first.
         """
         guard_pyramids(model)
-        for module in model.modules():
-            if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
-                setattr(module, SEPARATE_BIAS, True)
+        call_joint_projections(model)
 
     def reason(self, module: nn.Module | JointPart) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
