@@ -391,13 +391,13 @@ TDRL = Study(
 
 
 def base_cnn(images: Images) -> nn.Module:
-    """ResNet-20 trained here without the validation images: 30 epochs of AdamW."""
+    """ResNet-20 trained here without the validation images: 20 epochs of AdamW."""
     path = RUNS / "tcnn_base.pt"
     model = timm.create_model("cifar_resnet20")
     if not path.is_file():
         print("base CNN", flush=True)
         study = Study("", lambda cell, images: model, (), "")
-        cell = Cell("base", 45_000, 30, 4e-3, 0)
+        cell = Cell("base", 45_000, 20, 4e-3, 0)
         row = train(study, cell, images, math.inf, RUNS / "tcnn_base_part.pt")
         torch.save(model.state_dict() | {"row": json.dumps(row)}, path)
     model.load_state_dict({k: v for k, v in torch.load(path, weights_only=True).items() if k != "row"})
