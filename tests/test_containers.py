@@ -79,14 +79,6 @@ class TestEveryContainer:
         for part in (noisy.subset([9, 4]), NoisySource(source.subset([9, 4]), 0.2)):
             assert part.image(1).tobytes() == noisy.image(4).tobytes()
 
-    def test_shards_cover_each_image_once(self, source):
-        if source.shards is None:
-            return
-        assert [i for run in source.shards for i in run] == list(range(len(source)))
-        part = source.subset(range(1, len(source), 2))
-        assert [i for run in part.shards for i in run] == list(range(len(part)))
-        assert len(part.shards) == len(source.shards)
-
     def test_two_workers_read_it(self, source):
         source.transform = lambda image: np.asarray(image).mean()
         means, labels = next(iter(DataLoader(source, batch_size=len(source), num_workers=0)))
@@ -324,7 +316,6 @@ def test_the_order_of_tars_is_that_of_the_folder(tmp_path):
         source = open_source("tar", "train", root)
         assert source.labels.tolist() == folder.labels.tolist()
         assert [source.image(i).tobytes() for i in range(15)] == [folder.image(i).tobytes() for i in range(15)]
-        assert source.shards == [range(5), range(5, 10), range(10, 15)]
 
 
 def test_the_shared_imagenet_samples(data_root):
@@ -332,22 +323,9 @@ def test_the_shared_imagenet_samples(data_root):
     source = open_source("webdataset", "test", data_root / "imagenet_samples")
     assert len(source) == 500
     assert len(set(source.labels.tolist())) == 500
-    assert source.shards == [range(250), range(250, 500)]
     assert min(source.image(77).size) > 100
     assert np.asarray(CorruptedSource(source.subset([7, 3]), "fog", 1).image(1)).shape[2] == 3
     refused("no shard for the train split", open_source, "webdataset", "train", data_root / "imagenet_samples")
-
-
-class TestShardRuns:
-    source = Source([b""] * 6, [0] * 6, ["a"], [range(2), range(2, 6)])
-
-    def test_of_subsets(self):
-        assert self.source.subset([3, 5, 0]).shards == [range(2), range(2, 3)]
-        assert self.source.subset([4]).shards == [range(1)]
-        assert self.source.subset([]).shards == []
-        assert self.source.subset([0, 3, 1]).shards is None
-        assert self.source.subset([0, 3, 1]).subset([0, 2]).shards is None
-        assert NoisySource(self.source, 0.1).subset([1, 2]).shards == [range(1), range(1, 2)]
 
 
 class TestIndexCache:

@@ -206,16 +206,6 @@ def test_an_epoch_sees_every_image_once_and_epochs_differ():
     assert len(order.epoch(0)[1].unique()) == 48
 
 
-def test_shards_are_shuffled_within_a_window():
-    shards = [range(10), range(10, 25), range(25, 30), range(30, 41)]
-    order = BatchOrder(41, 1, shards=shards, window=2).epoch(0)[0].tolist()
-    assert sorted(order) == list(range(41))
-    of = [next(i for i, shard in enumerate(shards) if image in shard) for image in order]
-    first = set(of[: sum(len(shards[i]) for i in set(of[:2]))]) if len(set(of[:2])) == 2 else set(of[:12])
-    assert len(first) == 2
-    refused("needs data in shards", BatchOrder, 41, 1, window=2)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_images_are_replaced_counted_and_limited(folder, workers):
     source = open_source("imagefolder", "train", folder)

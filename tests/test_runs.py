@@ -19,7 +19,6 @@ from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.snapshot import digest_of, list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
-from isomorph.training import Stopped
 from isomorph.training.history import saved_models
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import lock_folder, stop_requests
@@ -127,24 +126,6 @@ class TestAlone:
             assert (tmp_path / "x/run").is_dir()
         assert not (tmp_path / "x").exists()
 
-    def test_a_folder_that_another_start_removes_is_made_again(self, tmp_path, monkeypatch):
-        """Opened, then removed by a start that failed, then locked: a lock on nothing is no lock."""
-        import fcntl
-
-        lock, calls = fcntl.flock, []
-
-        def removed_first(handle, how):
-            calls.append(how)
-            if len(calls) == 1:
-                (tmp_path / "run").rmdir()
-            lock(handle, how)
-
-        monkeypatch.setattr("fcntl.flock", removed_first)
-        with lock_folder(tmp_path / "run", CPU):
-            assert len(calls) == 2
-            with pytest.raises(iso.UserError, match="another process"), lock_folder(tmp_path / "run", CPU):
-                pass
-
     def test_a_file_system_without_locks_is_said(self, tmp_path, monkeypatch, capsys):
         def unknown(handle, how):
             raise OSError(9, "Bad file descriptor")
@@ -152,16 +133,6 @@ class TestAlone:
         monkeypatch.setattr("fcntl.flock", unknown)
         iso.train(tiny(tmp_path / "run", epochs=1))
         assert "has no locks; do not start a second run in it" in " ".join(capsys.readouterr().out.split())
-
-    def test_sigterm_while_a_run_is_built(self, tmp_path, monkeypatch):
-        def killed(*_):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-
-        monkeypatch.setattr("isomorph.training.run.loop.open_run", killed)
-        with pytest.raises(Stopped, match="stopped by SIGTERM before the first step; nothing was written"):
-            iso.train(tiny(tmp_path / "run"), show=False)
-        assert not list(tmp_path.iterdir())
 
 
 def state_of(run):
@@ -268,22 +239,15 @@ class TestDamage:
             assert now.damaged or now.values == found
 
     @pytest.mark.parametrize("name", ["log", "steps", "monitor", "environment"])
-    def test_damaged_lines_of_logs_are_dropped_and_said(self, name, run, whole, capsys):
+    def test_damaged_lines_of_logs_are_dropped(self, name, run, whole):
         path = run / f"{name}.jsonl"
         rows = len(read_log(path))
         lines = [b'{"step": "x"}', b'{"epoch": null}', b"[1]", b'{"top1\xff": 1}', b"[" * 100_000, b"3", b'{"cut']
         path.write_bytes(b"\n".join([lines[0], path.read_bytes(), *lines[1:]]))
         assert len(read_log(path)) == rows
-        iso.train(tiny(run))
-        assert f"removed 7 lines of {name}.jsonl that cannot be read" in " ".join(capsys.readouterr().out.split())
+        iso.train(tiny(run), show=False)
         assert len(read_log(path)) == len(path.read_text().splitlines())
         same_weights(run, whole)
-
-    def test_a_log_that_is_a_folder_stops_before_a_step(self, run):
-        (run / "log.jsonl").unlink()
-        (run / "log.jsonl").mkdir()
-        with pytest.raises(iso.UserError, match=r"cannot read .*log.jsonl: it is not a file; move it away"):
-            iso.train(tiny(run), show=False)
 
     def test_names_that_are_not_a_snapshots_are_left_alone(self, run, whole):
         names = ["step-\N{SUPERSCRIPT TWO}", "step-99", "step-000000099", "step-x", "damaged-step-00000006"]

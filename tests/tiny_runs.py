@@ -21,7 +21,7 @@ TINY = dict(
     epochs=2,
 )
 """Two steps an epoch."""
-ENDED = dict(epochs=3, evaluate_every=2, keep_every=[2, 5], log_every=1, track="tensorboard", nonlocality_images=40)
+ENDED = dict(epochs=3, evaluate_every=2, keep_every=[2, 5], log_every=1, tensorboard=True)
 """What the run of the fixture `ended` has besides."""
 
 

@@ -54,7 +54,6 @@ class RunProgress(_ClosedSchema):
     metrics: dict[str, int | float] = {}
     best: float = -math.inf
     unreadable: list[str] = []
-    first_loss: float | None = None
     seconds: float = 0.0
 
 

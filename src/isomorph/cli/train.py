@@ -54,9 +54,6 @@ def train(
     *fields: Annotated[
         str, Parameter(allow_leading_hyphen=True, help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")
     ],
-    dry_run: Annotated[
-        bool, Parameter(negative=(), help="Train two steps only; print model, memory, hours and what is missing.")
-    ] = False,
 ) -> None:
     overrides = [_rewrite_size(assignment) for assignment in parse_overrides(fields)]
     iterations = recipe_values(recipe).get("iterations")
@@ -68,11 +65,7 @@ def train(
         )
     check_fields(overrides)
     with opt.loading():
-        from isomorph.training import dry_run as try_recipe
         from isomorph.training import train as train_recipe
-    if dry_run:
-        say("\n".join(try_recipe(load_recipe(recipe, overrides))))
-        return
     result = train_recipe(load_recipe(recipe, overrides))
     if result.is_main:
         print_table(metric_table("final", result.metrics))

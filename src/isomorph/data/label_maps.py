@@ -80,7 +80,7 @@ class LabelMapSource(Source):
     """
 
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
-        super().__init__(source.images, source.labels, source.classes, source.shards)
+        super().__init__(source.images, source.labels, source.classes)
         self.ids, self.split, self.folder, self.num_classes = source.ids, source.split, folder, num_classes
         _check_files_exist(folder, map(self._relative_path, range(len(self))))
         self.shape = _load_label_map(self._path(0), num_classes).shape

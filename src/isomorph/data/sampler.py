@@ -4,7 +4,7 @@ Both depend on the run's seed, the epoch and the step alone, not on the state of
 is the same however many processes and workers share the work, and from whichever step a run resumes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +24,18 @@ class BatchOrder:
 
     `images` is the number of images, `batch` the batch size. With `repeats` > 1 an epoch takes 1 / repeats of the
     images and shows each that many times in a row, with a new augmentation each time (DeiT's repeated augmentation).
-    With `shards` (ranges of indices that are stored together) and a `window`, shards are shuffled, and then the images
-    of `window` shards at a time, so that reads stay local.
 
-    Raises: UserError for fewer images than a batch, or a window without shards.
+    Raises: UserError for fewer images than a batch.
     """
 
     images: int
     batch: int
     seed: int = 0
     repeats: int = 1
-    shards: Sequence[range] | None = None
-    window: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.batch <= self.images:
             raise UserError(f"{self.images} images make no batch of {self.batch}; lower data.batch_size")
-        if self.window and not self.shards:
-            raise UserError("data.shuffle_shards needs data in shards: tar or webdataset")
 
     @property
     def steps(self) -> int:
@@ -51,19 +45,10 @@ class BatchOrder:
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the images of an epoch and the seeds of their augmentation. Shape: -> (steps * batch,), the same"""
         generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
-        order, count = self._shuffle(generator), self.steps * self.batch
+        order, count = torch.randperm(self.images, generator=generator), self.steps * self.batch
         if self.repeats > 1:
             order = order[: -(-self.images // self.repeats)].repeat_interleave(self.repeats)
         return order[:count], torch.randint(2**62, (count,), generator=generator)
-
-    def _shuffle(self, generator: torch.Generator) -> Tensor:
-        """Return all images in a random order. Shape: -> (images,)"""
-        if not self.window or not self.shards:
-            return torch.randperm(self.images, generator=generator)
-        shards = [self.shards[i] for i in torch.randperm(len(self.shards), generator=generator)]
-        windows = (shards[i : i + self.window] for i in range(0, len(shards), self.window))
-        groups = [torch.cat([torch.arange(s.start, s.stop) for s in window]) for window in windows]
-        return torch.cat([group[torch.randperm(len(group), generator=generator)] for group in groups])
 
 
 @dataclass(frozen=True)

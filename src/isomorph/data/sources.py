@@ -5,7 +5,6 @@ import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +155,7 @@ class Source(Dataset[tuple[Any, int]]):
 
     `source[i]` is an image and its label. `transform` (PIL image -> anything) is None, or set by a loader. `images` is
     any sequence whose `[i]` gives a PIL image, the bytes of an image file or the path of one; it may have a method
-    `name(i)`, which errors use. `shards`, where given, are the ranges of indices that are stored in one file, for an
-    order that keeps reads local. `split`, where `split_classes` made the source, is its fraction for testing and the
+    `name(i)`, which errors use. `split`, where `split_classes` made the source, is its fraction for testing and the
     number of images before the split. A source can be pickled if its images can.
 
     Shape: labels (n,) int64
@@ -173,16 +171,9 @@ class Source(Dataset[tuple[Any, int]]):
     10
     """
 
-    def __init__(
-        self,
-        images: Sequence[ImageLike],
-        labels: Sequence[int] | np.ndarray,
-        classes: Iterable[str],
-        shards: list[range] | None = None,
-    ) -> None:
+    def __init__(self, images: Sequence[ImageLike], labels: Sequence[int] | np.ndarray, classes: Iterable[str]) -> None:
         self.images, self.labels, self.classes = images, np.asarray(labels, np.int64), tuple(classes)
         self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
-        self.shards = shards
         self.split: tuple[float, int] | None = None
         self.transform: Callable[[Image.Image], Any] | None = None
 
@@ -199,33 +190,11 @@ class Source(Dataset[tuple[Any, int]]):
         return (image if self.transform is None else self.transform(image)), int(self.labels[index])
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """Return the given images in the given order; their `ids` stay their indices in the whole source.
-
-        `shards` become the ranges of the subset that are stored together; None when the order jumps back and forth
-        between files.
-        """
+        """Return the given images in the given order; their `ids` stay their indices in the whole source."""
         part, chosen = copy.copy(self), np.asarray(indices, np.int64)
         part.images, part.labels = _subset_images(self.images, chosen), self.labels[chosen]
         part.ids = np.asarray(self.ids)[chosen]
-        part.shards = None if self.shards is None else _select_ranges(self.shards, chosen)
         return part
-
-
-def _select_ranges(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
-    """Return the ranges that chosen indices form within shards; None when a shard is left and returned to."""
-    if not len(indices):
-        return []
-    owner = np.searchsorted([shard.stop for shard in shards], indices % shards[-1].stop, side="right")
-    edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(indices)]
-    if len(edges) - 1 != len(np.unique(owner)):
-        return None
-    return [range(start, stop) for start, stop in pairwise(edges)]
-
-
-def consecutive_ranges(lengths: Iterable[int]) -> list[range]:
-    """Return ranges of these lengths, one after the other; empty ones are left out."""
-    edges = [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
-    return [range(start, stop) for start, stop in pairwise(edges) if start < stop]
 
 
 def drawn_once(examples: Any, count: int | None) -> Any:

@@ -5,7 +5,6 @@ from isomorph.training.history import gating_history, saved_models
 from isomorph.training.optim import parameter_groups
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.recipe.tasks import register_task
-from isomorph.training.run.dry_run import dry_run
 from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
 from isomorph.training.task import EvaluationOptions, Objective, Task
@@ -19,7 +18,6 @@ __all__ = [
     "Result",
     "Stopped",
     "Task",
-    "dry_run",
     "gating_history",
     "parameter_groups",
     "register_task",

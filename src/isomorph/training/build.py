@@ -179,9 +179,7 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
     if not batch:
         raise UserError("the training data is smaller than one batch; lower data.batch_size or raise data.fraction")
     own = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
-    shards = train.shards if isinstance(train, Source) else None
-    order = BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats, shards, data.shuffle_shards)
-    return order, BatchParts(own, parts)
+    return BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats), BatchParts(own, parts)
 
 
 def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: TrainSampler) -> DataLoader[Any]:

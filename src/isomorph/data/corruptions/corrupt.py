@@ -130,7 +130,7 @@ class _AlteredSource(Source):
     """Base of sources that alter each image of another source at random, the same way every time."""
 
     def __init__(self, inner: Source) -> None:
-        super().__init__(inner.images, inner.labels, inner.classes, inner.shards)
+        super().__init__(inner.images, inner.labels, inner.classes)
         self.inner, self.ids = inner, inner.ids
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from isomorph.data.formats.naming import SPLIT_NAMES, SPLITS, composed, named_for, number_classes, split_words, visible
-from isomorph.data.sources import ImageLike, Source, consecutive_ranges
+from isomorph.data.sources import ImageLike, Source
 from isomorph.errors import UserError, first_line, install_hint
 
 _COLUMN_NAMES = {
@@ -105,10 +105,7 @@ def huggingface(split: str, root: Path) -> Source:
         classes = number_classes(max(int(numbers.max(initial=0)) for numbers in (labels, *others)), found.title)
     if labels.min() < 0 or labels.max() >= len(classes):
         raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
-    lengths = [len(chunk) for chunk in found.dataset.data.column(found.label).chunks]
-    return Source(
-        DatasetImages(found), labels, classes, consecutive_ranges(lengths) if sum(lengths) == len(labels) else None
-    )
+    return Source(DatasetImages(found), labels, classes)
 
 
 def _read_labels(split: DatasetSplit) -> np.ndarray:

@@ -40,7 +40,7 @@ from isomorph.data.formats.naming import (
     split_words,
     visible,
 )
-from isomorph.data.sources import ImageLike, ImageSubset, Source, consecutive_ranges
+from isomorph.data.sources import ImageLike, ImageSubset, Source
 from isomorph.errors import UserError, first_line
 
 _INDEX_VERSION = 3
@@ -316,9 +316,8 @@ def tar(split: str, root: Path) -> Source:
     """Open images inside `root/train.tar` and `root/val.tar` (or test, validation), or inside one tar per class.
 
     Such a tar holds one folder per class, or one tar per class (like the file of ImageNet's training images). The tars
-    of classes may also be `root/train/*.tar`. Classes are numbered as in train, if it exists. The source's shards are
-    its classes, since the images of one class are stored together. Of a name that is stored twice, the later counts, as
-    in unpacking. Warns about images that are left out.
+    of classes may also be `root/train/*.tar`. Classes are numbered as in train, if it exists. Of a name that is stored
+    twice, the later counts, as in unpacking. Warns about images that are left out.
 
     Raises: UserError when a tar is missing, damaged, holds no class folders, or has a class that train lacks.
     """
@@ -341,7 +340,7 @@ def tar(split: str, root: Path) -> Source:
     label_of = {name: i for i, name in enumerate(classes)}
     labels = np.asarray([label_of[paths[i][0]] for i in order])
     images = ImageSubset(TarImages(found.indices), np.asarray(order))
-    return Source(images, labels, classes, consecutive_ranges(np.bincount(labels)))
+    return Source(images, labels, classes)
 
 
 @dataclass(frozen=True)
@@ -425,7 +424,7 @@ def webdataset(split: str, root: Path) -> Source:
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {label}; labels start at 0")
     report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
     labels = np.concatenate([index.labels for index in indices])
-    return Source(TarImages(indices), labels, classes, consecutive_ranges(len(index.labels) for index in indices))
+    return Source(TarImages(indices), labels, classes)
 
 
 def _index_labelled_shards(choices: Sequence[Sequence[Path]]) -> list[TarIndex]:

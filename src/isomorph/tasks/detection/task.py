@@ -180,7 +180,7 @@ class Detection(Task):
     fields = DetectionPart
     sources = ("coco",)
     unused = (
-        *(*Task.unused, "monitor_every", "data.split", "data.classes", "data.shuffle_shards", "data.test_crop"),
+        *(*Task.unused, "monitor_every", "data.split", "data.classes", "data.test_crop"),
         *("data.crop_pct", "data.images"),
     )
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}

@@ -158,7 +158,7 @@ class LanguageTask(Task):
     fields: ClassVar[type[Part]] = LanguagePart
     unused: ClassVar[tuple[str, ...]] = (
         *(*Task.unused, "monitor_every", "drop_path"),
-        *(f"data.{name}" for name in ("images", "classes", "size", "test_crop", "crop_pct", "shuffle_shards")),
+        *(f"data.{name}" for name in ("images", "classes", "size", "test_crop", "crop_pct")),
     )
 
     @property

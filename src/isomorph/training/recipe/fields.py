@@ -159,8 +159,6 @@ class DataPart(Part):
     """Data-loading processes per training process; 0 loads in the training process."""
     unreadable: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Unreadable images to replace by others before the run stops."""
-    shuffle_shards: Count | None = None
-    """Shuffle images within N shards at a time (tar, webdataset), so that a slow disk reads sequentially."""
 
     @classmethod
     def named(cls, data: str) -> dict[str, Any]:
@@ -189,12 +187,9 @@ class DataPart(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "DataPart":
-        if self.streamed and (
-            self.fraction < 1 or self.split or self.classes or self.shuffle_shards or self.test_images
-        ):
+        if self.streamed and (self.fraction < 1 or self.split or self.classes or self.test_images):
             raise ValueError(
-                f"{self.source} is a stream, without fraction, split, classes, test_images or shuffle_shards; use "
-                "huggingface for these"
+                f"{self.source} is a stream, without fraction, split, classes or test_images; use huggingface for these"
             )
         if self.images and not self.streamed:
             raise ValueError(f"images is for {', '.join(STREAMS)} only; leave it out, {self.source} counts its images")

@@ -25,7 +25,6 @@ from isomorph.training.recipe.fields import (
     NotNegative,
     OptimPart,
     Part,
-    Positive,
     Rate,
     ScalePart,
     TaskPart,
@@ -75,18 +74,12 @@ class Recipe(Part):
     """Epochs between checkpoints epoch-N.safetensors, or a list of epochs, e.g. [1, 2, 5, 10]; by default none."""
     monitor_every: Count | None = None
     """Steps between lines of monitor.jsonl: attention logits and entropy, similarity of pyramid branches, by layer."""
-    nonlocality_images: Count | None = None
-    """Test images on which the nonlocality of every head is measured for log.jsonl, before training and after every
-    epoch; by default none (ConViT Fig. 5 has 1024)."""
     log_every: Count = 50
     """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
     checkpoint_minutes: NotNegative = 10.0
     """Minutes between snapshots within an epoch, 0 for one after every step; every epoch ends with one."""
-    track: Literal["tensorboard", "wandb"] | None = None
-    """Draw the curves of the run with TensorBoard too (pip install tensorboard), or with Weights & Biases (pip install
-    wandb; the project is $WANDB_PROJECT, by default isomorph)."""
-    divergence: Positive | None = 10.0
-    """Stop when the mean loss of ten steps exceeds this multiple of that of the first ten (at least 1)."""
+    tensorboard: bool = False
+    """Write the curves of the run for TensorBoard too (pip install tensorboard)."""
     drop_path: Rate = 0.0
     """Drop-path rate (stochastic depth) of the last block."""
     ema: Rate | None = None
@@ -137,9 +130,8 @@ class Recipe(Part):
             yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
         if self.drop_path and "drop_path_rate" in self.model.kwargs:
             yield "drop_path is also given as model.kwargs.drop_path_rate; give drop_path only"
-        if self.mask and self.scale.parallel == "fsdp":
-            for name in filter(self._sets, ("monitor_every", "nonlocality_images")):
-                yield f"{name} does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
+        if self.mask and self.monitor_every and self.scale.parallel == "fsdp":
+            yield "monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
         if self.augment.repeats > 1 and self.data.streamed:
             repeats = f"augment.repeats {self.augment.repeats}"
             yield f"{repeats} does not work with {self.data.source}, a stream; leave it at 1"
@@ -229,8 +221,7 @@ CHANGEABLE: dict[str, Any] = {
     "expected": True,
     "log_every": True,
     "checkpoint_minutes": True,
-    "track": True,
-    "divergence": True,
+    "tensorboard": True,
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
     "model": {"start"},

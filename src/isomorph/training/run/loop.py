@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,13 @@ from isomorph.terminal_tables import count_of
 from isomorph.training.optim import group_table
 from isomorph.training.parallel import no_gradient_sync
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.guards import (
-    LOSS_WINDOW,
-    NOT_FINITE,
-    Diverged,
-    Stopped,
-    StopRequest,
-    lock_folder,
-    raise_on_signals,
-    stop_requests,
-)
+from isomorph.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
 from isomorph.training.run.log import Journal
-from isomorph.training.run.observe import attention_row, monitor_row
-from isomorph.training.run.state import Run, open_run
+from isomorph.training.run.observe import gating_row, monitor_row
+from isomorph.training.run.state import Run
 
-MIN_SECONDS = 10.0
-"""Epochs shorter than this many seconds are not checked for slow data loading."""
-
-MAX_WAITING = 0.1
-"""Fraction of an epoch spent waiting for images above which a run prints a warning."""
+CHECK_EVERY = 10
+"""Steps between checks that the loss is finite, since reading it waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     to the folder. With `show`, the leading process prints messages and a progress bar.
 
     Raises: UserError when something is missing or does not fit, the folder has another run, or the disk is full;
-    Diverged when the loss is not finite or far too high; Stopped after SIGTERM, SIGHUP or Ctrl-C, with the run saved.
+    Diverged when the loss is not finite; Stopped after SIGTERM, SIGHUP or Ctrl-C, with the run saved.
 
     >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
     >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1)
@@ -83,60 +71,52 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     """
     runtime = open_runtime(recipe.device, recipe.amp == "bf16")
     journal = Journal(recipe, runtime, show)
-    with ExitStack() as stack:
-        with raise_on_signals():
-            if warning := stack.enter_context(lock_folder(recipe.folder, runtime)):
-                journal.say(warning)
-            run = open_run(recipe, runtime)  # writes nothing
-        return _complete(run, journal)
+    with lock_folder(recipe.folder, runtime) as warning:
+        if warning:
+            journal.say(warning)
+        run = Run(recipe, runtime)  # writes nothing
+        if run.progress.closed == run.epochs and run.has_written(recipe.folder / "model.safetensors"):
+            journal.say(f"already complete in {recipe.folder}")
+        else:
+            with stop_requests() as request, journal:
+                _train_remaining_epochs(run, journal, request)
+        return Result(run.result(), run.progress.metrics, recipe.folder, runtime.is_main)
 
 
-def _complete(run: Run, journal: Journal) -> Result:
+def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) -> None:
     """Train the remaining epochs of a run and save its model. Raises: as `train`."""
-    folder, runtime = run.recipe.folder, run.runtime
-    if run.progress.closed == run.epochs and run.has_written(folder / "model.safetensors"):
-        journal.say(f"already complete in {folder}")
-        return Result(run.result(), run.progress.metrics, folder, runtime.is_main)
-    with stop_requests() as request, journal:
-        journal.open(run.progress.closed, run.progress.step)
-        _print_start(run, journal)
-        if not run.progress.step and (row := attention_row(run)):
-            metrics = run.objective.measure(run.averaged or run.trained, run.test, runtime)
-            rate = run.optimizer.param_groups[0]["lr"]
-            journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
-        while run.progress.closed < run.epochs:
-            recast_when_due(run, journal)
-            name, done = f"epoch {run.progress.closed + 1}/{run.epochs}", run.progress.step % run.order.steps
-            with journal.progress(name, done, run.epoch_steps) as advance:
-                loss = train_epoch(run, advance, journal, request)
-            finish_epoch(run, loss, journal)
-            if run.progress.closed < run.epochs:
-                raise_if_stopped(run, int(runtime.maximum(request.number)[0]))
-        run.save_autoencoder()
-        run.save(folder / "model.safetensors")  # last: this file marks the run as complete
-    return Result(run.result(), run.progress.metrics, folder, runtime.is_main)
+    progress = run.progress
+    journal.open(progress.closed, progress.step)
+    _print_start(run, journal)
+    if not progress.step and (row := gating_row(run)):
+        metrics = run.objective.measure(run.averaged or run.trained, run.test, run.runtime)
+        rate = run.optimizer.param_groups[0]["lr"]
+        journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
+    while progress.closed < run.epochs:
+        recast_when_due(run, journal)
+        name, done = f"epoch {progress.closed + 1}/{run.epochs}", progress.step % run.order.steps
+        with journal.progress(name, done, run.epoch_steps) as advance:
+            loss = train_epoch(run, advance, journal, request)
+        finish_epoch(run, loss, journal)
+        if progress.closed < run.epochs:
+            _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
+    run.save_autoencoder()
+    run.save(run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
 
 
 def _print_start(run: Run, journal: Journal) -> None:
     """Print size, device and parameter groups of the run, and which snapshots could not be read."""
-    recipe, runtime, progress = run.recipe, run.runtime, run.progress
+    recipe, runtime, progress, order = run.recipe, run.runtime, run.progress, run.order
     for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
         journal.say(f"{message}; using the one before it")
-    steps = run.order.steps
     begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
-    cut = f", {run.iterations:,} in all" if run.iterations % steps else ""
+    cut = f", {run.iterations:,} in all" if run.iterations % order.steps else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
     journal.say(
-        f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(steps, 'step')}{cut}, "
-        f"{count_of(run.order.images, 'image')}, on {runtime.device}{shared}"
+        f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
+        f"{count_of(order.images, 'image')} in batches of {order.batch}, on {runtime.device}{shared}"
     )
-    few, test = run.order.batch < recipe.data.batch_size, recipe.data.test_images
-    for message in (
-        "" if progress.step else run.start,
-        recipe.shortened,
-        f"evaluating on {test:,} test images only (data.test_images)" if test else "",
-        f"batches of {run.order.batch}, as there are only {run.order.images:,} images" if few else "",
-    ):
+    for message in ("" if progress.step else run.start, recipe.shortened):
         if message:
             journal.say(message)
     journal.show(*group_table(run.optimizer, recipe.optim))
@@ -156,28 +136,23 @@ def train_epoch(
     request: StopRequest | None = None,
 ) -> float:
     """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
-    steps, progress, start = run.epoch_steps, run.progress, time.perf_counter()
+    steps, progress = run.epoch_steps, run.progress
     journal = journal or Journal(run.recipe, run.runtime, show=False)
     monitor = StepMonitor(run, journal, request or StopRequest())
     run.task.train()
     while progress.step < progress.closed * run.order.steps + steps:
         begin = time.perf_counter()
-        with _replaced_called(run, journal):
+        with _idle_layers_reported(run, journal):
             waited, images = train_step(run)
         progress.step += 1
         progress.seconds += time.perf_counter() - begin
         monitor.after_step(waited, images)
         advance()
-    seconds = time.perf_counter() - start
-    if seconds > MIN_SECONDS and monitor.waited / seconds > MAX_WAITING and not run.warned:
-        run.warned = True
-        advice = f"raise data.workers (now {run.recipe.data.workers})"
-        journal.say(f"{monitor.waited / seconds:.0%} of the time was spent waiting for images; {advice}")
     return run.mean_total(0) / steps
 
 
 @contextmanager
-def _replaced_called(run: Run, journal: Journal) -> Iterator[None]:
+def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
     """Context of a step: after the first step of the recast network, say which recast layers it did not call."""
     begins = run.progress.step == run.recipe.model.recast_epoch * run.order.steps
     names = edited_names(run.trained) if begins and run.progress.recast and not is_compiled(run.trained) else []
@@ -249,13 +224,12 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
             run.save(folder / "best.safetensors")
     if recipe.keeps(epoch):
         run.save(folder / f"epoch-{epoch}.safetensors")
-    row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **attention_row(run)}
+    row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **gating_row(run)}
     if progress.unreadable:
         row["unreadable"] = len(progress.unreadable)
         journal.report_unreadable(progress.unreadable)
     row["seconds"] = progress.seconds + time.perf_counter() - start
     journal.write("log.jsonl", row)
-    journal.add_scalars("epoch", epoch, row)
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
@@ -264,75 +238,56 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
 
 
 class StepMonitor:
-    """Checks, logs and snapshots after each step of an epoch.
-
-    The loss is read every few steps only, since reading it waits for the device.
-    """
+    """Checks, logs and snapshots after each step of an epoch."""
 
     def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
         self.run, self.journal, self.request = run, journal, request
-        self.checked = self.written = (run.progress.step, run.total[0].item())  # step, sum of losses
-        self.began = self.saved = time.perf_counter()
-        self.waited = self.waited_before = 0.0
+        self.saved = time.perf_counter()
+        self._begin_row(run.total[0].item())
+
+    def _begin_row(self, total: float) -> None:
+        """Begin the steps of the next row of steps.jsonl, given the sum of losses before them."""
+        self.began, self.first, self.total, self.waited = time.perf_counter(), self.run.progress.step, total, 0.0
 
     def after_step(self, waited: float, images: Tensor) -> None:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
         run, recipe, step = self.run, self.run.recipe, self.run.progress.step
         self.waited += waited
         last = step % run.order.steps == 0 or step == run.iterations
+        logs = step % recipe.log_every == 0 or last
         if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0 and (found := monitor_row(run, images)):
             self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **found})
-        reads = step % LOSS_WINDOW == 0 or step % recipe.log_every == 0 or last
-        if step % LOSS_WINDOW == 0:
-            loss, self.checked = self._loss_since(self.checked)
-            if problem := run.guard.problem(loss):
-                raise divergence_error(run, problem)
-        elif reads:
-            self._check_finite()
-        if step % recipe.log_every == 0 or last:
-            self._write_step()
-        if run.runtime.world == 1 or reads:  # processes agree on these steps whether to save or stop
-            _check_unreadable(run)
-            self._save_or_stop(last)
-
-    def _loss_since(self, mark: tuple[int, float]) -> tuple[float, tuple[int, float]]:
-        """Return the mean loss since a mark (step, sum of losses), over all processes, and the new mark."""
-        step, total = self.run.progress.step, self.run.mean_total(0)
-        return (total - mark[1]) / max(step - mark[0], 1), (step, total)
-
-    def _check_finite(self) -> None:
-        if not math.isfinite(self._loss_since(self.checked)[0]):
-            raise divergence_error(self.run, NOT_FINITE)
-
-    def _write_step(self) -> None:
-        """Write a line of steps.jsonl about the steps since the previous line."""
-        run, now = self.run, time.perf_counter()
-        steps = run.progress.step - self.written[0]
-        loss, self.written = self._loss_since(self.written)
-        if not steps:
-            return
-        row = {
-            "epoch": run.progress.closed + 1,
-            "step": run.progress.step,
-            "loss": loss,
-            "lr": run.optimizer.param_groups[0]["lr"],
-            "images_per_second": steps * run.order.batch / (now - self.began),
-            "waiting": (self.waited - self.waited_before) / (now - self.began),
-        }
-        self.began, self.waited_before = now, self.waited
-        self.journal.write("steps.jsonl", row)
-        self.journal.add_scalars("train", run.progress.step, row)
-
-    def _save_or_stop(self, last: bool) -> None:
-        """Save a snapshot after a signal, or when it is due (except after the last step). Raises: Stopped."""
-        run, minutes = self.run, (time.perf_counter() - self.saved) / 60
-        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.is_main and not last
+        if logs or step % CHECK_EVERY == 0:
+            total = _finite_total(run)
+            if logs:
+                self._write_row(total)
+        elif run.runtime.world > 1:
+            return  # processes agree on the steps above whether to save or stop
+        _check_unreadable(run)
+        due = (time.perf_counter() - self.saved) / 60 >= recipe.checkpoint_minutes and run.runtime.is_main and not last
         number, anywhere_due = run.runtime.maximum(self.request.number, due)
         if number or anywhere_due:
-            self._check_finite()
+            _finite_total(run)
             save_snapshot(run)
             self.saved = time.perf_counter()
-            raise_if_stopped(run, int(number))
+            _raise_if_stopped(run, int(number))
+
+    def _write_row(self, total: float) -> None:
+        """Write a line of steps.jsonl about the steps since the previous line, given the sum of losses after them."""
+        run, seconds = self.run, time.perf_counter() - self.began
+        steps = run.progress.step - self.first
+        row = {"epoch": run.progress.closed + 1, "step": run.progress.step, "loss": (total - self.total) / steps}
+        row |= {"lr": run.optimizer.param_groups[0]["lr"], "images_per_second": steps * run.order.batch / seconds}
+        self.journal.write("steps.jsonl", row | {"waiting": self.waited / seconds})
+        self._begin_row(total)
+
+
+def _finite_total(run: Run) -> float:
+    """Return the sum of losses over the steps of this epoch. Raises: Diverged when it is not finite."""
+    total = run.mean_total(0)
+    if not math.isfinite(total):
+        raise divergence_error(run, "the loss is not finite")
+    return total
 
 
 def save_snapshot(run: Run) -> None:
@@ -369,7 +324,7 @@ def _check_unreadable(run: Run) -> None:
         )
 
 
-def raise_if_stopped(run: Run, number: int) -> None:
+def _raise_if_stopped(run: Run, number: int) -> None:
     """Raise Stopped for a signal, once the run is saved."""
     if number:
         where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"

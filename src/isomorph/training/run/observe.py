@@ -1,43 +1,34 @@
-"""What a run watches in its model: attention and pyramids after steps; gates, spans and nonlocality after epochs."""
+"""What a run watches in its model: attention and pyramids after steps, gates and spans after epochs."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, branch_similarity, centres, gates, logit_stats, nonlocality
+from isomorph.analysis import attention_spans, branch_similarity, centres, gates, logit_stats
 from isomorph.errors import UserError
-from isomorph.evaluation.model_data import images_on_device
 from isomorph.training.parallel import unsharded
 from isomorph.training.run.state import Run
 
 MONITORED_IMAGES = 32
 """Images of a batch on which attention is monitored."""
-_GATING = {"gates": gates, "spans": attention_spans, "centres": centres}
 
 
-def attention_row(run: Run) -> dict[str, Any]:
-    """Return what log.jsonl says of a model's attention: gating, {layer: {gates, spans, centres}}, by head; and
-    nonlocality, {layer: heads}, on the first test images, if the recipe asks for it.
+def gating_row(run: Run) -> dict[str, Any]:
+    """Return what log.jsonl says of gated layers: {"gating": {layer: {gates, spans, centres}}}, by head.
 
     Empty for a model without gated layers, or that is recast later. Three decimals are kept, two of spans and centres.
 
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
+    measures = {"gates": (gates, 3), "spans": (attention_spans, 2), "centres": (centres, 2)}
     model, row = run.eval_model, dict[str, Any]()
     with suppress(UserError), unsharded(model):
-        found = {kind: measure(model) for kind, measure in _GATING.items()}
-        row["gating"] = {
-            layer: {kind: _rounded(values[layer], 3 if kind == "gates" else 2) for kind, values in found.items()}
-            for layer in found["gates"]
-        }
-    if run.recipe.nonlocality_images:
-        with suppress(UserError):
-            distances = nonlocality(model, images_on_device(_first_batches(run), model))
-            row["nonlocality"] = {layer: _rounded(heads, 3) for layer, heads in distances.items()}
-    return row
+        for kind, (measure, decimals) in measures.items():
+            for layer, values in measure(model).items():
+                row.setdefault(layer, {})[kind] = _rounded(values, decimals)
+    return {"gating": row} if row else {}
 
 
 def _rounded(values: Tensor, decimals: int) -> Any:
@@ -45,16 +36,6 @@ def _rounded(values: Tensor, decimals: int) -> Any:
     if values.ndim > 1:
         return [_rounded(row, decimals) for row in values]
     return [round(x, decimals) if x - x == 0 else None for x in values.float().tolist()]
-
-
-def _first_batches(run: Run) -> Iterator[Any]:
-    """Yield the first test batches of this process, nonlocality_images in all."""
-    left = run.recipe.nonlocality_images or 0
-    for images, labels in run.test:
-        yield images[:left], labels[:left]
-        left -= len(images)
-        if left <= 0:
-            return
 
 
 def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:

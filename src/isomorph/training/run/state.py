@@ -53,8 +53,6 @@ from isomorph.training.classification import recipe_task
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.parallel import distribute, gathered_state_dict, prepare_model
 from isomorph.training.recipe.recipe import Recipe, changed_fields, identity_json
-from isomorph.training.run.guards import LossGuard
-from isomorph.training.run.log import check_tracker
 from isomorph.training.task import Objective
 
 _TOTALS = "progress.totals"
@@ -69,8 +67,7 @@ class Run:
     - train, test: the training data, and the batches of this process's test images; config: the images' size and norm
     - order, share: the order of the training images, and the parts of every batch that this process trains on
     - objective, optimizer, scheduler; header: what rebuilds the model from a checkpoint; start: what its weights were
-    - guard: watches the loss; total: sums of loss and training accuracy over the steps of this epoch
-    - batches: the training batches, once begun; warned: True once it was said that loading is slow
+    - total: sums of loss and training accuracy over the steps of this epoch; batches: the training batches, once begun
 
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
@@ -82,7 +79,6 @@ class Run:
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.recipe, self.runtime, self.kind = recipe, runtime, recipe_task(recipe)
-        check_tracker(recipe)
         check_files(recipe)
         self.found = find_snapshot(recipe, runtime)
         if not self.found and recipe.model.start == "weights" and not (recipe.model.weights or recipe.model.pretrained):
@@ -98,11 +94,10 @@ class Run:
         self.test: Iterable[Any] = self.kind.test_loader(recipe, self.config, test, runtime)
         self._check_layers(model.to(runtime.device))
         self._assemble(model)
-        self.guard, self.start = LossGuard(recipe.divergence, self.progress.first_loss), record(model).start
+        self.start = record(model).start
         dtype = _TOTAL_DTYPES.get(runtime.device.type, torch.float64)
         self.total = torch.zeros(2, device=runtime.device, dtype=dtype)
         self.batches: Iterator[Any] | None = None
-        self.warned = False
         if self.found:
             self._restore(self.found)
 
@@ -130,12 +125,12 @@ class Run:
         recipe = self.recipe
         if recipe.anneal and self.progress.recast:
             annealed_layers(model)
-        if recipe.monitor_every or recipe.nonlocality_images:
+        if recipe.monitor_every:
             inputs = self.kind.attention_inputs(self.config)
             if inputs is None:
-                raise UserError("monitor_every and nonlocality_images are for models of images; leave them out")
+                raise UserError("monitor_every is for models of images; leave it out")
             watched = model if self.progress.recast else apply_surgery(copy.deepcopy(model), recipe.model)
-            if recipe.nonlocality_images or not has_pyramids(watched):  # whose branches are monitored in any model
+            if not has_pyramids(watched):  # whose branches are monitored in any model
                 logit_stats(watched, inputs.to(self.runtime.device))
 
     def _assemble(self, model: nn.Module) -> None:
@@ -276,7 +271,6 @@ class Run:
         """Write a snapshot. Raises: UserError when it cannot be written."""
         self._share_buffers()
         tensors, values = self.tensors()
-        self.progress.first_loss = self.guard.first
         state = {
             "optimizer": values,
             "recipe": json.loads(identity_json(self.recipe)),
