@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
 import timm
 import torch
 from torch import Tensor, nn
 
 import isomorph as iso
-from isomorph.report.figures import PALETTE, pyplot
 
-LINEAR, NORM, PLAIN = PALETTE[0], PALETTE[1], PALETTE[2]
+matplotlib.use("Agg")
+INK = "#808890"
+"""A grey that is readable on light and dark pages."""
+LINEAR, NORM, PLAIN = "#2f72d8", "#d9651c", "#25694e"
 PART_COLOURS = {"Linear": LINEAR, "BatchNorm": NORM}
 
 
@@ -19,16 +23,14 @@ def draw_box(axes: Any, x: float, y: float, label: str, colour: str, width: floa
     corner = (x - width / 2, y - height / 2)
     style = "round,pad=0,rounding_size=0.08"
     axes.add_patch(
-        pyplot().matplotlib.patches.FancyBboxPatch(
-            corner, width, height, boxstyle=style, fc=colour, ec=colour, alpha=0.28
-        )
+        matplotlib.patches.FancyBboxPatch(corner, width, height, boxstyle=style, fc=colour, ec=colour, alpha=0.28)
     )
     axes.text(x, y, label, ha="center", va="center", fontsize=8.5)
 
 
 def draw_arrow(axes: Any, start: tuple[float, float], stop: tuple[float, float]) -> None:
     """Draw an arrow between two points."""
-    axes.annotate("", stop, start, arrowprops=dict(arrowstyle="-|>", lw=1, color="#808890", shrinkA=0, shrinkB=0))
+    axes.annotate("", stop, start, arrowprops=dict(arrowstyle="-|>", lw=1, color=INK, shrinkA=0, shrinkB=0))
 
 
 def clear_axes(axes: Any, width: float, height: float) -> None:
@@ -52,7 +54,7 @@ def draw_chains(axes: Any, chains: Sequence[Sequence[str]], bottom: float) -> No
     top = bottom + 0.85 * max(map(len, chains)) + 0.7
     middle = 1.6 * len(chains) / 2
     axes.text(middle, bottom - 1.25, "input", ha="center", va="center")
-    draw_box(axes, middle, top, "+", "#808890", width=0.6)
+    draw_box(axes, middle, top, "+", INK, width=0.6)
     draw_arrow(axes, (middle, top + 0.3), (middle, top + 0.85))
     axes.text(middle, top + 1.0, "output", ha="center", va="bottom")
     for number, chain in enumerate(chains):
@@ -64,7 +66,7 @@ def draw_chains(axes: Any, chains: Sequence[Sequence[str]], bottom: float) -> No
             draw_box(axes, x, y, name, PART_COLOURS[name], width=1.3)
             if step:
                 draw_arrow(axes, (x, y - 0.55), (x, y - 0.3))
-        axes.plot((x, x), (last + 0.3, top - 0.8), color="#808890", lw=1)
+        axes.plot((x, x), (last + 0.3, top - 0.8), color=INK, lw=1)
         draw_arrow(axes, (x, top - 0.8), (middle + 0.2 * (number - 1), top - 0.3))
 
 
@@ -76,7 +78,7 @@ def pyramid_diagram() -> Any:
     pyramid = wide.get_submodule("blocks.0.mlp.fc1")
     chains = [part_names(chain) for chain in pyramid.chains]
     fused = iso.fuse(wide).get_submodule("blocks.0.mlp.fc1")
-    figure, axes = pyplot().subplots(figsize=(7.2, 4.9))
+    figure, axes = plt.subplots(figsize=(7.2, 4.9))
     draw_chains(axes, chains, bottom=2.1)
     axes.text(2.4, 0.2, f"in training: {count(pyramid)} parameters", ha="center")
     draw_arrow(axes, (5.3, 3.8), (6.9, 3.8))
@@ -102,7 +104,7 @@ def coatnet_diagram() -> Any:
     net = timm.create_model("coatnet_0").eval()
     shapes = record_stages(net, torch.zeros(1, 3, 224, 224))
     kinds = ["convolution", "MBConv", "MBConv", "relative attention", "relative attention"]
-    figure, axes = pyplot().subplots(figsize=(7.6, 3.0))
+    figure, axes = plt.subplots(figsize=(7.6, 3.0))
     x = 0.9
     draw_arrow(axes, (0.05, 2.2), (0.3, 2.2))
     for number, ((channels, height, width), kind) in enumerate(zip(shapes, kinds, strict=True)):

@@ -13,8 +13,9 @@ import os
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import timm
 import torch
@@ -22,16 +23,35 @@ from PIL import Image
 from torch import Tensor, nn
 
 import isomorph as iso
-from docs_diagrams import coatnet_diagram, pyramid_diagram
-from isomorph.report.charts import Bars
-from isomorph.report.figures import QueryMaps, draw_chart, maps_figure, pyplot, style
+from docs_diagrams import INK, LINEAR, NORM, PLAIN, coatnet_diagram, pyramid_diagram
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 RESULTS = Path(__file__).parent / "results"
 PELICAN = ("imagenet_samples-000.tar", "0144_n02051845_pelican.jpg")
 QUERY = (0.42, 0.62)
 """The query of all maps, as fractions of height and width: the pelican's neck."""
-HEAD_NAMES = ["up left", "up", "up right", "left", "middle", "right", "down left", "down", "down right"]
+STYLE: dict[str, Any] = {
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "legend.fontsize": 8,
+    "grid.alpha": 0.2,
+    "svg.fonttype": "none",
+    "axes.prop_cycle": plt.cycler("color", (LINEAR, NORM, PLAIN)),
+    "axes.axisbelow": True,
+}
+"""matplotlib's style of all pictures: no box, a transparent background."""
+
+
+class QueryMaps(NamedTuple):
+    """The map of every head from one query, and the query's row and column. Shape: maps (heads, h, w)"""
+
+    maps: np.ndarray
+    query: tuple[int, int]
 
 
 def read_image(size: int) -> np.ndarray:
@@ -57,7 +77,41 @@ def maps_from_query(maps: Tensor, grid: tuple[int, int], prefix: int = 0) -> Que
     """Return the map of every head from the query. Shape: maps (heads, queries, keys), prefix tokens first"""
     row, column = int(QUERY[0] * grid[0]), int(QUERY[1] * grid[1])
     values = maps[:, prefix + row * grid[1] + column, prefix:].unflatten(-1, grid)
-    return QueryMaps(values.numpy(), (row, column), grid)
+    return QueryMaps(values.numpy(), (row, column))
+
+
+def maps_figure(image: np.ndarray, rows: Mapping[str, QueryMaps]) -> Any:
+    """Return a figure of maps by head (columns), next to the image with the query framed. Shape: image (H, W, 3)"""
+    heads = max(len(row.maps) for row in rows.values())
+    figure, axes = plt.subplots(len(rows), heads + 1, figsize=(0.92 * (heads + 1), 1.0 * len(rows)), squeeze=False)
+    for number, cell in enumerate(axes[0, 1:], 1):
+        cell.set_title(f"head {number}", fontsize=7, pad=3)
+    for line, (name, (maps, (row, column))) in zip(axes, rows.items(), strict=True):
+        for cell, values in zip(line, [image, *maps], strict=False):
+            cell.imshow(
+                values, cmap="magma", vmin=0, interpolation="nearest", extent=(0, maps.shape[2], maps.shape[1], 0)
+            )
+            remove_ticks(cell)
+        line[0].add_patch(plt.Rectangle((column, row), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+    figure.subplots_adjust(wspace=0.06, hspace=0.08)
+    return figure
+
+
+def bars_figure(title: str, label: str, series: Mapping[str, Mapping[str, float]]) -> Any:
+    """Return a figure of bars: {series: {group: value}}, all with the same groups."""
+    groups = list(next(iter(series.values())))
+    height = 0.8 / len(series)
+    figure, axes = plt.subplots(figsize=(4.6, (0.14 * len(series) + 0.1) * len(groups) + 0.9))
+    for i, (name, values) in enumerate(series.items()):
+        middles = np.arange(len(groups)) + (i - (len(series) - 1) / 2) * height
+        axes.barh(middles, [values[group] for group in groups], 0.9 * height, label=name)
+    axes.set_yticks(range(len(groups)), groups)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=label)
+    axes.grid(axis="x")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
 
 
 @torch.no_grad()
@@ -98,8 +152,8 @@ def gates_and_spans(runs: Path) -> Any:
     tcnn = iso.load(folder / "model.safetensors")
     fresh = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="paper"), where="layer3.*.conv?")
     history = iso.training.gating_history(folder)
-    figure, axes = pyplot().subplots(1, 2, figsize=(7.4, 2.8))
-    shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(history.gates)))
+    figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8))
+    shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(history.gates)))
     starts = (iso.gates(fresh), iso.analysis.attention_spans(fresh))
     for cell, start, later in zip(axes, starts, (history.gates, history.spans), strict=True):
         for (name, values), colour in zip(later.items(), shades, strict=True):
@@ -152,7 +206,7 @@ def draw_map(cell: Any, values: np.ndarray, title: str, grid: tuple[int, int]) -
     """Draw one map with the query framed."""
     cell.imshow(values, cmap="magma", vmin=0, interpolation="nearest")
     row, column = int(QUERY[0] * grid[0]), int(QUERY[1] * grid[1])
-    cell.add_patch(pyplot().Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
+    cell.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
     cell.set_title(title, fontsize=8)
     remove_ticks(cell)
 
@@ -160,7 +214,7 @@ def draw_map(cell: Any, values: np.ndarray, title: str, grid: tuple[int, int]) -
 def locality(runs: Path) -> Any:
     """Return one head's positional attention at five localities."""
     grid, localities = (14, 14), (20.0, 2.0, 1.0, 0.25, 0.05)
-    figure, axes = pyplot().subplots(1, len(localities) + 1, figsize=(8.2, 1.7))
+    figure, axes = plt.subplots(1, len(localities) + 1, figsize=(8.2, 1.7))
     axes[0].imshow(read_image(224))
     axes[0].set_title("image", fontsize=8)
     axes[0].axis("off")
@@ -180,7 +234,7 @@ def gate(runs: Path) -> Any:
         value = 30.0 if share == 1 else -30.0 if share == 0 else float(np.log(share / (1 - share)))
         module.gate.fill_(value)  # type: ignore[union-attr, operator]
         maps[share] = tcnn_maps(model, layer, image).maps[8]
-    figure, axes = pyplot().subplots(1, len(maps) + 1, figsize=(8.2, 1.7))
+    figure, axes = plt.subplots(1, len(maps) + 1, figsize=(8.2, 1.7))
     axes[0].imshow(image)
     axes[0].set_title("image", fontsize=8)
     axes[0].axis("off")
@@ -201,7 +255,7 @@ def refiner(runs: Path) -> Any:
     expanded = torch.einsum("mi,bijk->bmjk", layer.expand, maps)
     local = torch.nn.functional.conv2d(expanded, layer.local()[:, None], padding=1, groups=expanded.shape[1])
     steps = {"4 maps": maps, "expanded": expanded, "convolved": local, "reduced": layer(maps)}
-    figure, axes = pyplot().subplots(4, 4, figsize=(5.0, 5.2))
+    figure, axes = plt.subplots(4, 4, figsize=(5.0, 5.2))
     for line, (title, maps_after) in zip(axes, steps.items(), strict=True):
         line[0].set_ylabel(title, rotation=0, ha="right", va="center")
         for cell, values in zip(line, maps_from_query(maps_after[0], (14, 14)).maps, strict=False):
@@ -238,8 +292,8 @@ def cost(runs: Path) -> Any:
         "Refined-ViT-S / DeiT-S": refined["MiB an image"] / deit["MiB an image"],
         "CoAtNet-0 / timm's": ours["MiB an image"] / timm_row["MiB an image"],
     }
-    figure = draw_chart(Bars("A training step", "times the plain network", {"time": times, "memory": memory}))
-    figure.axes[0].axvline(1, color="#808890", lw=1)
+    figure = bars_figure("A training step", "times the plain network", {"time": times, "memory": memory})
+    figure.axes[0].axvline(1, color=INK, lw=1)
     return figure
 
 
@@ -251,7 +305,7 @@ def robustness(runs: Path) -> Any:
     series: Mapping[str, Mapping[str, float]] = {
         title: {name: float(rows[name][column]) for name in names} for title, column in columns.items()
     }
-    return draw_chart(Bars("CIFAR-10, mean over five severities", "top-1 (%)", series), ["CNN", "T-CNN"])
+    return bars_figure("CIFAR-10, mean over five severities", "top-1 (%)", series)
 
 
 PICTURES: dict[str, Callable[[Path], Any]] = {
@@ -274,10 +328,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/docs"))
     options = parser.parse_args()
     for name in options.names or PICTURES:
-        with style():
+        with plt.style.context(STYLE):
             figure = PICTURES[name](options.runs)
             figure.savefig(FOLDER / name, dpi=110, bbox_inches="tight")
-            pyplot().close(figure)
+            plt.close(figure)
         print(f"wrote {FOLDER / name}, {(FOLDER / name).stat().st_size / 1024:.0f} KB")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import timm
 import torch
@@ -22,8 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import isomorph as iso
-from docs_pictures import FOLDER, as_batch, read_image
-from isomorph.report.figures import pyplot, style
+from docs_pictures import FOLDER, STYLE, as_batch, read_image
 
 LAYER = "layer3.0.conv1"
 """The layer that is shown; its queries are a quarter of the image, its keys half of it."""
@@ -60,7 +60,7 @@ def frame_query(cell: Any, grid: tuple[int, int]) -> None:
     """Frame the pixels that the query stands for."""
     row, column = (int(part * size) for part, size in zip(QUERY, grid, strict=True))
     corner = (column / grid[1], row / grid[0])
-    cell.add_patch(pyplot().Rectangle(corner, 1 / grid[1], 1 / grid[0], fill=False, ec="#ff3b30", lw=1.2))
+    cell.add_patch(plt.Rectangle(corner, 1 / grid[1], 1 / grid[0], fill=False, ec="#ff3b30", lw=1.2))
 
 
 def heads_figure(cnn: nn.Module, tcnn: nn.Module) -> Any:
@@ -69,7 +69,7 @@ def heads_figure(cnn: nn.Module, tcnn: nn.Module) -> Any:
     convolution = maps_of(iso.recast(cnn, CNN_RECAST[0], where=CNN_RECAST[1]), batch)
     position, content = maps_of(tcnn, batch, 20.0), maps_of(tcnn, batch, -20.0)
     shares = iso.gates(tcnn)[LAYER].tolist()
-    figure, axes = pyplot().subplots(len(HEADS), 4, figsize=(7.6, 2.0 * len(HEADS)))
+    figure, axes = plt.subplots(len(HEADS), 4, figsize=(7.6, 2.0 * len(HEADS)))
     for line, (name, head) in zip(axes, HEADS.items(), strict=True):
         draw_map(line[0], read_image(4 * SIDE))
         draw_map(line[1], convolution[head].numpy(), "convolution")
@@ -107,10 +107,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     checkpoint = parser.parse_args().checkpoint
     cnn, tcnn = timm.create_model("cifar_resnet20", pretrained=True).eval(), iso.load(checkpoint)
-    with style():
+    with plt.style.context(STYLE):
         figure = heads_figure(cnn, tcnn)
         figure.savefig(FOLDER / "heads.png", dpi=110, bbox_inches="tight", transparent=True)
-        pyplot().close(figure)
+        plt.close(figure)
     photograph_page(cnn, checkpoint, FOLDER / "analyze.png")
     for name in ("heads.png", "analyze.png"):
         picture = Image.open(FOLDER / name).convert("RGBA")

@@ -55,11 +55,9 @@ def analyze(
     overwrite: opt.Overwrite = False,
     layers: list[str] | None = None,
     test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    robustness: Annotated[list[Path] | None, opt.Several] = None,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     size: opt.Size | None = None,
     megabytes: float = 7.5,
-    speed: bool = False,
     device: opt.Device = "auto",
     json_: opt.Json = False,
 ) -> None:
@@ -78,14 +76,10 @@ def analyze(
         it exists.
     layers
         Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
-    robustness
-        Results of `isomorph robustness` (its --out file or its --json output) of MODEL, of --against, or of both.
     size
         Height and width of the input; by default the model's own.
     megabytes
         Target size of the page in megabytes; attention maps are subsampled to fit.
-    speed
-        Also measure images per second and peak memory.
     """
     if test.max_images < 4:
         raise UserError("--max-images must be at least 4")
@@ -93,33 +87,29 @@ def analyze(
         raise UserError("--evolution compares features of test images; give --data or --root too")
     out = opt.choose_page(out, "isomorph-analysis.html", overwrite)
     with opt.loading():
-        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table, lead_text
+        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table
         from isomorph.report.html import write_page
         from isomorph.report.page_images import open_images
-    models, results = _open_models([model, *([against] if against else [])], opening, device, robustness, size)
+    models = _open_models([model, *([against] if against else [])], opening, device, size)
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
         batches, sampled, evolutions = open_test_loaders(models, test)
-        options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
-        sections = analyze_sections(models, shown, layers, options)
-    written = write_page(out, " and ".join(m.name for m in models), lead_text(sections), sections, page_footer())
+        characters = int((megabytes - 0.4) * 1e6)
+        options = AnalyzeOptions(layers, batches, sampled, evolutions, characters, show_step)
+        sections = analyze_sections(models, shown, options)
+    written = write_page(out, " and ".join(m.name for m in models), sections[0].finding, sections, page_footer())
     measured = {"out": str(out), "bytes": written} | ({"evolution": evolutions} if evolutions else {})
     show(json_, measured, *([evolution_table(evolutions), ""] if evolutions else []), page_line(out, written))
 
 
 def _open_models(
-    names: list[str],
-    opening: opt.OpenOptions,
-    device: str,
-    robustness: list[Path] | None,
-    size: tuple[int, int] | None,
-) -> tuple[list["PageModel"], Any]:
-    """Open the models of a page for images of one size, and the results of robustness of them.
+    names: list[str], opening: opt.OpenOptions, device: str, size: tuple[int, int] | None
+) -> list["PageModel"]:
+    """Open the models of a page for images of one size.
 
     Raises: UserError for models of different numbers of image channels, or one that does not take the size.
     """
     from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
-    from isomorph.evaluation.robustness.cells import read_results, weights_hash
     from isomorph.report.page_models import unique_names
 
     titles = unique_names(names)
@@ -128,7 +118,6 @@ def _open_models(
     if len(set(channels)) > 1:
         counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
         raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
-    results = read_results(robustness, {m.name: weights_hash(m.model) for m in models}) if robustness else None
     common = size or models[0].config["input_size"][-2:]
     for entry in models:
         own = entry.config["input_size"][-2:]
@@ -139,13 +128,12 @@ def _open_models(
                 "unless you give --size",
                 sys.stderr,
             )
-    fitted = [
+    return [
         replace(m, model=fit_to_size(m.model, common), config=evaluation_config(m.model, common))
         if m.config["input_size"][-2:] != common
         else m
         for m in models
     ]
-    return fitted, results
 
 
 def open_page_model(
@@ -341,7 +329,7 @@ def _accuracy_points(folders: Sequence[Path], logs: Sequence[Any], evaluated: Se
 
     Raises: UserError for two points of one name.
     """
-    from isomorph.report.run_files import AccuracyPoint, best_top1, read_points
+    from isomorph.report.run_files import AccuracyPoint, read_points
     from isomorph.training.history import run_cost
 
     points = read_points(evaluated)
@@ -349,7 +337,7 @@ def _accuracy_points(folders: Sequence[Path], logs: Sequence[Any], evaluated: Se
         return points
     own = []
     for folder, log in zip(folders, logs, strict=True):
-        top1, data = best_top1(log), log.recipe.get("data") or {}
+        top1, data = log.best_top1, log.recipe.get("data") or {}
         if top1 is None:
             continue
         try:

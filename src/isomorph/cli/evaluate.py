@@ -331,14 +331,13 @@ def bench(
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.cost import cost_table
         from isomorph.evaluation.input_sizes import evaluation_config
-        from isomorph.report.analyze_page import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+        from isomorph.report.analyze_page import cost_tables
     models = {name: open_given(name, opening, pretrained=False, among=names) for name in names}
     sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
     for net in models.values():
         net.to(open_runtime(device).device)
     with progress_bar("measuring") as update:
         rows = list(cost_table(models, sizes, batch_size, seconds, peak, update, step))
-    tables = filter(None, (fixed_cost_table(rows), pass_cost_table(rows)))
-    show(json_, rows, *(part for table in tables for part in (table, "")), batch_cost_table(rows))
-    for problem in cost_problems(rows):
+    show(json_, rows, *[part for table in cost_tables(rows) for part in ("", table)][1:])
+    for problem in dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row):
         say(f"isomorph: {problem}", sys.stderr)

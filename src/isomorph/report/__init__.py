@@ -1,9 +1,8 @@
-"""HTML pages and figures that compare models and training runs."""
+"""HTML pages that compare models and training runs."""
 
 from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections
 from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
 from isomorph.report.compare_page import compare_sections
-from isomorph.report.figures import save_figures
 from isomorph.report.html import Section, write_page
 from isomorph.report.page_images import PageImage, open_images
 from isomorph.report.page_models import PageModel
@@ -25,7 +24,6 @@ __all__ = [
     "compare_sections",
     "open_images",
     "read_run_logs",
-    "save_figures",
     "write_page",
 ]
 

@@ -2,28 +2,27 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isomorph.analysis import attention_spans, gates, logit_stats
 from isomorph.analysis.batches import batches
-from isomorph.analysis.cka import CKA, gram_matrices, hsic, matching_batches, pool_features
+from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
-from isomorph.analysis.features import feature_layers
 from isomorph.errors import UserError
-from isomorph.evaluation.cost import cost_table, static_cost
-from isomorph.report import findings, guides
+from isomorph.evaluation.cost import static_cost
+from isomorph.report import guides
 from isomorph.report.attention_viewer import (
+    EQUAL_BOUNDS,
     MAX_MAP_CHARACTERS,
-    Viewer,
     ViewerModel,
     build_viewer,
     capture_layer_maps,
 )
-from isomorph.report.charts import Dots, Line, Matrix, Panel, Table, format_number
+from isomorph.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
 from isomorph.report.html import Details, ImageCard, Section
 from isomorph.report.page_images import PageImage, normalise_images
 from isomorph.report.page_models import (
@@ -35,8 +34,8 @@ from isomorph.report.page_models import (
     model_history,
     name_classes,
 )
-from isomorph.report.robustness_page import RobustnessData, robustness_charts, robustness_table, shared_means
 from isomorph.surgery.where import Where
+from isomorph.terminal_tables import count_of
 
 RESOLUTION = 1e-3
 """Smaller differences of gates, spans, distances, entropies and logits are not drawn."""
@@ -65,33 +64,6 @@ GATING = (
 STATISTICS = (*MEASURES.values(), HeadMeasure("Largest attention logit", "logit", _largest_logits))
 
 
-@torch.no_grad()
-def pairwise_cka(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[Any]]) -> dict[tuple[str, str], CKA]:
-    """Return unbiased linear CKA between two models and within each (`iso.cka` with read=pooled), in one pass.
-
-    Each model has its own loader of the same images, normalised for it. Only the Gram matrices of one batch are in
-    memory at a time. A single model is compared with itself.
-
-    Shape: loaders of (images (B, C, H, W), ...) -> {(model, model): (layers, layers)}
-    Raises: UserError when a model has no layers that timm names, or no batch has 4 images.
-    """
-    names = list(models)
-    pairs = dict.fromkeys([(names[0], names[-1]), *((name, name) for name in names)])
-    layers = {name: feature_layers(model, None, 1) for name, model in models.items()}
-    sums: dict[tuple[str, str], Any] = dict.fromkeys(pairs, 0.0)
-    for several in matching_batches(zip(*(batches(loaders[name]) for name in names), strict=True)):
-        found = {
-            name: gram_matrices(models[name], x, layers[name], pool_features)
-            for name, x in zip(names, several, strict=True)
-        }
-        sums = {(a, b): total + hsic(found[a], found[b]) for (a, b), total in sums.items()}
-    own = {name: sums[name, name].diagonal() for name in names}
-    return {
-        (a, b): CKA(total / (own[a][:, None] * own[b]).sqrt(), list(layers[a]), list(layers[b]))
-        for (a, b), total in sums.items()
-    }
-
-
 def evolution_table(evolution: Evolution) -> Table:
     """Return a table with a row for each layer: F_k of each model, a dash where it has no layer of that name."""
     layers = dict.fromkeys(layer for values in evolution.values() for layer in values)
@@ -103,45 +75,30 @@ def _mebibytes(count: int | None) -> str:
     return "-" if count is None else f"{count / 2**20:,.1f}"
 
 
-def _image_size(row: CostRow) -> str:
-    return f"{row['height']}x{row['width']}"
+def _millions(row: CostRow, key: str) -> str:
+    return f"{row[key] / 1e6:,.1f}" if key in row else "-"
 
 
-def fixed_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
-    """Return a table with a row for each model and image size: the costs that do not depend on the batch size."""
-    by_size = {(row["model"], _image_size(row)): row for row in rows}
-    body = (
-        [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", _mebibytes(row["saved_bytes"])]
-        for (name, size), row in by_size.items()
-    )
-    return [["one image", "size", "parameters", "M MACs", "saved MiB"], *body]
+def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
+    """Return rows of `iso.cost_table` as text: the costs of one image, of a pass if any, and of batches if measured.
 
-
-def pass_cost_table(rows: Sequence[CostRow]) -> Table:
-    """Return a table of the MACs of a forward pass: in inference, and in training in closed form and branch by branch.
-
-    It has a row for each image size of a model that has pyramids, or whose pass has a fixed cost in addition to the
-    cost per image. Without such a model, the table is empty.
+    The costs of a pass are the MACs in inference, and in training in closed form and branch by branch, of models with
+    pyramids, or whose pass has a fixed cost in addition to the cost per image.
     """
-    by_size = {(row["model"], _image_size(row)): row for row in rows if row["step_macs"] or "branch_macs" in row}
-    body = [
-        [*name, *(f"{row[key] / 1e6:,.1f}" if key in row else "-" for key in PASS_COSTS)]
-        for name, row in by_size.items()
+    by_size = {(row["model"], f"{row['height']}x{row['width']}"): row for row in rows}
+    image = [
+        [*key, f"{row['parameters']:,}", _millions(row, "macs"), _mebibytes(row["saved_bytes"])]
+        for key, row in by_size.items()
     ]
-    return [["M MACs", "size", *PASS_COSTS.values()], *body] if body else []
-
-
-def cost_problems(rows: Sequence[CostRow]) -> list[str]:
-    """Return the reasons why peak memory could not be measured, each once."""
-    return list(dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row))
-
-
-def batch_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
-    """Return a table with a row for each cost row: peak memory, images per second, quartiles, ratio."""
-    body = (
+    one_pass = [
+        [*key, *(_millions(row, cost) for cost in PASS_COSTS)]
+        for key, row in by_size.items()
+        if row["step_macs"] or "branch_macs" in row
+    ]
+    batch = [
         [
             row["model"],
-            f"{row['batch']} x {_image_size(row)}",
+            f"{row['batch']} x {row['height']}x{row['width']}",
             _mebibytes(row["peak_bytes"]),
             _mebibytes(row["training_peak_bytes"]),
             f"{row['images_per_second']:,.1f}",
@@ -149,8 +106,64 @@ def batch_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
             f"{row['ratio']:.2f}",
         ]
         for row in rows
+        if "batch" in row
+    ]
+    tables = [
+        [["one image", "size", "parameters", "M MACs", "saved MiB"], *image],
+        [["M MACs", "size", *PASS_COSTS.values()], *one_pass],
+        [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *batch],
+    ]
+    return [table for table in tables if len(table) > 1]
+
+
+def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> str:
+    """Return how far the outputs of two models are apart; empty without classes in common. Shape: (B, classes)"""
+    first, second = logits
+    if first is None or second is None or first.shape != second.shape:
+        return ""
+    difference, largest = float((first - second).abs().max()), float(first.abs().max())
+    images, same = count_of(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
+    if not difference < torch.inf:
+        return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
+    if difference == 0:
+        return f"{names[1]} and {names[0]} compute the same outputs on {images}: difference 0."
+    apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
+    agree = f"the predicted class is the same on {same} of {len(first)}"
+    return f"On {images}, the outputs of {names[1]} and {names[0]} are {apart}; {agree}."
+
+
+def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float]]]) -> str:
+    """Return in how many heads the attention of two models differs; empty without comparable layers.
+
+    `differences` are the largest ones of each layer by image and head, as `largest_differences` returns them.
+    """
+    heads = {
+        (layer, i + 1): max(of)
+        for layer, images in differences.items()
+        for i, of in enumerate(zip(*images, strict=True))
+    }
+    if not heads:
+        return ""
+    (layer, head), largest = max(heads.items(), key=lambda item: item[1])
+    if bounds := [bound for bound in EQUAL_BOUNDS if largest <= bound]:
+        within = f"{bounds[0]:.0e}".replace("e-0", "e-")
+        return f"The attention maps of both models are equal within {within} in all {len(heads)} heads."
+    count = sum(value > EQUAL_BOUNDS[-1] for value in heads.values())
+    return (
+        f"The attention maps of {names[1]} and {names[0]} differ in {count} of {len(heads)} heads, most in {layer}, "
+        f"head {head}: by {format_number(largest)}."
     )
-    return [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *body]
+
+
+def cost_finding(rows: Sequence[CostRow]) -> str:
+    """Return parameters and MACs of one model, or how much the second differs from the first."""
+    first, last = rows[0], rows[-1]
+    if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
+        return (
+            f"{first['model']} has {first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image."
+        )
+    parameters, macs = (100 * (last[key] / first[key] - 1) for key in ("parameters", "macs"))
+    return f"{last['model']} compared with {first['model']}: parameters {parameters:+.3g} %, MACs {macs:+.3g} %."
 
 
 def _measure_charts(
@@ -172,37 +185,27 @@ def _measure_charts(
 
 def _gating_section(charts: Sequence[Dots]) -> Section:
     """Return the section of gates and spans, with the number of heads that have no span."""
-    texts = []
-    for chart in charts[1:]:
-        for name, layers in chart.series.items():
-            if count := sum(value != value for heads in layers.values() for value in heads):
-                texts.append(
-                    f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
-                )
-    finding = "" if charts[0].constant_text() else findings.gates_finding(charts[0])
-    return Section("Gates and spans", " ".join(texts), charts=charts, finding=finding, guide=guides.GATES)
+    lost = {
+        name: sum(value != value for heads in layers.values() for value in heads)
+        for chart in charts[1:]
+        for name, layers in chart.series.items()
+    }
+    texts = [
+        f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
+        for name, count in lost.items()
+        if count
+    ]
+    return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
-def _cost_sections(models: Sequence[PageModel], measure_speed: bool) -> list[Section]:
-    """Return the cost of each model at the page's image size; with speed and peak memory if asked for."""
-    size = models[0].config["input_size"][-2:]
-    rows: Sequence[CostRow]
-    if measure_speed:
-        rows = list(cost_table({m.name: m.model for m in models}, [size]))
-        finding = findings.cost_finding([row for row in rows if row["batch"] == rows[0]["batch"]])
-    else:
-        costs = [(m.name, static_cost(m.model, m.config["input_size"])) for m in models]
-        rows = [{"model": name, "height": size[0], "width": size[1], **cost} for name, cost in costs]
-        finding = findings.cost_finding(rows)
-    sections = [Section("Cost", "Of one image.", fixed_cost_table(rows), finding=finding, guide=guides.COST)]
-    if passes := pass_cost_table(rows):
-        sections.append(Section("Cost per pass", table=passes, guide=guides.PASS_COST))
-    if measure_speed:
-        text, finding = "On this machine, the models in alternation.", findings.speed_finding(rows)
-        details = Details("Measurements that failed", problems) if (problems := cost_problems(rows)) else None
-        speed = Section("Speed and memory", text, batch_cost_table(rows), details=details, finding=finding)
-        sections.append(replace(speed, guide=guides.SPEED))
-    return sections
+def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
+    """Return the cost of each model at the page's image size, and that of a pass where it has one."""
+    height, width = models[0].config["input_size"][-2:]
+    costs = {m.name: static_cost(m.model, m.config["input_size"]) for m in models}
+    rows = [{"model": name, "height": height, "width": width, **cost} for name, cost in costs.items()]
+    first, *passes = cost_tables(rows)
+    sections = [Section("Cost", "Of one image.", first, finding=cost_finding(rows), guide=guides.COST)]
+    return sections + [Section("Cost per pass", table=table, guide=guides.PASS_COST) for table in passes]
 
 
 def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None:
@@ -216,141 +219,93 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
     return Details(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
 
 
-def _attention_section(
-    models: Sequence[ViewerModel],
-    images: Sequence[PageImage],
-    problems: Mapping[str, Mapping[str, str]],
-    framing: str,
-    max_map_characters: int,
-) -> Section:
-    """Return the attention viewer, or the images and predictions where no map can be drawn."""
-    viewer, details = build_viewer(models, images, max_map_characters), _undrawn_layers(problems)
-    if viewer:
-        text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
-        guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])
-        return Section("Attention", text, viewer=viewer, details=details, guide=guide)
-    reason = (
-        "None of its attention layers can be drawn."
-        if details
-        else "The model has no attention to draw; isomorph recast adds some."
-    )
-    prefixes = [f"{model.name}: " if len(models) > 1 else "" for model in models]
-    cards = []
-    for i, image in enumerate(images):
-        lines = [f"{p}{m.predictions[i]}" for p, m in zip(prefixes, models, strict=True) if m.predictions]
-        cards.append(ImageCard(image.data_uri(), image.name, lines))
-    return Section("Predictions", f"{framing} {reason}", images=cards, details=details, guide=guides.PREDICTIONS)
-
-
-def lead_text(sections: Sequence[Section]) -> str:
-    """Return the finding of the page: that of its first section, and of robustness where it was measured."""
-    found = [section.finding for i, section in enumerate(sections) if i == 0 or section.title == "Robustness"]
-    return " ".join(filter(None, found))
-
-
 @dataclass(frozen=True)
 class AnalyzeOptions:
     """Optional content of `analyze_sections`.
 
-    `cka_batches` are loaders by model of the same images for CKA, `cka_images` names them in words; `evolution` is
-    F_k of every layer by model (`iso.analysis.feature_evolution`); `robustness` are results of `isomorph robustness`.
-    `measure_speed` adds speed and peak memory. Attention maps are thinned to `max_map_characters` characters.
+    `layers` are globs over the attention layers to show, all by default. `cka_batches` are loaders by model of the same
+    images for CKA, `cka_images` names them in words; `evolution` is F_k of every layer by model
+    (`iso.analysis.feature_evolution`). Attention maps are thinned to `max_map_characters` characters.
     `report_progress` is called with what is being computed.
 
     >>> images = [(torch.randn(8, 3, 32, 32), None)]
-    >>> iso.report.AnalyzeOptions(cka_batches={"CNN": images}, cka_images="8 random images").measure_speed
-    False
+    >>> iso.report.AnalyzeOptions(cka_batches={"CNN": images}, cka_images="8 random images").cka_images
+    '8 random images'
     """
 
+    layers: Where | None = None
     cka_batches: Mapping[str, Iterable[Any]] = field(default_factory=dict)
     cka_images: str = ""
     evolution: Evolution = field(default_factory=dict)
-    robustness: RobustnessData | None = None
-    measure_speed: bool = False
     max_map_characters: int = MAX_MAP_CHARACTERS
     report_progress: Callable[[str], None] = lambda doing: None
 
 
-def _comparison_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
-    """Return the sections of CKA, feature evolution and robustness, where they are asked for."""
+def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
+    """Return the sections of CKA between two models (or within one) and of feature evolution, if they are asked for."""
     sections = []
     if options.cka_batches:
         options.report_progress("CKA between layers")
-        charts = [
-            Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, cka.rows, cka.columns, cka.matrix.tolist())
-            for (a, b), cka in pairwise_cka({m.name: m.model for m in models}, options.cka_batches).items()
-        ]
+        first, second = models[0], models[-1]
+        loaders = [options.cka_batches[m.name] for m in (first, second)]
+        pairs = zip(*map(batches, loaders), strict=True)
+        cka = cka_of_pairs(first.model, second.model, pairs, read=pool_features)
+        title = f"{first.name} x {second.name}" if len(models) > 1 else f"Within {first.name}"
+        chart: Chart = Matrix(title, first.name, second.name, cka.rows, cka.columns, cka.matrix.tolist())
         text = f"On {options.cka_images}." if options.cka_images else ""
-        finding = findings.similarity_finding(charts[0])
-        sections.append(Section("Layer similarity (CKA)", text, charts=charts, finding=finding, guide=guides.CKA))
+        sections.append(Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA))
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
         lines = {name: Line(range(1, len(of) + 1), list(of.values())) for name, of in options.evolution.items()}
-        chart, finding = (
-            Panel("Feature evolution", "layer k", "F_k", lines),
-            findings.evolution_finding(options.evolution),
-        )
-        sections.append(Section("Feature evolution", text, charts=[chart], finding=finding, guide=guides.EVOLUTION))
-    if options.robustness:
-        cells, measured, problems = options.robustness
-        details = Details("Lines that could not be read", problems) if problems else None
-        table = robustness_table(cells)
-        robust = Section("Robustness", f"Images: {measured}.", table, charts=robustness_charts(cells), details=details)
-        finding = findings.robustness_finding(shared_means(cells))
-        sections.append(replace(robust, finding=finding, guide=guides.ROBUSTNESS))
+        chart = Panel("Feature evolution", "layer k", "F_k", lines)
+        sections.append(Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION))
     return sections
 
 
-def _first_section(
+def _attention_section(
     models: Sequence[PageModel],
     images: Sequence[PageImage],
     batches: Mapping[str, Tensor],
-    layers: Where | None,
-    gating: Sequence[Dots],
+    gates_of: Mapping[str, Any],
     options: AnalyzeOptions,
 ) -> Section:
-    """Return the attention or predictions of the models, with the finding of the whole page."""
-    gates_of = gating[0].series if gating else {}
-    shown: list[ViewerModel] = []
-    outputs: list[Tensor | None] = []
-    problems: dict[str, dict[str, str]] = {}
+    """Return the attention viewer, or images and predictions where no map can be drawn; with the page's finding."""
+    shown, outputs, problems = list[ViewerModel](), list[Tensor | None](), dict[str, dict[str, str]]()
     for m in models:
         options.report_progress(f"attention of {m.name}")
         batch = batches[m.name]
-        maps, problems[m.name] = capture_layer_maps(m.model, batch, layers, keep_exact=len(models) == 2)
-        outputs.append(class_logits(m.model, batch))
-        predictions = () if outputs[-1] is None else name_classes(m.model, outputs[-1])
+        maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact=len(models) == 2)
+        outputs.append(logits := class_logits(m.model, batch))
+        predictions = () if logits is None else name_classes(m.model, logits)
         shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions))
-    section = _attention_section(shown, images, problems, framing_text(models[0].config), options.max_map_characters)
-    return replace(section, finding=_page_finding(shown, outputs, images, section.viewer))
-
-
-def _page_finding(
-    models: Sequence[ViewerModel],
-    outputs: Sequence[Tensor | None],
-    images: Sequence[PageImage],
-    viewer: Viewer | None,
-) -> str:
-    """Return how far the outputs and the attention of two models are apart, or what one predicts, in sentences."""
-    names = [model.name for model in models]
-    found = [findings.outputs_finding(names, outputs)]
-    if not found[0]:
-        found = [findings.predictions_finding(m.name, [image.name for image in images], m.predictions) for m in models]
-    layers = viewer.data["layers"] if viewer else []
-    found.append(findings.maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
-    found += [f"{m.name} has no attention map to draw." for m in models if viewer and not m.maps]
-    return " ".join(filter(None, found)) or "The models give no classes, and none of their attention can be drawn."
+    viewer, details = build_viewer(shown, images, options.max_map_characters), _undrawn_layers(problems)
+    names, framing = [m.name for m in models], framing_text(models[0].config)
+    found = [outputs_finding(names, outputs)] if len(models) == 2 else []
+    if not any(found):
+        found = [f"{m.name} predicts {m.predictions[0]} for {images[0].name}." for m in shown if m.predictions]
+    if viewer:
+        layers = viewer.data["layers"]
+        found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
+        found += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
+    finding = " ".join(filter(None, found)) or "The models give no classes, and none of their attention can be drawn."
+    if viewer:
+        text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
+        guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])
+        return Section("Attention", text, viewer=viewer, details=details, finding=finding, guide=guide)
+    reason = "The model has no attention to draw; isomorph recast adds some."
+    reason = "None of its attention layers can be drawn." if details else reason
+    cards = []
+    for i, image in enumerate(images):
+        lines = [f"{m.name}: " * (len(models) > 1) + m.predictions[i] for m in shown if m.predictions]
+        cards.append(ImageCard(image.data_uri(), image.name, lines))
+    text, guide = f"{framing} {reason}", guides.PREDICTIONS
+    return Section("Predictions", text, images=cards, details=details, finding=finding, guide=guide)
 
 
 def analyze_sections(
-    models: Sequence[PageModel],
-    images: Sequence[PageImage],
-    layers: Where | None = None,
-    options: AnalyzeOptions | None = None,
+    models: Sequence[PageModel], images: Sequence[PageImage], options: AnalyzeOptions | None = None
 ) -> list[Section]:
-    """Return the sections of the analyze page for one or two models and some images.
-
-    The models take images of the same size; `layers` selects attention layers by globs, all by default.
+    """Return the sections of the analyze page for one or two models, which take images of the same size.
 
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
     >>> config = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
@@ -360,21 +315,22 @@ def analyze_sections(
     >>> [section.title for section in iso.report.analyze_sections(models, images)]
     ['Attention', 'Attention distance and entropy', 'Cost', 'Model history: ViT']
 
-    Raises: UserError when `layers` matches no attention layer.
+    Raises: UserError when the option `layers` matches no attention layer.
     """
     options = options or AnalyzeOptions()
     batches = {m.name: normalise_images(images, dict(m.config)).to(next(m.model.parameters())) for m in models}
     gating = _measure_charts(GATING, models)
-    sections = [_first_section(models, images, batches, layers, gating, options)]
+    sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
     sections += [_gating_section(gating)] if gating else []
     options.report_progress("attention statistics")
-    where = dict.fromkeys(batches, "*" if layers is None else layers)
+    where = dict.fromkeys(batches, "*" if options.layers is None else options.layers)
     if charts := _measure_charts(STATISTICS, models, batches, where):
-        finding = findings.distance_finding(charts[0].series)
-        distances = Section("Attention distance and entropy", "On the images above.", charts=charts, finding=finding)
-        sections.append(replace(distances, guide=guides.DISTANCE))
-    sections += _comparison_sections(models, options)
+        title, text = "Attention distance and entropy", "On the images above."
+        sections.append(Section(title, text, charts=charts, guide=guides.DISTANCE))
+    sections += _similarity_sections(models, options)
     options.report_progress("cost")
-    sections += _cost_sections(models, options.measure_speed)
-    histories = [Section(f"Model history: {m.name}", listing=model_history(m)) for m in models]
-    return [*sections, replace(histories[0], guide=guides.HISTORY), *histories[1:]]
+    sections += _cost_sections(models)
+    return sections + [
+        Section(f"Model history: {m.name}", listing=model_history(m), guide=guides.HISTORY * (m is models[0]))
+        for m in models
+    ]

@@ -4,7 +4,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -26,11 +26,6 @@ MAX_EXACT_BYTES = 2**30
 """Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page."""
 MAX_MAP_CHARACTERS = 7_300_000
 """Default limit of the characters of all maps of a page."""
-
-
-def first_stored_query(grid: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
-    """Return the row and column of the first stored query: the middle of the first block of step[0] x step[1]."""
-    return min(step[0] // 2, grid[0] - 1), min(step[1] // 2, grid[1] - 1)
 
 
 @dataclass(frozen=True)
@@ -63,30 +58,17 @@ class LayerMaps:
         """The largest error of a rounded value."""
         return float((self.ranges[..., 1] - self.ranges[..., 0]).max()) / LEVELS / 2
 
-    def query_at(self, y: float, x: float) -> tuple[int, int]:
-        """Return the row and column of the query at a point, given as fractions of height and width."""
-        rows, columns = self.where.queries
-        return min(int(y * rows), rows - 1), min(int(x * columns), columns - 1)
-
-    def maps_from(self, image: int, y: float, x: float) -> np.ndarray:
-        """Return the map of every head from the query at a point, as in `query_at`. Shape: -> (heads, h, w)"""
-        (rows, columns), (row, column) = self.where.queries, self.query_at(y, x)
-        query = self.where.prefix + row * columns + column
-        low, high = np.moveaxis(self.ranges[image][:, query, :, None], 1, 0)  # (heads, 1)
-        values = low + self.levels[image][:, query, self.where.prefix :] * ((high - low) / LEVELS)
-        if self.windows:
-            keys = self.windows.keys_of(query).numpy()
-            on_grid = np.zeros((len(values), rows * columns), values.dtype)
-            on_grid[:, keys[keys >= 0]] = values[:, keys >= 0]
-            values = on_grid
-        return values.reshape(len(values), *self.keys)
+    def stored_positions(self, step: tuple[int, int]) -> list[list[int]]:
+        """Return rows and columns of the stored queries: the middle of every block of step[0] x step[1] queries."""
+        return [
+            list(range(min(each // 2, size - 1), size, each))
+            for size, each in zip(self.where.queries, step, strict=True)
+        ]
 
     def stored_queries(self, step: tuple[int, int]) -> list[int]:
-        """Return the stored queries: the prefix tokens, and the middle of every block of step[0] x step[1] queries."""
-        (rows, columns), prefix = self.where.queries, self.where.prefix
-        first = first_stored_query(self.where.queries, step)
-        grid = np.arange(rows * columns).reshape(rows, columns)[first[0] :: step[0], first[1] :: step[1]]
-        return [*range(prefix), *(prefix + grid.ravel()).tolist()]
+        """Return the stored queries: the prefix tokens, and those of `stored_positions`."""
+        (rows, columns), prefix = self.stored_positions(step), self.where.prefix
+        return [*range(prefix), *(prefix + row * self.where.queries[1] + column for row in rows for column in columns)]
 
     def pack(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
         """Return the maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
@@ -203,52 +185,38 @@ class ViewerModel:
 
 @dataclass(frozen=True)
 class Viewer:
-    """Data of the page's script, packed maps by name, a sentence on rounding; and the models and images they show."""
+    """Data of the page's script, packed maps by name, and a sentence on rounding."""
 
     data: dict[str, Any] = field(repr=False)
     blobs: dict[str, str] = field(repr=False)
     note: str = ""
-    models: Sequence[ViewerModel] = field(default=(), repr=False)
-    images: Sequence[PageImage] = field(default=(), repr=False)
 
 
 def _pair_layers(models: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMaps | None]]]:
     """Return the models' maps side by side: by layer name, or by depth where two models share no name."""
     names = [list(model.maps) for model in models]
     if len(names) == 2 and all(names) and not set(names[0]) & set(names[1]):
-        return [
-            (" | ".join(n or "-" for n in pair), [m.maps.get(n) for m, n in zip(models, pair, strict=True)])
-            for pair in zip_longest(*names)
-        ]
-    union = dict.fromkeys(name for layers in names for name in layers)
-    return [(name, [model.maps.get(name) for model in models]) for name in union]
+        rows = [(" | ".join(name or "-" for name in pair), pair) for pair in zip_longest(*names)]
+    else:
+        rows = [(name, (name,) * len(models)) for name in dict.fromkeys(name for own in names for name in own)]
+    return [(title, [m.maps.get(n) for m, n in zip(models, of, strict=True)]) for title, of in rows]
 
 
-def _layer_geometry(
-    maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | None, layouts: list[list[list[int]]]
-) -> dict[str, Any]:
+def _layer_geometry(maps: LayerMaps, step: tuple[int, int], layouts: list[list[list[int]]]) -> dict[str, Any]:
     """Return what the script needs to find a value in a layer's maps; `windows` is an index into `layouts`."""
-    queries = maps.where.queries
-    first = first_stored_query(queries, step)
-    stored = [len(range(start, size, each)) for start, size, each in zip(first, queries, step, strict=True)]
+    members = maps.windows and maps.windows.members
+    stored = maps.stored_positions(step)
     return {
         "heads": maps.levels.shape[1],
         "prefix": maps.where.prefix,
-        "queries": list(queries),
-        "first": list(first),
-        "stored": stored,
-        "keys": list(maps.keys),
-        "padded": any(maps.where.padding) or bool(maps.windows and (maps.windows.members < 0).any()),
-        "windows": maps.windows and layouts.index(maps.windows.members.tolist()),
+        "queries": maps.where.queries,
+        "first": [positions[0] for positions in stored],
+        "stored": list(map(len, stored)),
+        "keys": maps.keys,
+        "padded": any(maps.where.padding) or bool(members is not None and (members < 0).any()),
+        "windows": None if members is None else layouts.index(members.tolist()),
         "signed": bool((maps.ranges < 0).any()),
-        "gates": gates and json_numbers(gates),
     }
-
-
-def _window_layouts(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
-    """Return the distinct ways in which layers are cut into windows."""
-    distinct = {maps.windows.members.numpy().tobytes(): maps.windows for maps in layers if maps.windows}
-    return [windows.members.tolist() for windows in distinct.values()]
 
 
 def build_viewer(
@@ -259,13 +227,16 @@ def build_viewer(
     all_maps = [maps for _, of in pairs for maps in of if maps is not None]
     if not all_maps:
         return None
-    layouts = _window_layouts(all_maps)
+    distinct = {maps.windows.members.numpy().tobytes(): maps.windows.members for maps in all_maps if maps.windows}
+    layouts = [members.tolist() for members in distinct.values()]
     step, packed = pack_layer_maps(all_maps, len(images), max_map_characters - len(json.dumps(layouts)))
     number = {id(maps): i for i, maps in enumerate(all_maps)}
     layers = []
     for name, of in pairs:
         by_model = [
-            maps and _layer_geometry(maps, step, model.gates.get(maps.name), layouts) | {"maps": number[id(maps)]}
+            maps
+            and _layer_geometry(maps, step, layouts)
+            | {"maps": number[id(maps)], "gates": json_numbers(model.gates.get(maps.name, ())) or None}
             for model, maps in zip(models, of, strict=True)
         ]
         differences = largest_differences(*of) if len(of) == 2 else None
@@ -279,8 +250,7 @@ def build_viewer(
         "equalBounds": EQUAL_BOUNDS,
     }
     blobs = {f"{layer}-{image}": text for (layer, image), text in packed.items()}
-    rounded = [replace(m, maps={n: replace(maps, exact=None) for n, maps in m.maps.items()}) for m in models]
-    return Viewer(data, blobs, rounding_note(all_maps, step), rounded, images)
+    return Viewer(data, blobs, rounding_note(all_maps, step))
 
 
 def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> dict[str, Any]:

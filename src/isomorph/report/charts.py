@@ -1,4 +1,4 @@
-"""Charts as data: one class for each kind, independent of the browser and matplotlib, which draw them."""
+"""Charts as data: one class for each kind, independent of the browser, which draws them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,6 +19,7 @@ SERIES_SHIFT = 0.22
 """Distance between the dots of two series in one layer; layers are 1 apart."""
 
 
+@dataclass(frozen=True)
 class Chart(ABC):
     """A chart, as three forms of its numbers: a drawing, a table, and a sentence where there is nothing to draw.
 
@@ -30,12 +31,16 @@ class Chart(ABC):
     title: str
 
     @abstractmethod
-    def drawing(self) -> dict[str, Any]:
-        """Return what the page's script and matplotlib draw, as a dictionary for JSON."""
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of the drawing, for JSON, without title and table."""
 
     @abstractmethod
     def table(self) -> Table:
         """Return the chart's numbers as text; an empty table for curves of more than `MAX_TABLE_POINTS` points."""
+
+    def drawing(self) -> dict[str, Any]:
+        """Return what the page's script draws, as a dictionary for JSON."""
+        return {"title": self.title, "table": self.table(), **self.parts()}
 
     def constant_text(self) -> str:
         """Return a sentence with the values of a chart in which nothing changes; empty for a chart worth drawing."""
@@ -54,6 +59,10 @@ class Line(NamedTuple):
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
 
+    def values(self) -> list[float]:
+        """Return all values along the y axis."""
+        return [*self.y, *(self.low or ()), *(self.high or ())]
+
 
 @dataclass(frozen=True)
 class Panel(Chart):
@@ -67,19 +76,18 @@ class Panel(Chart):
     'Training loss'
     """
 
-    title: str
     x_label: str
     y_label: str
     lines: Mapping[str, Line]
     ordered: bool = False
     resolution: float = 0.0
 
-    def drawing(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         xs = [x for line in self.lines.values() for x in line.x]
-        ys = [y for line in self.lines.values() for y in _line_values(line)]
-        series = [_series(name, [list(zip(*filter(None, line), strict=True))]) for name, line in self.lines.items()]
+        ys = [y for line in self.lines.values() for y in line.values()]
+        series = [_series(name, [zip(*filter(None, line), strict=True)]) for name, line in self.lines.items()]
         x = _axis(self.x_label, xs) | {"whole": all(float(value).is_integer() for value in xs)}
-        return _plane(self, x, _axis(self.y_label, ys), series, ordered=self.ordered)
+        return {"kind": "plane", "x": x, "y": _axis(self.y_label, ys), "series": series, "ordered": self.ordered}
 
     def table(self) -> Table:
         xs = sorted({x for line in self.lines.values() for x in line.x})
@@ -90,7 +98,7 @@ class Panel(Chart):
         return [[self.x_label, *self.lines], *rows]
 
     def constant_text(self) -> str:
-        values = {name: _line_values(line) for name, line in self.lines.items()}
+        values = {name: line.values() for name, line in self.lines.items()}
         return _constant_sentence(self.title, values, f"at every {self.x_label}", self.resolution)
 
 
@@ -107,7 +115,6 @@ class Dots(Chart):
     'layer3.0.conv1'
     """
 
-    title: str
     y_label: str
     series: Mapping[str, Mapping[str, Sequence[float]]]
     limit: float | None = None
@@ -116,19 +123,19 @@ class Dots(Chart):
     @property
     def layers(self) -> list[str]:
         """Names of the layers of all series, in order of appearance."""
-        return list(dict.fromkeys(layer for values in self.series.values() for layer in values))
+        return _names(self.series)
 
-    def drawing(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         number, series = {layer: i for i, layer in enumerate(self.layers)}, []
         for k, (name, layers) in enumerate(self.series.items()):
-            shift = SERIES_SHIFT * (k - (len(self.series) - 1) / 2)
-            means = [(number[layer] + shift, mean) for layer, mean in layer_means(layers).items()]
-            heads = [(number[layer] + shift, v, layer) for layer, values in layers.items() for v in values]
-            series.append(_series(name, [sorted(means)], heads))
+            at = {layer: number[layer] + SERIES_SHIFT * (k - (len(self.series) - 1) / 2) for layer in layers}
+            known = {layer: [v for v in heads if math.isfinite(v)] for layer, heads in layers.items()}
+            means = sorted((at[layer], fmean(heads)) for layer, heads in known.items() if heads)
+            series.append(_series(name, [means], [(at[layer], v, layer) for layer in layers for v in layers[layer]]))
         values = [value for layers in self.series.values() for heads in layers.values() for value in heads]
         x = {"label": "layer", "range": [-0.5, len(number) - 0.5], "names": list(number)}
         y = _axis(self.y_label, [*values, 0, *([] if self.limit is None else [self.limit])])
-        return _plane(self, x, y, series, stops=[(i, None) for i in number.values()])
+        return {"kind": "plane", "x": x, "y": y, "series": series, "stops": [(i, None) for i in number.values()]}
 
     def table(self) -> Table:
         rows = [
@@ -151,20 +158,19 @@ class Bars(Chart):
     ['fog', 'snow']
     """
 
-    title: str
     y_label: str
     series: Mapping[str, Mapping[str, float]]
 
     @property
     def groups(self) -> list[str]:
         """Names of the groups of all series, in order of appearance."""
-        return list(dict.fromkeys(name for values in self.series.values() for name in values))
+        return _names(self.series)
 
-    def drawing(self) -> dict[str, Any]:
-        values = {name: json_numbers([of.get(g, math.nan) for g in self.groups]) for name, of in self.series.items()}
-        axis = _axis(self.y_label, [0, *(v for of in self.series.values() for v in of.values())])
-        series = [{"name": name, "values": of} for name, of in values.items()]
-        return _drawing(self, "bars", axis=axis, groups=self.groups, series=series)
+    def parts(self) -> dict[str, Any]:
+        values = {name: [of.get(group, math.nan) for group in self.groups] for name, of in self.series.items()}
+        axis = _axis(self.y_label, [0, *(v for of in values.values() for v in of)])
+        series = [{"name": name, "values": json_numbers(of)} for name, of in values.items()]
+        return {"kind": "bars", "axis": axis, "groups": self.groups, "series": series}
 
     def table(self) -> Table:
         rows = [[group, *(format_number(of.get(group)) for of in self.series.values())] for group in self.groups]
@@ -182,7 +188,6 @@ class Matrix(Chart):
     1.0
     """
 
-    title: str
     row_label: str
     column_label: str
     rows: Sequence[str]
@@ -191,10 +196,10 @@ class Matrix(Chart):
     low: float = 0.0
     high: float = 1.0
 
-    def drawing(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         names = {"rows": list(self.rows), "columns": list(self.columns), "x": self.column_label, "y": self.row_label}
-        values = [json_numbers(row) for row in self.values]
-        return _drawing(self, "matrix", **names, values=values, low=self.low, high=self.high)
+        values = list(map(json_numbers, self.values))
+        return {"kind": "matrix", **names, "values": values, "low": self.low, "high": self.high}
 
     def table(self) -> Table:
         rows = [[name, *map(format_number, row)] for name, row in zip(self.rows, self.values, strict=True)]
@@ -216,7 +221,6 @@ class Paths(Chart):
     2.0
     """
 
-    title: str
     series: Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 
     @property
@@ -225,22 +229,15 @@ class Paths(Chart):
         paths = (path for heads in self.series.values() for path in heads)
         return max([1.0, *(abs(value) for path in paths for position in path for value in position)])
 
-    def drawing(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         series, stops = [], []
         for layer, heads in self.series.items():
             lines = [[(column, row) for row, column in path] for path in heads]
             series.append(_series(layer, lines, [(*line[-1], layer) for line in lines if line]))
             stops += [line[-1] if line else None for line in lines]
         limits = [-1.08 * self.reach, 1.08 * self.reach]
-        return _plane(
-            self,
-            _axis("column, grid steps", limits),
-            _axis("row", limits),
-            series,
-            stops=stops,
-            ordered=True,
-            square=True,
-        )
+        axes = {"x": _axis("column, grid steps", limits), "y": _axis("row", limits)}
+        return {"kind": "plane", **axes, "series": series, "stops": stops, "ordered": True, "square": True}
 
     def table(self) -> Table:
         rows = [
@@ -260,19 +257,18 @@ class Scatter(Chart):
     'Accuracy and cost'
     """
 
-    title: str
     x_label: str
     y_label: str
     series: Mapping[str, Mapping[str, tuple[float, float]]]
 
-    def drawing(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         stops = [point for points in self.series.values() for point in points.values()]
-        axes = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]), _axis(self.y_label, [y for _, y in stops])
+        x, y = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]), _axis(self.y_label, [y for _, y in stops])
         series = [
             _series(name, [], [(*point, label) for label, point in points.items()])
             for name, points in self.series.items()
         ]
-        return _plane(self, *axes, series, stops=stops, labelled=True)
+        return {"kind": "plane", "x": x, "y": y, "series": series, "stops": stops, "labelled": True}
 
     def table(self) -> Table:
         rows = [
@@ -298,31 +294,17 @@ def json_numbers(values: Iterable[float]) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def layer_means(layers: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the mean over the finite values of each layer's heads, without layers that have none."""
-    known = {layer: [v for v in heads if math.isfinite(v)] for layer, heads in layers.items()}
-    return {layer: fmean(heads) for layer, heads in known.items() if heads}
+def _names(series: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for values in series.values() for name in values))
 
 
-def _line_values(line: Line) -> list[float]:
-    return [*line.y, *(line.low or ()), *(line.high or ())]
-
-
-def _drawing(chart: Chart, kind: str, **parts: Any) -> dict[str, Any]:
-    return {"kind": kind, "title": chart.title, "table": chart.table(), **parts}
-
-
-def _plane(chart: Chart, x: Mapping[str, Any], y: Mapping[str, Any], series: Any, **parts: Any) -> dict[str, Any]:
-    return _drawing(chart, "plane", x=x, y=y, series=series, **parts)
-
-
-def _series(name: str, lines: Sequence[Sequence[Any]], points: Sequence[Any] = ()) -> dict[str, Any]:
+def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()) -> dict[str, Any]:
     """Return a series: lines of (x, y) or (x, y, low, high), and named points (x, y, name)."""
     numbers = [[json_numbers(point) for point in line] for line in lines]
     return {"name": name, "lines": numbers, "points": [[*json_numbers((x, y)), label] for x, y, label in points]}
 
 
-def _axis(label: str, values: Sequence[float]) -> dict[str, Any]:
+def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
     """Return an axis with the range of its values, widened where they differ by rounding only."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
@@ -332,26 +314,23 @@ def _axis(label: str, values: Sequence[float]) -> dict[str, Any]:
     return {"label": label, "range": [low, high]}
 
 
-def _common_value(values: Iterable[float], resolution: float) -> float | None:
-    """Return the value that all finite values have, within the resolution or rounding; None if they differ."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
-        return None
-    low, high = min(known), max(known)
-    if high - low > max(resolution, ROUNDING * max(abs(low), abs(high))):
-        return None
-    middle = (low + high) / 2
-    return round(middle / resolution) * resolution + 0.0 if resolution else middle  # + 0.0: not -0
-
-
 def _constant_sentence(title: str, series: Mapping[str, Iterable[float]], where: str, resolution: float) -> str:
-    """Return a sentence with the constant value of each series; empty if any has none, or too many differ."""
-    values = [_common_value(numbers, resolution) for numbers in series.values()]
-    found = {name: format_number(value) for name, value in zip(series, values, strict=True)}
-    if not found or None in values:
-        return ""
+    """Return a sentence with the constant value of each series; empty if any has none, or too many differ.
+
+    Values are constant if they differ by no more than the resolution, or rounding.
+    """
+    found = {}
+    for name, values in series.items():
+        known = [value for value in values if math.isfinite(value)]
+        if not known:
+            return ""
+        low, high = min(known), max(known)
+        if high - low > max(resolution, ROUNDING * max(abs(low), abs(high))):
+            return ""
+        middle = (low + high) / 2
+        found[name] = format_number(round(middle / resolution) * resolution + 0.0 if resolution else middle)  # not -0
     if len(set(found.values())) == 1:
         return f"{title}: {next(iter(found.values()))} {where}."
-    if len(found) > MAX_NAMED_CONSTANTS:
+    if not found or len(found) > MAX_NAMED_CONSTANTS:
         return ""
     return f"{title}: {', '.join(f'{value} for {name}' for name, value in found.items())}, {where}."

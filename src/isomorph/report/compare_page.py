@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -13,10 +12,9 @@ from torch import Tensor
 from isomorph.analysis import GatingHistory
 from isomorph.report import guides
 from isomorph.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
-from isomorph.report.findings import accuracy_cost_finding, gates_moved, runs_finding
 from isomorph.report.html import Details, Section
 from isomorph.report.page_models import MEASURES
-from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog, best_top1
+from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog
 from isomorph.terminal_tables import METRIC_FORMATS, count_of
 
 
@@ -80,9 +78,39 @@ MAX_CURVE_POINTS = 600
 """Longer curves are drawn as means over as many equal parts."""
 
 
+CURVES = (
+    ("Training loss by step", "steps", "loss", "loss"),
+    ("Loss by epoch", "epochs", "loss", "loss"),
+    ("Top-1", "epochs", "top1", "%"),
+    ("Top-1 on training images, as augmented", "epochs", "train_top1", "%"),
+    ("NLL on the test set", "epochs", "nll", "nats"),
+    ("Reconstruction", "epochs", "reconstruction", "MSE"),
+    ("Alignment with the teacher", "epochs", "alignment", "smooth L1"),
+    ("Learning rate", "steps", "lr", "rate"),
+    ("Images per second", "steps", "images_per_second", "images / s"),
+    ("Largest attention logit, maximum over layers", "monitor", "max_logit", "max logit"),
+    ("Largest attention weight, maximum over layers", "monitor", "max_attention", "max attention"),
+    ("Attention entropy, mean over layers", "monitor", "entropy", "entropy"),
+    ("Similarity of the branches of pyramids (CKA), mean over layers", "monitor", "branch_similarity", "similarity"),
+)
+"""Title, log, key of the y axis, unit."""
+
+
 def curve(rows: LogRows, x: str, y: str) -> Line | None:
-    """Return the values of `y` by `x` where both are finite numbers, thinned to means; None without any."""
-    points = sorted((float(row[x]), float(row[y])) for row in rows if is_number(row.get(x)) and is_number(row.get(y)))
+    """Return the values of `y` by `x` where both are finite numbers, thinned to means; None without any.
+
+    Of values by layer, the largest is taken if `y` is a maximum, else the mean.
+    """
+
+    def number(row: dict[str, Any], key: str) -> Any:
+        value = row.get(key)
+        if not isinstance(value, Mapping):
+            return value
+        known = list(filter(is_number, value.values()))
+        return (max if key.startswith("max_") else fmean)(known) if known else None
+
+    pairs = ((number(row, x), number(row, y)) for row in rows)
+    points = sorted((float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b))
     if len(points) > MAX_CURVE_POINTS:
         cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
         parts = [points[a:b] for a, b in pairwise(cuts)]
@@ -90,77 +118,48 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
     return Line(*map(list, zip(*points, strict=True))) if points else None
 
 
-def _monitor_rows(log: RunLog, key: str, reduce: Any) -> LogRows:
-    """Return a measure of the monitor by step, reduced over layers (max or mean)."""
-    rows = []
-    for row in log.monitor:
-        values = [v for v in row[key].values() if is_number(v)] if isinstance(row.get(key), dict) else []
-        rows += [{"step": row.get("step"), key: reduce(values)}] if values else []
-    return rows
-
-
-CURVES = (
-    ("Training loss by step", "steps", "step", "loss", "loss"),
-    ("Loss by epoch", "epochs", "epoch", "loss", "loss"),
-    ("Top-1", "epochs", "epoch", "top1", "%"),
-    ("Top-1 on training images, as augmented", "epochs", "epoch", "train_top1", "%"),
-    ("NLL on the test set", "epochs", "epoch", "nll", "nats"),
-    ("Reconstruction", "epochs", "epoch", "reconstruction", "MSE"),
-    ("Alignment with the teacher", "epochs", "epoch", "alignment", "smooth L1"),
-    ("Learning rate", "steps", "step", "lr", "rate"),
-    ("Images per second", "steps", "step", "images_per_second", "images / s"),
-)
-"""Title, log, keys of the x and y axes, unit."""
-
-MONITOR_CURVES = (
-    ("Largest attention logit, maximum over layers", "max_logit", max),
-    ("Largest attention weight, maximum over layers", "max_attention", max),
-    ("Attention entropy, mean over layers", "entropy", fmean),
-    ("Similarity of the branches of pyramids (CKA), mean over layers", "branch_similarity", fmean),
-)
-"""Title, key of the monitor's log, reduction over layers."""
-
-
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
     """Return a chart of each logged value, one line for each run; values logged only once are in the table."""
-    curves = [
-        (title, x, unit, {log.name: curve(getattr(log, rows), x, y) for log in logs})
-        for title, rows, x, y, unit in CURVES
-    ]
-    for title, key, reduce in MONITOR_CURVES:
-        lines = {log.name: curve(_monitor_rows(log, key, reduce), "step", key) for log in logs}
-        curves.append((title, "step", key.replace("_", " "), lines))
     charts: list[Chart] = []
-    for title, x, unit, lines in curves:
-        drawn = {name: line for name, line in lines.items() if line}
-        if any(len(line.x) > 1 for line in drawn.values()):
-            charts.append(Panel(title, x, unit, drawn))
+    for title, rows, key, unit in CURVES:
+        x = "epoch" if rows == "epochs" else "step"
+        lines = {log.name: line for log in logs if (line := curve(getattr(log, rows), x, key))}
+        if any(len(line.x) > 1 for line in lines.values()):
+            charts.append(Panel(title, x, unit, lines))
     return charts
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return a group of fields of a recipe, empty for anything else: the file may be damaged."""
-    return value if isinstance(value, Mapping) else {}
+def runs_finding(best: Mapping[str, float | None]) -> str:
+    """Return the best top-1 of the runs and its lead over the second, or that several runs reach it."""
+    known = sorted(((round(value, 2), name) for name, value in best.items() if value is not None), reverse=True)
+    missing = f" {count_of(len(best) - len(known), 'run')} without a top-1." if len(known) < len(best) else ""
+    if not known:
+        return "No run has measured its top-1."
+    (value, name), *others = known
+    ties = sum(other == value for other, _ in known)
+    if not others:
+        return f"{name} reaches a top-1 of {value:.2f} %.{missing}"
+    if ties > 1:
+        return f"{ties} of {len(known)} runs reach the best top-1, {value:.2f} %.{missing}"
+    second, other = others[0]
+    return f"{name} reaches the best top-1, {value:.2f} %, {value - second:.2f} points above {other}.{missing}"
 
 
 def _results_table(logs: Sequence[RunLog]) -> Table:
     """Return a table of recipe, model, epochs, best top-1, and the last value of each metric."""
-    keys = [
-        key
-        for key in METRIC_FORMATS
-        if key != "images" and any(is_number(r.get(key)) for log in logs for r in log.epochs)
-    ]
+    measured = {key for log in logs for row in log.epochs for key, value in row.items() if is_number(value)}
+    keys = [key for key in METRIC_FORMATS if key in measured and key != "images"]
     rows = []
     for log in logs:
         last = {key: row[key] for row in log.epochs for key in keys if is_number(row.get(key))}
-        top = best_top1(log)
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         epochs = f"{sum(row.get('epoch') != 0 for row in log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = _mapping(log.recipe.get("model"))
-        rule = _mapping(model.get("recast")).get("rule")
+        model = log.recipe.get("model") or {}
+        rule = (model.get("recast") or {}).get("rule")
         recipe = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
+        top = "-" if log.best_top1 is None else f"{log.best_top1:.2f}"
         cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
-        rows.append([log.name, *recipe, epochs, "-" if top is None else f"{top:.2f}", *cells, f"{seconds:,.0f}"])
+        rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])
     labels = [METRIC_FORMATS[key][0] for key in keys]
     return [["", "recipe", "model", "epochs", "best top-1 (%)", *labels, "seconds"], *rows]
 
@@ -176,60 +175,36 @@ def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
     return {name: json.dumps(values)}
 
 
-def _recipe_differences(logs: Sequence[RunLog]) -> Table:
-    """Return a table with a row for each field in which the recipes differ; a missing field is equal to null."""
-    recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
-    names = list(dict.fromkeys(name for recipe in recipes for name in recipe))
-    rows = [
-        [name, *(recipe.get(name, "-") for recipe in recipes)]
-        for name in names
-        if len({recipe.get(name, "null") for recipe in recipes}) > 1
-    ]
-    return [["field", *(log.name for log in logs)], *rows]
-
-
-def _gating_charts(gating: Mapping[str, GatingHistory]) -> list[Chart]:
-    """Return charts of gates, spans and centres along each run; of a run with one saved model, its centres only."""
-    charts: list[Chart] = []
-    for run, history in gating.items():
-        title = f"Centres at the end: {run}"
-        if len(history.epochs) > 1:
-            title = f"Centres along training: {run}"
-            for what, unit, values in (
-                ("Gates", "sigma(gate)", history.gates),
-                ("Spans", "1 / locality", history.spans),
-            ):
-                charts.append(_along_panel(f"{what} along training: {run}", unit, history.epochs, values))
-        charts.append(Paths(title, {name: centre_paths(centres) for name, centres in history.centres.items()}))
-    return charts
-
-
 def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
     """Return the centres of each head at the epochs at which they are finite. Shape: (T, heads, 2)"""
     heads = (head[head.isfinite().all(1)].tolist() for head in centres.transpose(0, 1))
     return [[(row, column) for row, column in path] for path in heads]
 
 
-def _centreless_text(history: GatingHistory) -> str:
-    """Return a sentence on the heads that have no centre at the end; empty where all have one."""
-    count = sum(
-        int((spans[-1].isnan() & ~history.gates[name][-1].isnan()).sum()) for name, spans in history.spans.items()
-    )
-    return (
-        f"heads without a centre at the end (locality not positive), and so without a span: {count}." if count else ""
-    )
-
-
 def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
-    """Return the section of gates, spans and centres; none for runs without gated layers."""
-    charts = _gating_charts(gating)
-    if not charts:
-        return []
-    text = "Before training and after every epoch; centres from the first (ring) to the last (dot)."
-    guide = f"{guides.CENTRES} {guides.RANGE}"
-    centreless = [f"{run}: {lost}" for run, history in gating.items() if (lost := _centreless_text(history))]
-    title, finding = "Gates, spans and centres along training", gates_moved(gating)
-    return [Section(title, " ".join([text, *centreless]), charts=charts, finding=finding, guide=guide)]
+    """Return the section of gates, spans and centres along each run; of a run with one saved model, centres only."""
+    charts, texts = (
+        list[Chart](),
+        ["Before training and after every epoch; centres from the first (ring) to the last (dot)."],
+    )
+    for run, history in gating.items():
+        when = "along training" if len(history.epochs) > 1 else "at the end"
+        if len(history.epochs) > 1:
+            for title, unit, values in (
+                (f"Gates along training: {run}", "sigma(gate)", history.gates),
+                (f"Spans along training: {run}", "1 / locality", history.spans),
+            ):
+                charts.append(_along_panel(title, unit, history.epochs, values))
+        paths = {name: centre_paths(centres) for name, centres in history.centres.items()}
+        charts.append(Paths(f"Centres {when}: {run}", paths))
+        lost = sum(
+            int((spans[-1].isnan() & ~history.gates[name][-1].isnan()).sum()) for name, spans in history.spans.items()
+        )
+        if lost:
+            why = "without a centre at the end (locality not positive), and so without a span"
+            texts.append(f"{run}: heads {why}: {lost}.")
+    title, guide = "Gates, spans and centres along training", f"{guides.CENTRES} {guides.RANGE}"
+    return [Section(title, " ".join(texts), charts=charts, guide=guide)] if charts else []
 
 
 def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
@@ -240,7 +215,7 @@ def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
         for run, history in runs.items()
     ]
     text = f"At the epochs saved by keep_every in the recipe, on {images}."
-    guide = f"{guides.RANGE} {guides.MEASURES}"
+    guide = f"{guides.RANGE} {guides.DISTANCE}"
     return [Section("Attention along training", text, charts=charts, guide=guide)] if charts else []
 
 
@@ -249,30 +224,35 @@ def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
     if len(points) < 2:
         return []
     costs = {"MACs": ("GMACs per image", "macs", 1e9), "parameters": ("parameters (M)", "parameters", 1e6)}
-    charts, data_sets = [], dict.fromkeys(p.data for p in points)
+    charts = []
     for title, (label, cost, scale) in costs.items():
-        series = {
-            data: {p.name: (getattr(p, cost) / scale, p.top1) for p in points if p.data == data} for data in data_sets
-        }
+        series: dict[str, dict[str, tuple[float, float]]] = {}
+        for point in points:
+            series.setdefault(point.data, {})[point.name] = (getattr(point, cost) / scale, point.top1)
         charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
     rows = [
         [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
         for p in sorted(points, key=lambda point: point.macs)
     ]
     table = [["", "test set", "top-1 (%)", *(label for label, _, _ in costs.values())], *rows]
-    finding = accuracy_cost_finding(points)
-    return [Section("Accuracy and cost", table=table, charts=charts, finding=finding, guide=guides.ACCURACY_COST)]
+    return [Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)]
 
 
 def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
-    """Return the section of differing recipe fields; none for a single run."""
+    """Return the section of differing recipe fields (a missing one is equal to null); none for a single run."""
     if len(logs) < 2:
         return []
-    differences = _recipe_differences(logs)
-    if len(differences) == 1:
+    recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
+    rows = [
+        [name, *(recipe.get(name, "-") for recipe in recipes)]
+        for name in dict.fromkeys(name for recipe in recipes for name in recipe)
+        if len({recipe.get(name, "null") for recipe in recipes}) > 1
+    ]
+    if not rows:
         return [Section("Recipe differences", finding="The recipes are equal in every field.")]
-    finding = f"The recipes differ in {count_of(len(differences) - 1, 'field')}."
-    return [Section("Recipe differences", table=differences, finding=finding, guide=guides.RECIPES)]
+    finding = f"The recipes differ in {count_of(len(rows), 'field')}."
+    table = [["field", *(log.name for log in logs)], *rows]
+    return [Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)]
 
 
 def compare_sections(
@@ -296,18 +276,18 @@ def compare_sections(
     >>> sections[-1].title, sections[-1].table
     ('Recipe differences', [['field', 'a', 'b'], ['optim.lr', '0.1', '0.2']])
     """
-    problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
-    details = Details("Missing or damaged files", problems) if problems else None
-    finding = runs_finding({log.name: best_top1(log) for log in logs})
-    results = Section("Final results", table=_results_table(logs), details=details, finding=finding)
-    sections = [replace(results, guide=guides.RESULTS)] if logs else []
+    sections = []
+    if logs:
+        problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
+        details = Details("Missing or damaged files", problems) if problems else None
+        finding = runs_finding({log.name: log.best_top1 for log in logs})
+        table, guide = _results_table(logs), guides.RESULTS
+        sections.append(Section("Final results", table=table, details=details, finding=finding, guide=guide))
     sections += _accuracy_section(points)
     if charts := _learning_curves(logs):
         thinned = any(len(log.steps) > MAX_CURVE_POINTS for log in logs)
         text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
-        guide = guides.CURVES
-        sections.append(Section("Learning curves", text if thinned else "", charts=charts, guide=guide))
+        sections.append(Section("Learning curves", text if thinned else "", charts=charts, guide=guides.CURVES))
     sections += _gating_section(gating or {})
     sections += _history_section(histories or {}, images)
-    sections += _recipe_section(logs)
-    return sections
+    return sections + _recipe_section(logs)

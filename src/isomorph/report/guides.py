@@ -32,10 +32,6 @@ PASS_COST = (
     "Per image: MACs that every image adds; per pass: MACs of a forward pass whatever its batch (products of weights). "
     "Branch by branch: the cost of an image in training if its tokens passed through all branches of a pyramid."
 )
-SPEED = (
-    "Peak memory is in addition to the model, without and with a backward pass. The ratio is to the speed of the first "
-    "model."
-)
 HISTORY = "The base model, then every edit in order, then the recipe that trained the model, if it is known."
 RESULTS = (
     "NLL is the mean negative log-likelihood of the test labels: lower is better. Values other than the best top-1 are "
@@ -48,10 +44,6 @@ ACCURACY_COST = (
 CURVES = (
     "One line for each run. Lower is better for loss and NLL, higher for top-1. Training loss may include label "
     "smoothing and mixed images, so that it need not fall below the loss on the test set."
-)
-MEASURES = (
-    "Nonlocality is the mean distance between a patch and what it attends to; entropy is 0 if it attends to one patch "
-    "only."
 )
 RANGE = "A line is the mean over a layer's heads, the band their range; layers run from light (first) to dark (last)."
 CENTRES = (

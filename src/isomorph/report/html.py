@@ -9,7 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -34,8 +33,6 @@ SCRIPTS = (
 """The files of the page's script, in the order in which they use each other."""
 MAX_CHART_COLUMNS = 3
 """Charts side by side on a wide screen."""
-COLOUR_MAPS = {"sequential": "magma", "diverging": "RdBu_r", "depth": "viridis"}
-"""matplotlib's colour maps: of attention, of values around 0, of shares and depth."""
 
 
 class Details(NamedTuple):
@@ -84,22 +81,6 @@ def _read_asset(name: str) -> str:
     return files("isomorph.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def colour_table(name: str) -> str:
-    """Return 256 colours of a colour map of matplotlib as one string of hexadecimal digits."""
-    from matplotlib import colormaps  # here, as importing it takes a third of a second, which most commands can skip
-
-    return (colormaps[name](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8).tobytes().hex()
-
-
-def _chart_parts(charts: Sequence[Chart], first: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what the template needs of a section's charts, numbered from `first`, and the drawn ones as JSON."""
-    constants = [chart.constant_text() for chart in charts]
-    drawn = [chart.drawing() for chart, text in zip(charts, constants, strict=True) if not text]
-    numbered = [{**drawing, "number": first + i} for i, drawing in enumerate(drawn)]
-    columns = 2 if len(drawn) == 4 else min(len(drawn), MAX_CHART_COLUMNS)
-    return {"charts": numbered, "columns": columns, "constants": list(filter(None, constants))}, drawn
-
-
 def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
     """Return the page as HTML.
 
@@ -111,17 +92,21 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
     blobs: list[tuple[str, str]] = []
     contents = []
     for section in sections:
-        parts, drawn = _chart_parts(section.charts, len(charts))
+        constants = [chart.constant_text() for chart in section.charts]
+        drawn = [chart.drawing() for chart, text in zip(section.charts, constants, strict=True) if not text]
+        parts = {
+            "charts": [{**drawing, "number": len(charts) + i} for i, drawing in enumerate(drawn)],
+            "columns": 2 if len(drawn) == 4 else min(len(drawn), MAX_CHART_COLUMNS),
+            "constants": list(filter(None, constants)),
+            "viewer": section.viewer and {"number": len(viewers)},
+        }
+        contents.append({**vars(section), **parts})
         charts += drawn
-        viewer = None
         if section.viewer:
-            viewer = {"number": len(viewers)}
             blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
             viewers.append(section.viewer.data)
-        contents.append({**vars(section), **parts, "viewer": viewer})
     script = "".join(_read_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    colours = {use: colour_table(name) for use, name in COLOUR_MAPS.items()}
     environment = Environment(
         loader=PackageLoader("isomorph.report", "assets"),
         autoescape=True,
@@ -134,7 +119,7 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
         lead=lead,
         sections=contents,
         footer=footer,
-        data={"charts": charts, "viewers": viewers, "colours": colours},
+        data={"charts": charts, "viewers": viewers},
         blobs=blobs,
         style=Markup(_read_asset("page.css")),
         script=Markup(script),

@@ -1,7 +1,7 @@
 """The page of `isomorph robustness`: a metric by corruption and severity, of one model or next to a baseline."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,127 +11,111 @@ from isomorph.evaluation.robustness.cells import SavedResult
 from isomorph.evaluation.robustness.scores import metric_name, metric_of, severity_table, summary_lines
 from isomorph.report import guides
 from isomorph.report.charts import Bars, Chart, Matrix, Table
-from isomorph.report.findings import robustness_finding
 from isomorph.report.html import Section, write_page
 
-AccuracyCells = Mapping[tuple[str, int], float]
-"""Top-1, or another metric (%), by (corruption, severity); of the clean images under ("clean", 0)."""
-RobustnessData = tuple[Mapping[str, AccuracyCells], str, Sequence[str]]
-"""Cells by model, a text on what was measured, and lines on what could not be read."""
-SUITES = (("", "", IMAGENET_C_CORRUPTIONS), ("Extra corruptions: ", "extra: ", EXTRA_CORRUPTIONS))
-"""Prefixes of chart titles and table heads, and names, of the 15 corruptions of the suite and of the extra ones."""
+CellValues = Mapping[tuple[str, int], float]
+"""A metric (%) by (corruption, severity); of the clean images under ("clean", 0)."""
 
 
-def _select(results: Mapping[str, AccuracyCells], corruptions: Sequence[str]) -> dict[str, AccuracyCells]:
-    """Return the cells of some corruptions of every model, in their order, by severity."""
-    order = {
-        name: sorted((c for c in cells if c[0] in corruptions), key=lambda c: (corruptions.index(c[0]), c[1]))
-        for name, cells in results.items()
-    }
-    return {name: {cell: results[name][cell] for cell in own} for name, own in order.items()}
+def _corrupted(cells: CellValues) -> CellValues:
+    """Return the cells without the clean images, in the order of the corruptions."""
+    order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
+    corrupted = (cell for cell in cells if cell[0] != CLEAN)
+    return {cell: cells[cell] for cell in sorted(corrupted, key=lambda cell: order.index(cell[0]))}
 
 
-def _shared(results: Mapping[str, AccuracyCells]) -> dict[str, AccuracyCells]:
-    """Return the cells that all models have."""
-    both = set.intersection(*map(set, results.values())) if results else set()
-    return {name: {cell: value for cell, value in cells.items() if cell in both} for name, cells in results.items()}
+def _keys(cells: CellValues, axis: int) -> list[Any]:
+    """Return the corruptions (axis 0) or the severities (axis 1)."""
+    found = dict.fromkeys(cell[axis] for cell in cells)
+    return sorted(found) if axis else list(found)
 
 
-def _means(cells: AccuracyCells, key: Callable[[tuple[str, int]], str]) -> dict[str, float]:
-    """Return the mean of the cells of each key, in the order of the first."""
-    return {each: fmean(v for cell, v in cells.items() if key(cell) == each) for each in dict.fromkeys(map(key, cells))}
+def _means(cells: CellValues, axis: int) -> dict[Any, float]:
+    """Return the mean of the cells of each corruption (axis 0) or severity (axis 1)."""
+    return {key: fmean(v for cell, v in cells.items() if cell[axis] == key) for key in _keys(cells, axis)}
 
 
-def _by_corruption(cells: AccuracyCells) -> dict[str, float]:
-    """Return the mean over severities."""
-    return _means(cells, lambda cell: cell[0])
+def _suite(cells: CellValues) -> CellValues:
+    """Return the cells of the suite's 15 corruptions; the extra ones if there are no others."""
+    corrupted = _corrupted(cells)
+    return {cell: value for cell, value in corrupted.items() if cell[0] in IMAGENET_C_CORRUPTIONS} or corrupted
 
 
-def _cell_matrix(title: str, values: AccuracyCells, low: float, high: float) -> Matrix:
-    """Return a chart of values by corruption (down) and severity (across)."""
-    rows, columns = list(dict.fromkeys(c for c, _ in values)), sorted({s for _, s in values})
-    numbers = [[values.get((row, column), math.nan) for column in columns] for row in rows]
-    return Matrix(title, "corruption", "severity", rows, [str(c) for c in columns], numbers, low, high)
+def robustness_charts(results: Mapping[str, CellValues], metric: str = "top-1") -> list[Chart]:
+    """Return bars by corruption and by severity, and the cells: of two models their difference, else of each model.
 
-
-def robustness_charts(results: Mapping[str, AccuracyCells], metric: str = "top-1") -> list[Chart]:
-    """Return charts of the suite's 15 corruptions, then of the extra ones, both without the clean images.
-
-    Bars by corruption and by severity, and the cells: of two models their difference, on one colour scale, else of each
-    model.
+    Means by severity are over the suite's corruptions. Two models have the same cells.
     """
-    suites, changes, charts = {}, dict[str, AccuracyCells](), list[Chart]()
-    for prefix, _, corruptions in SUITES:
-        suites[prefix] = own = {name: cells for name, cells in _select(results, corruptions).items() if cells}
-        if len(own) == 2:
-            first, second = _shared(own).values()
-            changes[prefix] = {cell: second[cell] - first[cell] for cell in first}
-    largest = max((abs(points) for cells in changes.values() for points in cells.values()), default=0.0) or 1.0
-    for prefix, own in suites.items():
-        if not own:
-            continue
-        levels = {name: dict(sorted(cells.items(), key=lambda item: item[0][1])) for name, cells in own.items()}
-        by_severity = {name: _means(cells, lambda cell: f"severity {cell[1]}") for name, cells in levels.items()}
-        by_corruption = {name: _by_corruption(cells) for name, cells in own.items()}
-        charts.append(Bars(f"{prefix}By corruption, mean over severities", f"{metric}, %", by_corruption))
-        charts.append(Bars(f"{prefix}By severity, mean over corruptions", f"{metric}, %", by_severity))
-        if prefix not in changes:
-            title = f"{prefix}{metric[:1].upper()}{metric[1:]} (%) of "
-            charts += [_cell_matrix(title + name, cells, 0.0, 100.0) for name, cells in own.items()]
-        elif changes[prefix]:
-            title = "{}Points gained (red) or lost (blue): {} minus {}".format(prefix, *reversed(own))
-            charts.append(_cell_matrix(title, changes[prefix], -largest, largest))
+    cells = {name: _corrupted(own) for name, own in results.items()}
+    by_corruption = {name: _means(own, 0) for name, own in cells.items()}
+    by_severity = {
+        name: {f"severity {severity}": mean for severity, mean in _means(_suite(own), 1).items()}
+        for name, own in cells.items()
+    }
+    charts: list[Chart] = [
+        Bars("By corruption, mean over severities", f"{metric}, %", by_corruption),
+        Bars("By severity, mean over corruptions", f"{metric}, %", by_severity),
+    ]
+    limits = 0.0, 100.0
+    matrices = {f"{metric[:1].upper()}{metric[1:]} (%) of {name}": own for name, own in cells.items()}
+    if len(cells) == 2:
+        first, second = cells.values()
+        change = {cell: second[cell] - first[cell] for cell in first}
+        largest = max(map(abs, change.values())) or 1.0
+        matrices = {"Points gained (red) or lost (blue): {1} minus {0}".format(*cells): change}
+        limits = -largest, largest
+    for title, own in matrices.items():
+        rows, columns = _keys(own, 0), _keys(own, 1)
+        values = [[own.get((row, column), math.nan) for column in columns] for row in rows]
+        charts.append(Matrix(title, "corruption", "severity", rows, list(map(str, columns)), values, *limits))
     return charts
 
 
-def shared_means(results: Mapping[str, AccuracyCells]) -> dict[str, dict[str, float]]:
-    """Return the mean by corruption of each model, over the suite's cells that all models have.
-
-    Of results with extra corruptions only, over those.
-    """
-    for _, _, corruptions in SUITES:
-        means = {name: _by_corruption(cells) for name, cells in _shared(_select(results, corruptions)).items()}
-        if any(means.values()):
-            break
-    return means
-
-
-def robustness_table(results: Mapping[str, AccuracyCells], metric: str = "top-1") -> Table:
-    """Return a table of the clean metric and means over the suite's and the extra cells that all models have."""
-
-    def text(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
-
-    rows = [["", f"clean {metric} (%)"], *([name, text(cells.get((CLEAN, 0)))] for name, cells in results.items())]
+def robustness_table(results: Mapping[str, CellValues], metric: str = "top-1") -> Table:
+    """Return a table of the metric of the clean images, and its mean over the suite's cells."""
     mean = metric if metric.startswith("mean ") else f"mean {metric}"
-    for _, prefix, corruptions in SUITES:
-        own = _select(results, corruptions)
-        if not any(own.values()):
-            continue
-        shared = _shared(own)
-        rows[0] += [f"{prefix}cells", f"{prefix}{mean} (%) over {len(next(iter(shared.values())))} shared cells"]
-        for row, (name, cells) in zip(rows[1:], shared.items(), strict=True):
-            row += [str(len(own[name])), text(fmean(_by_corruption(cells).values()) if cells else None)]
+    rows = [["", f"clean {metric} (%)", "cells", f"{mean} under corruption (%)"]]
+    for name, cells in results.items():
+        clean, suite = cells.get((CLEAN, 0)), _suite(cells)
+        texts = ["-" if clean is None else f"{clean:.2f}", str(len(suite)), f"{fmean(_means(suite, 0).values()):.2f}"]
+        rows.append([name, *texts])
     return rows
 
 
+def robustness_finding(results: Mapping[str, CellValues], metric: str = "top-1") -> str:
+    """Return the mean of a metric of a model and its lowest corruption, or of two models the best and worst change."""
+    (name, means), *others = ((name, _means(_suite(cells), 0)) for name, cells in results.items())
+    average = fmean(means.values())
+    if not others:
+        worst = min(means, key=means.__getitem__)
+        reached = f"{name} reaches {average:.2f} % {metric} on corrupted images"
+        return f"{reached}; its lowest is {means[worst]:.2f} %, under {worst}."
+    second, new = others[0]
+    gains = {corruption: new[corruption] - means[corruption] for corruption in means}
+    best, worst = (choose(gains, key=gains.__getitem__) for choose in (max, min))
+    change = fmean(new.values()) - average
+    verdict = f"{abs(change):.2f} points {'above' if change > 0 else 'below'} {name}" if change else f"equal to {name}"
+    reached = f"On corrupted images {second} reaches {average + change:.2f} % {metric}, {verdict}"
+    return f"{reached}: {gains[best]:+.2f} under {best}, {gains[worst]:+.2f} under {worst}."
+
+
 def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResult | None, footer: str = "") -> int:
-    """Write the page of a result of `iso.robustness`, next to its baseline's, and return its size in bytes.
+    """Write the page of a result of `iso.robustness`, on the cells that its baseline has too, and return its size.
 
     Raises: UserError when it cannot be written.
     """
-    metric, name = metric_of(result), result["model"]
+    metric, name, words = metric_of(result), result["model"], metric_name(result)
     cells = [*([result["clean"]] if result["clean"] else []), *result["cells"]]
-    results = {name: {(cell["corruption"], cell["severity"]): float(cell[metric]) for cell in cells}}
+    own = {(cell["corruption"], cell["severity"]): float(cell[metric]) for cell in cells}
+    results: dict[str, CellValues] = {name: own}
     if baseline:
-        first = str(baseline.identity["model"])
-        own = {key: float(cell[metric]) for key, cell in baseline.cells.items() if key in results[name]}
-        results = {f"{first} (baseline)" if first == name else first: own, **results}
-    words = metric_name(result)
+        first, common = str(baseline.identity["model"]), own.keys() & baseline.cells.keys()
+        base = {key: float(baseline.cells[key][metric]) for key in common}
+        results = {f"{first} (baseline)" if first == name else first: base, name: {key: own[key] for key in common}}
     measured = " ".join(f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result))
     sections = [
         Section("Clean and corrupted images", measured, table=robustness_table(results, words)),
         Section("By corruption and severity", charts=robustness_charts(results, words), guide=guides.ROBUSTNESS),
         Section("Every corruption and category", "Columns are severities.", table=severity_table(result)),
     ]
-    return write_page(path, "Robustness", robustness_finding(shared_means(results), words), sections, footer)
+    return write_page(path, "Robustness", robustness_finding(results, words), sections, footer)

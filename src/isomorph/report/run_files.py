@@ -24,47 +24,50 @@ class RunLog:
     monitor: LogRows = field(repr=False)
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def best_top1(self) -> float | None:
+        """The highest top-1 after an epoch, None where none was measured."""
+        measured = (row["top1"] for row in self.epochs if row.get("epoch") != 0 and is_number(row.get("top1")))
+        return max(measured, default=None)
 
-def _read_jsonl(path: Path) -> tuple[LogRows, str]:
-    """Return the readable rows of a log, and a sentence on what is missing or damaged, empty for nothing."""
-    if not path.is_file():
-        return [], f"no {path.name}"
-    rows: LogRows = []
+
+def _parse(text: str) -> Any:
     try:
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
+    """Return the readable rows of a log, and append a sentence on what is missing or damaged to the problems."""
+    try:
+        lines = list(filter(str.strip, path.read_text(errors="replace").split("\n")))
     except OSError as error:
-        return [], f"{path.name} cannot be read ({error.strerror})"
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        rows += [row] if isinstance(row, dict) else []
-    damaged = len(lines) - len(rows)
-    return rows, f"{damaged} of {len(lines)} lines of {path.name} cannot be read" if damaged else ""
+        problems.append(f"no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name}: {error.strerror}")
+        return []
+    rows = [row for line in lines if isinstance(row := _parse(line), dict)]
+    if len(rows) < len(lines):
+        problems.append(f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} cannot be read")
+    return rows
 
 
 def _read_run(folder: Path) -> RunLog:
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "it does not exist"
         raise UserError(f"{folder} is not the folder of a run: {what}")
-    (epochs, a), (steps, b), (monitor, c) = (
-        _read_jsonl(folder / f"{name}.jsonl") for name in ("log", "steps", "monitor")
-    )
-    recipe: Any = {}
-    problems = [a, b, c if monitor else ""]
-    try:
-        recipe = json.loads((folder / "recipe.json").read_text())
-    except FileNotFoundError:
-        problems.append("no recipe.json")
-    except (OSError, ValueError, RecursionError):
-        problems.append("recipe.json cannot be read")
-    recipe = recipe if isinstance(recipe, dict) else {}
+    problems = list[str]()
+    epochs, steps = (_read_jsonl(folder / name, problems) for name in ("log.jsonl", "steps.jsonl"))
+    monitored, path = folder / "monitor.jsonl", folder / "recipe.json"
+    monitor = _read_jsonl(monitored, problems) if monitored.exists() else []
+    recipe = _parse(path.read_text(errors="replace")) if path.is_file() else None
+    if not isinstance(recipe, dict):
+        problems.append("recipe.json cannot be read" if path.is_file() else "no recipe.json")
     if not (epochs or steps or recipe):
         raise UserError(
             f"{folder} is not the folder of a run: it has no readable log.jsonl, steps.jsonl or recipe.json"
         )
-    return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, [line for line in problems if line])
+    recipe = recipe if isinstance(recipe, dict) else {}
+    return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
 
 
 def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
@@ -84,13 +87,6 @@ def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
     if len(set(unique)) < len(unique):
         raise UserError("a run is given twice; give each folder once")
     return [replace(log, name=name) for name, log in zip(unique, logs, strict=True)]
-
-
-def best_top1(log: RunLog) -> float | None:
-    """Return the highest top-1 of a run after an epoch, None where none was measured."""
-    return max(
-        (row["top1"] for row in log.epochs if row.get("epoch") != 0 and is_number(row.get("top1"))), default=None
-    )
 
 
 class AccuracyPoint(NamedTuple):
@@ -118,11 +114,10 @@ def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
 
 def _read_point(path: Path) -> AccuracyPoint:
     try:
-        result = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; write it with isomorph evaluate MODEL --json > {path}") from None
-    except (OSError, ValueError):
-        result = None
+        result = _parse(path.read_text(errors="replace"))
+    except OSError as error:
+        what = f"write it with isomorph evaluate MODEL --json > {path}"
+        raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
     if not isinstance(result, dict) or not isinstance(result.get("model"), str) or not is_number(result.get("top1")):
         raise UserError(
             f"{path} is not a result of isomorph evaluate --json; "
@@ -132,6 +127,5 @@ def _read_point(path: Path) -> AccuracyPoint:
     if missing:
         raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
     name = short_name(result["model"]) + " (random weights)" * (result.get("weights") == "random")
-    return AccuracyPoint(
-        name, str(result.get("data", "test set")), result["top1"], result["macs"], result["parameters"]
-    )
+    data = str(result.get("data", "test set"))
+    return AccuracyPoint(name, data, result["top1"], result["macs"], result["parameters"])

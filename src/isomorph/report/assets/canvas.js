@@ -23,7 +23,7 @@ function paintRow(context, row, largest, width, height, overlay) {
   const small = createElement("canvas", {width: columns, height: rows});
   const smallContext = small.getContext("2d");
   const pixels = smallContext.createImageData(columns, rows);
-  const colours = page.colours[row.signed ? "diverging" : "sequential"];
+  const colours = COLOURS[row.signed ? "diverging" : "sequential"];
   for (let key = 0; key < rows * columns; key++) {
     const value = row.onGrid[key];
     if (Math.abs(value) <= row.floor) {
@@ -55,7 +55,7 @@ function framePatch(context, [row, column], [rows, columns], width, height, line
 /** Draw the colours from the lowest to the highest on a canvas of 256 x 1. */
 function paintColourBar(canvas, signed) {
   const context = canvas.getContext("2d");
-  page.colours[signed ? "diverging" : "sequential"].forEach((rgb, i) => {
+  COLOURS[signed ? "diverging" : "sequential"].forEach((rgb, i) => {
     context.fillStyle = cssColour(rgb);
     context.fillRect(i, 0, 1, 1);
   });

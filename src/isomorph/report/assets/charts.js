@@ -267,7 +267,7 @@ function drawMatrixLabels(root, spec, rows, columns, {left, top, bottom, cellWid
 function valueColour(spec, value) {
   if (value === null) return [128, 128, 128];
   const share = clamp((value - spec.low) / (spec.high - spec.low), 0, 1);
-  return page.colours[spec.low < 0 ? "diverging" : "depth"][Math.round(share * 255)];
+  return COLOURS[spec.low < 0 ? "diverging" : "depth"][Math.round(share * 255)];
 }
 
 /** Draw one cell of a matrix; `text` may be null. */

@@ -43,11 +43,31 @@ function formatTwoDigits(value) {
   return value && Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(2);
 }
 
-/** Decode 256 colours from a string of hexadecimal digits to [red, green, blue]. */
-function decodeColours(hex) {
-  const component = start => parseInt(hex.slice(start, start + 2), 16);
-  return Array.from({length: 256}, (_, i) => [0, 2, 4].map(offset => component(6 * i + offset)));
+/** Return 256 colours, [red, green, blue], between some at equal steps, "rrggbb" each. */
+function colourRamp(stops) {
+  const colours = stops.split(" ").map(hex => hex.match(/../g).map(byte => parseInt(byte, 16)));
+  return Array.from({length: 256}, (_, i) => {
+    const at = i / 255 * (colours.length - 1);
+    const below = Math.min(Math.floor(at), colours.length - 2);
+    const mix = (from, channel) => from + (colours[below + 1][channel] - from) * (at - below);
+    return colours[below].map((from, channel) => Math.round(mix(from, channel)));
+  });
 }
+
+/** The colour maps magma (attention), RdBu (values around 0) and viridis (shares, depth). */
+const COLOURS = {
+  sequential: colourRamp(
+    "000004 0b0924 20114b 3b0f70 57157e 721f81 8c2981 a8327d " +
+    "c43c75 de4968 f1605d fa7f5e fe9f6d febf84 fddea0 fcfdbf",
+  ),
+  diverging: colourRamp(
+    "053061 2065ab 4393c3 90c4dd d1e5f0 f7f6f6 fddbc7 f3a481 d6604d b1182b 67001f",
+  ),
+  depth: colourRamp(
+    "440154 481a6c 472f7d 414487 39568c 31688e 2a788e 23888e " +
+    "1f988b 22a884 35b779 54c568 7ad151 a5db36 d2e21b fde725",
+  ),
+};
 
 /** Write [red, green, blue] as a CSS colour. */
 const cssColour = rgb => `rgb(${rgb.join(" ")})`;
@@ -66,7 +86,7 @@ function seriesIndex(spec, index) {
 function seriesColour(spec, index) {
   if (!spec.ordered) return paletteColour(seriesIndex(spec, index));
   const share = index / Math.max(1, spec.series.length - 1);
-  return cssColour(page.colours.depth[Math.round(225 - 150 * share)]);
+  return cssColour(COLOURS.depth[Math.round(225 - 150 * share)]);
 }
 
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2"];

@@ -1,7 +1,6 @@
 // Reads the page's data and builds its charts, viewers, and the button that saves its numbers.
 
 const page = JSON.parse(document.getElementById("data").textContent);
-for (const name in page.colours) page.colours[name] = decodeColours(page.colours[name]);
 for (const host of document.querySelectorAll("[data-chart]")) {
   new ChartView(host, page.charts[host.dataset.chart]);
 }
