@@ -1,7 +1,6 @@
 """The same few images written into every container that isomorph reads."""
 
 import io
-import json
 import tarfile
 from collections import Counter
 
@@ -76,7 +75,7 @@ def as_plain_shards(root):
             m for label, i, data in few for m in ((f"{label}{i}.cls", b"%d\n" % label), (f"{label}{i}.PNG", data))
         ]
         write_tar(root / f"train/{n:03d}.tar", members)
-    (root / "_info.json").write_text(json.dumps({"splits": {}, "classes": CLASSES}))
+    (root / "classnames.txt").write_text("\n".join(CLASSES))
 
 
 def dataset(samples=SAMPLES, named=True):

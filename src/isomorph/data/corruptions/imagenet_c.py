@@ -8,12 +8,15 @@ Source: Hendrycks and Dietterich 2019 (ImageNet-C), appendix; constants and orde
 
 import importlib.resources
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import cv2
 import numpy as np
+import torch
 from numpy.random import RandomState
-from scipy.ndimage import gaussian_filter1d, zoom
+from scipy.ndimage import gaussian_filter1d, map_coordinates
+from torch.nn.functional import interpolate
 
 _DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
 """Radius, and sigma of the softened edge."""
@@ -23,7 +26,6 @@ _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 """Radius and sigma."""
 _ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
 """End and step of the zoom factors, which start at 1."""
-_GAUSSIAN = (1, 2, 3, 4, 6)
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
@@ -33,20 +35,8 @@ def to_uint8(image: np.ndarray) -> np.ndarray:
 
 def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
     """Blur with a Gaussian truncated at 4 sigma, repeating the border. Shape: (H, W, 3) -> (H, W, 3) float64"""
-    taps = _gaussian_taps(sigma)
-    return cv2.sepFilter2D(image, cv2.CV_64F, taps, taps, borderType=cv2.BORDER_REPLICATE)
-
-
-@lru_cache(16)
-def _gaussian_taps(sigma: float) -> np.ndarray:
-    radius = int(4 * sigma + 0.5)
-    impulse = np.zeros(2 * radius + 1)
-    impulse[radius] = 1
-    return gaussian_filter1d(impulse, sigma, mode="constant")
-
-
-def gaussian_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    return to_uint8(gaussian_smooth(image / 255, _GAUSSIAN[severity - 1]))
+    size = 2 * int(4 * sigma + 0.5) + 1
+    return cv2.GaussianBlur(image, (size, size), sigma, borderType=cv2.BORDER_REPLICATE)
 
 
 def defocus_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -128,40 +118,26 @@ def blur_along_line(image: np.ndarray, radius: int, sigma: float, angle: float) 
 def zoom_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Return the mean of the image and its zooms about the centre."""
     end, step = _ZOOM[severity - 1]
-    sharp = (image / 255).astype(np.float32)
+    sharp = np.ascontiguousarray((image / 255).astype(np.float32).transpose(2, 0, 1))
     factors = np.arange(1, end, step)
-    total = cv2.transpose(sharp)  # (W, H, 3): then both resamplings move whole rows
+    total = sharp.copy()
     for factor in factors:
-        tall = _resample_rows(sharp, _zoom_positions(sharp.shape[0], factor))  # (H, W, 3)
-        total += _resample_rows(cv2.transpose(tall), _zoom_positions(sharp.shape[1], factor))
-    return to_uint8(cv2.transpose(total) / (len(factors) + 1))
+        total += zoom_centre(sharp, factor)
+    return to_uint8(total.transpose(1, 2, 0) / (len(factors) + 1))
 
 
-_RowPositions = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Index of the row before, index of the row after, weight of the row after."""
+def zoom_centre(planes: np.ndarray, factor: float) -> np.ndarray:
+    """Zoom the centre of an image to the size of the whole, as scipy.ndimage.zoom. Shape: (C, H, W) -> the same"""
+    sides = planes.shape[1:]
+    cropped = [math.ceil(side / factor) for side in sides]
+    zoomed = [round(part * factor) for part in cropped]
+    centre = torch.from_numpy(_cut_centre(planes, cropped))[None]
+    return _cut_centre(interpolate(centre, size=zoomed, mode="bilinear", align_corners=True)[0].numpy(), sides)
 
 
-def _resample_rows(image: np.ndarray, positions: _RowPositions) -> np.ndarray:
-    """Interpolate rows linearly: zooms the image along its first side and crops it to its length."""
-    before, after, weight = positions
-    first = image.take(before, 0)
-    difference = image.take(after, 0)
-    difference -= first
-    difference *= weight[:, None, None]
-    first += difference
-    return first
-
-
-@lru_cache(256)
-def _zoom_positions(side: int, factor: float) -> _RowPositions:
-    """Return the sources of a zoomed side's pixels: the pixel before, the pixel after, and the weight of the latter."""
-    cropped = math.ceil(side / factor)
-    length = round(cropped * factor)
-    first = (length - side) // 2
-    positions = np.arange(length)[first : first + side] * ((cropped - 1) / max(1, length - 1))
-    before = np.minimum(positions.astype(int), cropped - 1)
-    start = (side - cropped) // 2
-    return start + before, start + np.minimum(before + 1, cropped - 1), (positions - before).astype(np.float32)
+def _cut_centre(planes: np.ndarray, sides: Sequence[int]) -> np.ndarray:
+    top, left = ((whole - part) // 2 for whole, part in zip(planes.shape[1:], sides, strict=True))
+    return planes[:, top : top + sides[0], left : left + sides[1]]
 
 
 _SNOW = (
@@ -177,36 +153,18 @@ _FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
 FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 """The reference has a sixth, which its randint(5) never draws."""
 _BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
-_SPATTER = (
-    (0.65, 0.3, 4, 0.69, 0.6),
-    (0.65, 0.3, 3, 0.68, 0.6),
-    (0.65, 0.3, 2, 0.68, 0.5),
-    (0.65, 0.3, 1, 0.65, 1.5),
-    (0.67, 0.4, 1, 0.65, 1.5),
-)
-"""Mean, deviation and smoothness of the liquid, threshold, and strength of the water or smoothness of the mud."""
-_WATER, _MUD = np.array([175, 238, 238]) / 255, np.array([63, 42, 20]) / 255
 
 
 def snow(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Add motion-blurred flakes to a whitened image, and the same flakes rotated by 180 degrees."""
     mean, deviation, factor, threshold, radius, sigma, weight = _SNOW[severity - 1]
     x = image.astype(np.float32) / 255
-    flakes = _zoom_centre(draws.normal(mean, deviation, x.shape[:2]), factor)
+    flakes = zoom_centre(draws.normal(mean, deviation, (1, *x.shape[:2])), factor)[0]
     flakes[flakes < threshold] = 0
     layer = blur_along_line(to_uint8(flakes), radius, sigma, draws.uniform(-135, -45))
     layer = np.floor(layer)[..., None] / 255  # ImageMagick works in whole levels, before and after
     white = np.maximum(x, cv2.cvtColor(x, cv2.COLOR_RGB2GRAY)[..., None] * 1.5 + 0.5)
     return to_uint8(weight * x + (1 - weight) * white + layer + np.rot90(layer, 2))
-
-
-def _zoom_centre(plane: np.ndarray, factor: float) -> np.ndarray:
-    """Zoom the centre to the size of the whole. Shape: (H, W) -> (H, W)"""
-    cropped = [math.ceil(side / factor) for side in plane.shape]
-    top, left = ((side - part) // 2 for side, part in zip(plane.shape, cropped, strict=True))
-    zoomed = zoom(plane[top : top + cropped[0], left : left + cropped[1]], factor, order=1)
-    top, left = ((length - side) // 2 for length, side in zip(zoomed.shape, plane.shape, strict=True))
-    return zoomed[top : top + plane.shape[0], left : left + plane.shape[1]].copy()
 
 
 def frost(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -248,36 +206,11 @@ def _brightness_table(severity: int) -> np.ndarray:
     return to_uint8(raised * ratio)
 
 
-def spatter(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Add drops of water, lit at their edges, up to severity 3, and splashes of mud above."""
-    mean, deviation, sigma, threshold, last = _SPATTER[severity - 1]
-    liquid = gaussian_smooth(draws.normal(mean, deviation, image.shape[:2]), sigma)
-    liquid[liquid < threshold] = 0
-    if severity > 3:
-        cover = gaussian_smooth((liquid > threshold).astype(np.float32), last)[..., None]
-        cover[cover < 0.8] = 0
-        return to_uint8(image / 255 * (1 - cover) + cover * _MUD)
-    drops = (liquid * 255).astype(np.uint8)
-    light = drops * _edge_light(drops)
-    brightest = light.max()  # 0 if a small image has no drop; imagecorruptions divides by it
-    return to_uint8(image / 255 + last * light[..., None] / (brightest or 1) * _WATER)
-
-
-def _edge_light(drops: np.ndarray) -> np.ndarray:
-    """Return the light on drops: an embossing filter of the distance to edges. Shape: (H, W) -> (H, W)"""
-    distance = cv2.distanceTransform(255 - cv2.Canny(drops, 50, 150), cv2.DIST_L2, 5)
-    near = cv2.equalizeHist(cv2.blur(np.minimum(distance, 20), (3, 3)).astype(np.uint8))
-    embossed = cv2.filter2D(near, cv2.CV_8U, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]))
-    return cv2.blur(embossed, (3, 3)).astype(np.float32)
-
-
 _ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
 """Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side."""
 _REFERENCE_SCALE = 244 / 224
 """The reference uses 244 for its images of 224 px."""
 _CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)
-_SATURATE = ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2))
-"""Factor and shift of the saturation; the first two severities reduce it."""
 
 
 def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -298,8 +231,10 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
         * strength
         for _ in range(2)
     )
-    rows, columns = np.arange(height)[:, None], np.arange(width)
-    return to_uint8(sample_bilinear(x, rows + down.astype(np.float32), columns + right.astype(np.float32)))
+    rows, columns = np.mgrid[:height, :width]
+    positions = rows + down.astype(np.float32), columns + right.astype(np.float32)
+    moved = [map_coordinates(channel, positions, order=1, mode="reflect") for channel in cv2.split(x)]
+    return to_uint8(np.stack(moved, -1))
 
 
 @lru_cache(16)
@@ -308,54 +243,9 @@ def gaussian_blur_matrix(side: int, sigma: float) -> np.ndarray:
     return gaussian_filter1d(np.eye(side), sigma, axis=0, mode="reflect", truncate=3)
 
 
-def sample_bilinear(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Sample the image between its pixels, bilinearly; beyond the border it is mirrored and edge pixels repeat.
-
-    Shape: (H, W, 3), (h, w), (h, w) -> (h, w, 3)
-    """
-    (top, bottom, down), (left, right, across) = (
-        _neighbour_pixels(positions, side) for positions, side in zip((rows, columns), image.shape, strict=False)
-    )
-    flat, width = image.reshape(-1, image.shape[2]), image.shape[1]
-    corner = flat.take(top * width + left, 0) * (1 - across) + flat.take(top * width + right, 0) * across
-    other = flat.take(bottom * width + left, 0) * (1 - across) + flat.take(bottom * width + right, 0) * across
-    return corner * (1 - down) + other * down
-
-
-def _neighbour_pixels(positions: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pixels before and after each position, mirrored into the image, and the weight of the latter."""
-    before = np.floor(positions)
-    weight = (positions - before).astype(np.float32)[..., None]
-    return mirror_indices(before.astype(int), side), mirror_indices(before.astype(int) + 1, side), weight
-
-
-def mirror_indices(indices: np.ndarray, side: int) -> np.ndarray:
-    """Mirror indices into 0 to side - 1: d c b a | a b c d | d c b a."""
-    indices = indices % (2 * side)
-    return np.minimum(indices, 2 * side - 1 - indices)
-
-
 def contrast(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Move every channel towards its mean over the image."""
     levels, factor = np.arange(256)[:, None] / 255, _CONTRAST[severity - 1]
     means = np.mean(image / 255, axis=(0, 1))
     table = to_uint8((levels - means) * factor + means)  # (256, 3)
     return table[image, np.arange(3)]
-
-
-def saturate(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Scale and shift the saturation of HSV, not hue and value; grey has hue 0, so a shift turns it red."""
-    value, least = image.max(-1, keepdims=True), image.min(-1, keepdims=True)
-    saturated = value - (value - image.astype(np.float32)) * _saturation_gain(severity)[value, least]
-    shift = _SATURATE[severity - 1][1]
-    grey = value * np.asarray([1, 1 - shift, 1 - shift], np.float32)
-    return to_uint8(np.where(value == least, grey, saturated) / 255)
-
-
-@lru_cache(5)
-def _saturation_gain(severity: int) -> np.ndarray:
-    """Return new saturation / old, by largest and smallest channel. Shape: -> (256, 256) float32"""
-    factor, shift = _SATURATE[severity - 1]
-    value, least = np.mgrid[:256, :256].astype(np.float64)
-    old = np.divide(value - least, value, out=np.ones_like(value), where=value > least)
-    return (np.clip(old * factor + shift, 0, 1) / old).astype(np.float32)

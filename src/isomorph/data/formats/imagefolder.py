@@ -1,10 +1,9 @@
-"""Images in one folder per class."""
+"""Images in one folder per class, and how the images of classes are numbered and ordered, in folders and tar files."""
 
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from isomorph.data.formats.naming import (
     SPLITS,
     ImageFiles,
     check_folder,
-    check_known_classes,
-    check_not_nested,
     composed,
     count_left_out,
     is_image_name,
@@ -27,6 +24,55 @@ from isomorph.data.formats.naming import (
 )
 from isomorph.data.sources import Source, split_classes
 from isomorph.errors import UserError
+
+
+def check_known_classes(test: Path, classes: Iterable[str], train: Path, known: Iterable[str]) -> None:
+    """Raise a UserError when the classes of a test split include one that train lacks."""
+    if unknown := sorted(set(classes) - set(known)):
+        raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")
+
+
+def sort_by_class(
+    top: Path, names: Sequence[str], classes: Sequence[str], left_out: Counter[str], repeated: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of images in the order of their classes and paths, and their labels.
+
+    `names` are like class/folder/image. Those without a class are left out, and of equal ones the last counts, as in
+    unpacking a tar. Warns of these, of files that were `left_out` before, and of images reached `repeated` times.
+
+    Shape: -> (n,), (n,)
+    Raises: UserError when all classes hold the same folders and no image: the classes are those.
+    """
+    last = {name: index for index, name in enumerate(names) if "/" in name}
+    if not last:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    _check_not_nested(top, last)
+    loose = sum("/" not in name for name in names)
+    lost = Counter({"next to the classes": loose, "stored again later": len(names) - loose - len(last)})
+    report_left_out(top, left_out + lost, repeated)
+    ordered = sorted(last, key=lambda name: (_class_of(name), name.replace("/", "\0")))
+    label_of = {name: label for label, name in enumerate(classes)}
+    return np.array([last[name] for name in ordered]), np.array([label_of[_class_of(name)] for name in ordered])
+
+
+def _class_of(name: str) -> str:
+    return composed(name.partition("/")[0])
+
+
+def _check_not_nested(top: Path, images: Iterable[str]) -> None:
+    """Raise a UserError when all of several classes have the same folders and no image."""
+    below: dict[str, set[str]] = {}
+    for name in images:
+        parts = name.split("/", 2)
+        below.setdefault(parts[0], set()).add(parts[1] if len(parts) > 2 else "")
+    shared = sorted(set.intersection(*below.values())) if len(below) > 1 else []
+    if len(shared) > 1 and not any("" in folders for folders in below.values()):
+        first, second = sorted(below)[:2]
+        raise UserError(
+            f"{top} has no folders of images: {first}, {second}{', ...' * (len(below) > 2)} hold folders of the same "
+            f"names ({', '.join(shared[:4])}); if these are the classes, give {first} as the folder of the data, or "
+            "name the folders train and val"
+        )
 
 
 def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> Source:
@@ -70,38 +116,24 @@ def _innermost(folder: Path) -> Path:
     return _innermost(inside[0]) if len(inside) == 1 and split_words(inside[0].name) and visible(inside[0]) else folder
 
 
-def _class_folders(top: Path) -> dict[str, list[str]]:
-    """Return the names of the classes in order, each with its folders: several if they differ in Unicode form only."""
-    classes: dict[str, list[str]] = {}
-    for folder in visible(top):
-        classes.setdefault(composed(folder.name), []).append(folder.name)
-    return dict(sorted(classes.items()))
+def _class_names(top: Path) -> list[str]:
+    return sorted({composed(folder.name) for folder in visible(top)})
 
 
 def _open_classes(top: Path, train: Path) -> Source:
     """Open the class folders of `top`, numbered as those of `train`. Raises: UserError when there are no images."""
-    classes, own = _class_folders(train), _class_folders(top)
-    check_known_classes(top, own, train, classes)
+    classes = _class_names(train)
+    check_known_classes(top, _class_names(top), train, classes)
     left_out, files = Counter[str](), array("Q")
-    with os.scandir(top) as entries:
-        left_out["next to the classes"] = sum(is_image_name(e.name) and not e.name.startswith(".") for e in entries)
     try:
-        names = [
-            sorted(
-                (image for folder in own.get(name, ()) for image in _images_below(top, f"{folder}/", left_out, files)),
-                key=lambda name: name.split("/"),
-            )
-            for name in classes
-        ]
+        names = list(_images_below(top, "", left_out, files))
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    if not any(names):
+    order, labels = sort_by_class(top, names, classes, left_out, len(files) - len(np.unique(files)))
+    if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
-    check_not_nested(top, chain.from_iterable(names))
-    report_left_out(top, left_out, len(files) - len(np.unique(files)))
-    labels = np.repeat(np.arange(len(classes)), [len(images) for images in names])
-    return Source(ImageFiles(top, chain.from_iterable(names)), labels, classes)
+    return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
 
 
 def _images_below(

@@ -71,14 +71,9 @@ def is_image_name(name: str) -> bool:
     return name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
 
 
-def suffix_of(name: str) -> str:
-    """Return the ending of a file's name with its dot, in lower case; "no ending" without one."""
-    return os.path.splitext(name)[1].lower() or "no ending"
-
-
 def count_left_out(name: str, left_out: Counter[str]) -> None:
     """Count a file that is not read, by its ending, unless it is a text or a table for certain, or a README."""
-    suffix = suffix_of(name)
+    suffix = os.path.splitext(name)[1].lower() or "no ending"
     if suffix not in _NOT_IMAGES and ("/" in name or suffix != "no ending"):
         left_out[suffix] += 1
 
@@ -151,32 +146,6 @@ def check_folder(root: Path, holds: str) -> None:
     """Raise a UserError when the folder of the data does not exist."""
     if not os.path.isdir(root):
         raise UserError(f"there is no folder {root}; data.root must be the folder that holds {holds}")
-
-
-def check_known_classes(test: object, classes: Iterable[str], train: object, known: Iterable[str]) -> None:
-    """Raise a UserError when the classes of a test split include one that train lacks."""
-    unknown = sorted(set(classes) - set(known))
-    if unknown:
-        raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")
-
-
-def check_not_nested(top: object, images: Iterable[str]) -> None:
-    """Raise a UserError when all of several classes have the same folders and no image: the classes are those.
-
-    `images` are names that begin with the folder of the class.
-    """
-    below: dict[str, set[str]] = {}
-    for name in images:
-        parts = name.split("/", 2)
-        below.setdefault(parts[0], set()).add(parts[1] if len(parts) > 2 else "")
-    shared = sorted(set.intersection(*below.values())) if len(below) > 1 else []
-    if len(shared) > 1 and not any("" in folders for folders in below.values()):
-        first, second = list(below)[:2]
-        raise UserError(
-            f"{top} has no folders of images: {first}, {second}{', ...' * (len(below) > 2)} hold folders of the same "
-            f"names ({', '.join(shared[:4])}); if these are the classes, give {first} as the folder of the data, or "
-            "name the folders train and val"
-        )
 
 
 def report_left_out(where: object, left_out: Mapping[str, int], repeated: int = 0) -> None:

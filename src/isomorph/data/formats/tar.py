@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from isomorph.data.formats.imagefolder import check_known_classes, sort_by_class
 from isomorph.data.formats.naming import (
     IMAGE_SUFFIXES,
     SPLIT_NAMES,
     SPLITS,
     PackedStrings,
     check_folder,
-    check_known_classes,
-    check_not_nested,
     composed,
     count_left_out,
     is_image_name,
@@ -47,8 +45,6 @@ _INDEX_VERSION = 3
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The first bytes of files compressed by gzip, bzip2, xz and zstandard."""
 _LABEL_KEYS = {"cls", "json"}
-_CLASS_LIST_KEYS = ("classes", "class_names", "classnames", "names")
-"""Keys under which a JSON file next to the shards may list the names of the classes."""
 _MAX_DEPTH = 4
 """Tars inside tars that are read as folders."""
 _MAX_LABEL_BYTES = 2**20
@@ -192,13 +188,13 @@ def _load_index(stamp: _FileStamp, samples: bool) -> TarIndex | None:
             left_out = Counter({str(kind): int(n) for kind, n in json.loads(bytes(saved["left_out"])).items()})
     except Exception:  # np.load raises many types for a damaged file
         return None
-    whole = [array.dtype == kind for array, kind in ((block, np.uint8), (ends, np.int64), (numbers, np.int64))]
-    if not all(whole) or block.ndim != 1 or ends.ndim != 1 or numbers.shape != (3, len(ends)):
+    typed = [array.dtype for array in (block, ends, numbers)] == [np.uint8, np.int64, np.int64]
+    if not typed or block.ndim != 1 or ends.ndim != 1 or numbers.shape != (3, len(ends)):
         return None
     offsets, sizes, labels = numbers
     inside = (offsets >= 0) & (sizes >= 0) & (offsets <= stamp.size - sizes) & (labels >= -1)
     steps = np.diff(ends, prepend=0, append=len(block))
-    fits = inside.all() and (steps >= 0).all() and (steps[-1] == 0)
+    fits = inside.all() and (steps >= 0).all() and steps[-1] == 0
     return TarIndex(stamp, PackedStrings(block, ends), numbers, left_out) if fits else None
 
 
@@ -268,10 +264,6 @@ def first_names(path: Path, count: int = 16) -> list[str]:
         return []
 
 
-class UnlabelledError(UserError):
-    """Error of a sample without a label."""
-
-
 def _sample_key(member: TarMember) -> tuple[str, str]:
     """Return folder and stem of a member: consecutive members with one key are a sample."""
     folder, _, base = member.name.rpartition("/")
@@ -281,7 +273,7 @@ def _sample_key(member: TarMember) -> tuple[str, str]:
 def _iter_samples(file: BinaryIO, path: Path, left_out: Counter[str]) -> Iterator[TarMember]:
     """Yield the image of each webdataset sample that has one, with its label; count the files of labelled others.
 
-    Raises: UnlabelledError naming a sample without a label that is a number, TarError for one that is there twice.
+    Raises: UserError naming a sample without a label that is a number, TarError for one that is there twice.
     """
     for _, group in groupby(_iter_members(file), _sample_key):
         members = list(group)
@@ -306,7 +298,7 @@ def _read_label(file: BinaryIO, parts: dict[str, TarMember], name: str) -> int:
             if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < 2**31:
                 return label
         given = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
-    raise UnlabelledError(
+    raise UserError(
         f"{name} has no label: next to it must be a .cls file with the number of the class, "
         f'or a .json file with "label"{given}'
     )
@@ -325,56 +317,40 @@ def tar(split: str, root: Path) -> Source:
     train, found = (_find_archives(root, name) for name in ("train", split))
     if not found:
         raise UserError(f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class")
-    classes, paths = found.classes, found.member_paths
-    latest = {path: i for i, path in enumerate(paths) if path[0]}
-    order = [latest[path] for path in sorted(latest, key=lambda path: (path[0], path[1].split("/")))]
-    if not order:
+    known = train or found
+    check_known_classes(found.path, found.classes, known.path, known.classes)
+    left_out = sum((index.left_out for index in found.indices), Counter[str]())
+    order, labels = sort_by_class(found.path, found.names, known.classes, left_out)
+    if not len(order):
         raise UserError(f"{found.path} has no class folders with images; its members must be like cat/1.jpg")
-    if train and split != "train":
-        check_known_classes(found.path, classes, train.path, train.classes)
-        classes = train.classes
-    check_not_nested(found.path, map("/".join, latest))
-    loose = sum(not name for name, _ in paths)
-    left_out = {"outside the classes": loose, "stored again later": len(paths) - loose - len(latest)}
-    report_left_out(found.path, sum(found.left_out, Counter(left_out)))
-    label_of = {name: i for i, name in enumerate(classes)}
-    labels = np.asarray([label_of[paths[i][0]] for i in order])
-    images = ImageSubset(TarImages(found.indices), np.asarray(order))
-    return Source(images, labels, classes)
+    return Source(ImageSubset(TarImages(found.indices), order), labels, known.classes)
 
 
-@dataclass(frozen=True)
-class _SplitArchives:
+class _Archives:
     """The tar files of a split: `path` itself, or one per class in the folder `path`."""
 
-    path: Path
-    files: list[Path]
+    def __init__(self, path: Path) -> None:
+        self.path, self.files = path, visible(path, ".tar") or [path]
 
     @cached_property
     def indices(self) -> list[TarIndex]:
         """The index of each tar."""
         return index_tars(self.files)
 
-    @property
-    def left_out(self) -> list[Counter[str]]:
-        """The files of each tar that are not images, counted by suffix."""
-        return [index.left_out for index in self.indices]
+    @cached_property
+    def names(self) -> list[str]:
+        """The name of every image, from the folder of its class on."""
+        if self.path in self.files:
+            return _below_split(list(self.indices[0].names))
+        tars = zip(self.files, self.indices, strict=True)
+        return [f"{file.stem}/{name}" for file, index in tars for name in index.names]
 
     @cached_property
     def classes(self) -> list[str]:
         """Sorted names of the classes; with one tar per class the tars are not read for it, and may be empty."""
-        if self.path not in self.files:
-            return sorted({composed(path.stem) for path in self.files})
-        return sorted({name for name, _ in self.member_paths if name})
-
-    @cached_property
-    def member_paths(self) -> list[tuple[str, str]]:
-        """The class of every image and its path below the class; an empty class for one outside a class folder."""
-        if self.path not in self.files:
-            pairs = zip(self.files, self.indices, strict=True)
-            return [(composed(path.stem), name) for path, index in pairs for name in index.names]
-        parts = (name.partition("/") for name in _below_split(list(self.indices[0].names)))
-        return [(composed(top), below) if below else ("", top) for top, _, below in parts]
+        if self.path in self.files:
+            return sorted({composed(name.partition("/")[0]) for name in self.names if "/" in name})
+        return sorted({composed(file.stem) for file in self.files})
 
 
 def _below_split(names: list[str]) -> list[str]:
@@ -385,11 +361,11 @@ def _below_split(names: list[str]) -> list[str]:
     return _below_split([name.partition("/")[2] for name in names])
 
 
-def _find_archives(root: Path, split: str) -> _SplitArchives | None:
+def _find_archives(root: Path, split: str) -> _Archives | None:
     """Return the tar files of a split, by the first of its names; tars without classes (of test images) come last."""
     folders = [folder for folder in visible(root) if visible(folder, ".tar")]
-    found = [_SplitArchives(path, [path]) for path in named_for(visible(root, ".tar"), split)]
-    found += [_SplitArchives(path, visible(path, ".tar")) for path in named_for(folders, split)]
+    paths = [*named_for(visible(root, ".tar"), split), *named_for(folders, split)]
+    found = [_Archives(path) for path in paths]
     return next((archives for archives in found if archives.classes), found[0] if found else None)
 
 
@@ -397,46 +373,33 @@ def webdataset(split: str, root: Path) -> Source:
     """Open samples `key.jpg` (or another image) + `key.cls` (or `key.json` with "label") in tar shards below `root`.
 
     A shard's split is the word train, test, val or validation in its name or its folder's; if no shard has such a word,
-    all are test shards. Names of the classes come from `classnames.txt` (one per line) or a JSON file with a list of
-    "classes" in `root`; without them the names are the numbers. Warns about samples whose image is of another kind.
+    all are test shards. Names of the classes come from `classnames.txt` in `root` (one per line); without it the names
+    are the numbers. Warns about samples whose image is of another kind.
 
     Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
     """
     check_folder(root, "shards like train-0000.tar")
-    found = _shards_by_split(root)
-    if not found[split]:
+    shards = _shards_by_split(root)
+    if not shards[split]:
         raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][0]}-0000.tar")
-    indices = _index_labelled_shards(found[split])
-    if not any(len(index.labels) for index in indices):
-        raise UserError(
-            f"no images in {found[split][0][0].parent}; shards must hold key.jpg (or jpeg, png, webp) + key.cls"
-        )
-    others = []
-    with suppress(UnlabelledError):  # a split without labels adds no class
-        others = [
-            index for name in SPLITS if name != split and found[name] for index in _index_labelled_shards(found[name])
-        ]
-    largest = max([*indices, *others], key=lambda index: int(index.labels.max(initial=-1)))
-    place = int(largest.labels.argmax())
-    label = int(largest.labels[place])
-    classes = _listed_classes(root) or number_classes(label, f"{largest.stamp.path}:{largest.names[place]}")
-    if label >= len(classes):
-        raise UserError(f"{root} names {len(classes)} classes, but its shards have label {label}; labels start at 0")
-    report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
+    indices = index_tars(shards[split], samples=True)
     labels = np.concatenate([index.labels for index in indices])
+    if not len(labels):
+        raise UserError(f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls")
+    largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
+    if not classes:
+        with suppress(UserError):  # a split without labels adds no class
+            for other in index_tars([path for name in SPLITS for path in shards[name]], samples=True):
+                largest = max(largest, int(other.labels.max(initial=0)))
+        classes = number_classes(largest, root)
+    if largest >= len(classes):
+        raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
+    report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
     return Source(TarImages(indices), labels, classes)
 
 
-def _index_labelled_shards(choices: Sequence[Sequence[Path]]) -> list[TarIndex]:
-    """Return the indices of the first set of shards that has labels. Raises: UserError when none has."""
-    for shards in choices[:-1]:
-        with suppress(UnlabelledError):
-            return index_tars(shards, samples=True)
-    return index_tars(choices[-1], samples=True)
-
-
-def _shards_by_split(root: Path) -> dict[str, list[list[Path]]]:
-    """Return the shards below a folder by split: one sorted list for each of the split's names that shards have.
+def _shards_by_split(root: Path) -> dict[str, list[Path]]:
+    """Return the sorted shards below a folder by split, those with the first of the split's names that any has.
 
     Raises: UserError when all shards are compressed.
     """
@@ -444,26 +407,16 @@ def _shards_by_split(root: Path) -> dict[str, list[list[Path]]]:
     if not shards and (packed := [path for pattern in ("*.tar.*", "*.tgz") for path in sorted(root.rglob(pattern))]):
         raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
     words = {path: {w for part in path.relative_to(root).parts for w in split_words(part)} for path in shards}
-    named = {
-        split: [paths for word in known if (paths := [path for path in shards if word in words[path]])]
-        for split, known in SPLITS.items()
-    }
-    return named if any(named.values()) or not shards else named | {"test": [shards]}
+    if not any(words.values()):
+        return {"train": [], "test": shards}
+    named = {word: [path for path in shards if word in words[path]] for known in SPLITS.values() for word in known}
+    return {split: next((named[word] for word in known if named[word]), []) for split, known in SPLITS.items()}
 
 
-def _listed_classes(root: Path) -> list[str]:
-    """Return the names of the classes from a file next to the shards; empty without one.
-
-    Raises: UserError when a file cannot be read.
-    """
-    for path in [root / "classnames.txt", *sorted(root.glob("*info*.json"))]:
-        try:
-            text = path.read_text("utf-8-sig") if path.is_file() else ""
-            info = json.loads(text or "{}") if path.suffix == ".json" else {"names": text.split("\n")}
-        except (ValueError, OSError, RecursionError) as error:
-            kind = "JSON" if path.suffix == ".json" else "text in UTF-8, a name per line"
-            raise UserError(f"cannot read {path} as {kind} ({first_line(error)}); fix or remove it") from None
-        listed = [info[key] for key in _CLASS_LIST_KEYS if isinstance(info, dict) and isinstance(info.get(key), list)]
-        if names := [composed(str(name).strip()) for name in (listed or [[]])[0] if str(name).strip()]:
-            return names
-    return []
+def _listed_classes(path: Path) -> list[str]:
+    """Return the names of the classes in a file, one a line; none without it. Raises: UserError for other content."""
+    try:
+        lines = path.read_text("utf-8-sig").split("\n") if path.is_file() else []
+    except (ValueError, OSError) as error:
+        raise UserError(f"cannot read {path} as text in UTF-8, a name per line ({first_line(error)})") from None
+    return [composed(line.strip()) for line in lines if line.strip()]
