@@ -60,7 +60,7 @@ def eval_loader(
 
     Shape: yields images (B, C, H, W), labels (B,)
     Source: Refiner section 4.4
-    Raises: UserError for a ratio that is not positive and finite, an unknown `rfc_fill`, or a batch size below 1.
+    Raises: UserError for a ratio that leaves no image, or a batch size below 1.
 
     >>> model = timm.create_model("cifar_resnet20")
     >>> source = iso.data.open_source("digits", "test")
@@ -71,13 +71,12 @@ def eval_loader(
     """
     options = dict(config)
     if rfc is not None:
-        _check_rfc(rfc, rfc_fill, config["input_size"][-2:])
+        if not 0.05 <= rfc < math.inf or min(config["input_size"][-2:]) / rfc < 1:
+            raise UserError(f"rfc {rfc:g} leaves no image; give a ratio like 1.13, or one from .05 to 1 to crop")
         options |= dict(crop_pct=rfc, crop_mode="center")
     transform: Any = eval_transform(options)
-    if rfc is not None and rfc_fill == "zero":
-        steps = list(transform.transforms)
-        crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
-        transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
+    if rfc is not None and rfc_fill == "zero":  # the normalised image is cropped
+        transform.transforms.sort(key=lambda step: isinstance(step, transforms.CenterCrop))
     source = copy.copy(source)
     source.transform = transform
     return ordered_loader(source, batch_ranges(len(source), batch_size)[batches], workers)
@@ -143,14 +142,6 @@ def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
         to_tensor = next(i for i, step in enumerate(transform.transforms) if isinstance(step, transforms.ToTensor))
         transform.transforms.insert(to_tensor, transforms.Grayscale(1))  # augmentations fill with a colour
     return transform
-
-
-def _check_rfc(rfc: float, fill: str, size: Sequence[int]) -> None:
-    """Raise a UserError for a ratio of receptive-field calibration that leaves no image, or an unknown fill."""
-    if not 0.05 <= rfc < math.inf or min(size) / rfc < 1:
-        raise UserError(f"rfc {rfc:g} leaves no image; give a ratio like 1.13, or one from .05 to 1 to crop")
-    if fill not in ("zero", "black"):
-        raise UserError(f"rfc_fill {fill!r} is unknown; choose 'zero' or 'black'")
 
 
 def train_loader(

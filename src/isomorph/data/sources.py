@@ -33,25 +33,18 @@ class ImageSubset(Sequence[ImageLike]):
     """Some images of a sequence, by their indices in it; nothing is read or copied before it is asked for."""
 
     def __init__(self, images: Sequence[ImageLike], indices: np.ndarray) -> None:
+        if isinstance(images, ImageSubset):
+            images, indices = images.images, images.indices[indices]
         self.images, self.indices = images, indices
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return ImageSubset(self.images, self.indices[index])
         return self.images[int(self.indices[index])]
 
     def name(self, index: int) -> str:
         return _describe_image(self.images, int(self.indices[index]))
-
-
-def _subset_images(images: Sequence[ImageLike], indices: np.ndarray) -> ImageSubset:
-    """Return the images at these indices; a subset of a subset is one subset."""
-    if isinstance(images, ImageSubset):
-        return ImageSubset(images.images, images.indices[indices])
-    return ImageSubset(images, indices)
 
 
 def _describe_image(images: Sequence[ImageLike], index: int) -> str:
@@ -66,8 +59,7 @@ def image_name(images: Sequence[ImageLike], index: int) -> str | None:
     """Return the name of an image's file below its folder, in its archive or in its data set; None without one."""
     if isinstance(images, ImageSubset):
         return image_name(images.images, int(images.indices[index]))
-    name_of = getattr(images, "file_name", None) or getattr(images, "stored_path", None)
-    return name_of(index) if name_of else None
+    return images.file_name(index) if hasattr(images, "file_name") else None
 
 
 def decode(image: ImageLike) -> Image.Image:
@@ -192,7 +184,7 @@ class Source(Dataset[tuple[Any, int]]):
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
         """Return the given images in the given order; their `ids` stay their indices in the whole source."""
         part, chosen = copy.copy(self), np.asarray(indices, np.int64)
-        part.images, part.labels = _subset_images(self.images, chosen), self.labels[chosen]
+        part.images, part.labels = ImageSubset(self.images, chosen), self.labels[chosen]
         part.ids = np.asarray(self.ids)[chosen]
         return part
 

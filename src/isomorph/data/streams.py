@@ -3,10 +3,9 @@
 Processes and workers of a loader read separate shares of a stream.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from isomorph.data.formats.huggingface import DatasetSplit, explain_dataset_errors, open_split, parquet_files
-from isomorph.data.formats.naming import SPLITS, number_classes
+from isomorph.data.formats.huggingface import DatasetSplit, explain_dataset_errors, open_split
+from isomorph.data.formats.naming import SPLITS
 from isomorph.data.formats.registry import data_root
 from isomorph.data.loaders import Example, IsolatedDataLoader, Labels, collate, ignore_stop_signals
 from isomorph.data.sampler import BatchParts, TrainSampler
@@ -28,6 +27,7 @@ from isomorph.errors import UserError
 STREAMS = ("huggingface-stream",)
 _ROWS_PER_READ = 16
 """Number of rows that are fetched at a time."""
+Transform = Callable[[Image.Image], Any]
 StreamSample = tuple[ImageLike, int, int]
 """An image as stored, its label, its id."""
 
@@ -35,8 +35,8 @@ StreamSample = tuple[ImageLike, int, int]
 class Stream:
     """Labelled images of one split that are read in order, without an index.
 
-    `samples` yields them; `image` decodes one. `transform` (PIL image -> anything) is for a loader to use. The id of a
-    sample is (file << 32) + row, the same in every epoch. A stream can be pickled.
+    `samples` yields them; `image` decodes one. The id of a sample is (file << 32) + row, the same in every epoch. A
+    stream can be pickled.
 
     >>> from datasets import Dataset, Features, Image, Value
     >>> row = {"image": iso.data.open_source("digits", "test").image(0), "label": 0}
@@ -49,7 +49,6 @@ class Stream:
 
     def __init__(self, split: DatasetSplit, classes: Iterable[str], images: int | None, buffer: int = 1000) -> None:
         self.split, self.classes, self.images, self.buffer = split, tuple(classes), images, buffer
-        self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of images of the split. Raises: UserError when it is not known."""
@@ -135,30 +134,6 @@ def _shuffle_through_buffer(
         yield held[drawn]
 
 
-def _count_rows(split: DatasetSplit) -> int | None:
-    """Count the images from the metadata of local parquet files; None for other data."""
-    from pyarrow.parquet import read_metadata
-
-    with explain_dataset_errors(split.title):
-        return sum(read_metadata(file).num_rows for file in split.files) if split.files else None
-
-
-def _count_classes(split: DatasetSplit, root: Path) -> int:
-    """Count the classes by the largest label in the local parquet files of all splits.
-
-    Raises: UserError for other data.
-    """
-    import pyarrow.compute
-    from pyarrow.parquet import read_table
-
-    if not split.files:
-        raise UserError(f"{split.title} has no names of classes; give their number as classes=")
-    files = {*split.files, *(file for words in SPLITS.values() for word in words for file in parquet_files(root, word))}
-    with explain_dataset_errors(split.title):
-        largest = [pyarrow.compute.max(read_table(file, columns=[split.label])[split.label]).as_py() for file in files]
-        return len(number_classes(max(largest), split.title))
-
-
 def open_stream(
     name: str, split: str, root: str | Path | None = None, images: int | None = None, classes: int | None = None
 ) -> Stream:
@@ -179,8 +154,10 @@ def open_stream(
     if min(images or 1, classes or 1) < 1 or 0 in (images, classes):
         raise UserError(f"images={images} and classes={classes} must be 1 or more where given")
     found = open_split(split, data_root(root), streaming=True)
-    names = found.names or [str(i) for i in range(classes or _count_classes(found, data_root(root)))]
-    return Stream(found, names, images or found.images or _count_rows(found))
+    if not (found.names or classes):
+        raise UserError(f"{found.title} has no names of classes; give their number as classes=")
+    names = found.names or map(str, range(classes or 0))
+    return Stream(found, names, images or found.images)
 
 
 _StreamBatch = tuple[Tensor, Labels, list[str]]
@@ -206,8 +183,10 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
     whichever step the run resumes: the samples of earlier steps are skipped.
     """
 
-    def __init__(self, stream: Stream, sampler: TrainSampler, unreadable: int) -> None:
-        self.stream, self.sampler, self.unreadable = stream, sampler, unreadable
+    def __init__(self, stream: Stream, transform: Transform, sampler: TrainSampler, unreadable: int) -> None:
+        self.stream, self.transform, self.sampler, self.unreadable = stream, transform, sampler, unreadable
+        self.size = sampler.order.batch // sampler.parts.total
+        """Images of a part of a batch."""
 
     def __iter__(self) -> Iterator[_StreamBatch]:
         order, parts, first = self.sampler.order, self.sampler.parts.own, self.sampler.first
@@ -220,100 +199,78 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
             own = [batch for n, batch in enumerate(batches, begin * len(parts)) if n % workers == turn]
             done = {part: sum(1 for step, p in own if p == part and step < start) for part in parts}
             steps = {part: step for step, part in reversed(own)}  # of a part of this worker, the first
-            shares = {part: self._share(epoch, part, steps[part], workers, done[part]) for part in steps}
+            shares = {
+                part: islice(self._share(epoch, part, step, workers), done[part] * self.size, None)
+                for part, step in steps.items()
+            }
             for step, part in own:
                 if step >= start:
                     yield self._batch(shares[part], step, part)
             start = end
 
-    def _share(self, epoch: int, part: int, step: int, workers: int, done: int) -> Iterator[StreamSample]:
-        """Yield the samples of a share of the stream without end, after the batches that are done."""
+    def _share(self, epoch: int, part: int, step: int, workers: int) -> Iterator[StreamSample]:
+        """Yield the samples of a share of the stream without end."""
         each = workers_of_part(self.sampler.parts, workers)
         index, shares = part * each + step % each, self.sampler.parts.total * each
-
-        def rounds() -> Iterator[Iterator[StreamSample]]:
-            for number in count():
-                samples = self.stream.samples(
-                    derive_seed("round", epoch, number), self.sampler.order.seed, index, shares
+        for number in count():
+            samples = self.stream.samples(derive_seed("round", epoch, number), self.sampler.order.seed, index, shares)
+            if (first := next(samples, None)) is None:
+                raise UserError(
+                    f"the stream has too few images for {shares} shares; use fewer data.workers or scale.accumulate"
                 )
-                first = next(samples, None)
-                if first is None:
-                    raise UserError(
-                        f"the stream has too few images for {shares} shares; use fewer data.workers or scale.accumulate"
-                    )
-                yield chain([first], samples)
-
-        return islice(chain.from_iterable(rounds()), done * self._part_size, None)
-
-    @property
-    def _part_size(self) -> int:
-        """Images of a part of a batch."""
-        return self.sampler.order.batch // self.sampler.parts.total
+            yield first
+            yield from samples
 
     def _batch(self, share: Iterator[StreamSample], step: int, part: int) -> _StreamBatch:
         """Return the next part of a batch from a share; other images of the part, repeated, replace unreadable ones."""
         examples: list[Example] = []
         problems: list[str] = []
-        for position, (stored, label, identity) in enumerate(islice(share, self._part_size)):
+        for position, (stored, label, identity) in enumerate(islice(share, self.size)):
             seed_generators(derive_seed("streamed", self.sampler.order.seed, step, part, position), devices=False)
             try:
-                examples.append((_apply_transform(self.stream, self.stream.image(stored, identity)), label, []))
+                examples.append((self.transform(self.stream.image(stored, identity)), label, []))
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
                     raise
         if not examples:
             raise UserError(f"no image of a part can be read; the latest: {problems[-1]}")
-        images, labels, _ = collate(list(islice(cycle(examples), self._part_size)))
+        images, labels, _ = collate(list(islice(cycle(examples), self.size)))
         return images, labels, problems
-
-
-def _apply_transform(stream: Stream, image: Image.Image) -> Any:
-    return image if stream.transform is None else stream.transform(image)
 
 
 class _StreamTestImages(IterableDataset[tuple[Any, int]]):
     """One process's share of a stream, read once in the stored order."""
 
-    def __init__(self, stream: Stream, parts: BatchParts) -> None:
-        self.stream, self.parts = stream, parts
+    def __init__(self, stream: Stream, transform: Transform, parts: BatchParts) -> None:
+        self.stream, self.transform, self.parts = stream, transform, parts
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         worker, workers = _worker_position()
         share, shares = self.parts.own[0] * workers + worker, self.parts.total * workers
         for stored, label, identity in self.stream.samples(0, None, share, shares):
-            yield _apply_transform(self.stream, self.stream.image(stored, identity)), label
+            yield self.transform(self.stream.image(stored, identity)), label
 
 
 def stream_loader(
-    stream: Stream,
-    transform: Callable[[Image.Image], Any],
-    sampler: TrainSampler,
-    workers: int = 0,
-    unreadable: int = 0,
+    stream: Stream, transform: Transform, sampler: TrainSampler, workers: int = 0, unreadable: int = 0
 ) -> DataLoader[Any]:
     """Return a loader of training batches from a stream, with the interface of `train_loader`.
 
     Shape: yields images (B, C, H, W), labels (B,), messages
     Raises: UserError when a part of a batch has more than `unreadable` images that cannot be read.
     """
-    return _loader(_TrainBatches(_with_transform(stream, transform), sampler, unreadable), None, workers)
+    return _loader(_TrainBatches(stream, transform, sampler, unreadable), None, workers)
 
 
 def stream_test_loader(
-    stream: Stream, transform: Callable[[Image.Image], Any], batch_size: int, workers: int, parts: BatchParts
+    stream: Stream, transform: Transform, batch_size: int, workers: int, parts: BatchParts
 ) -> DataLoader[Any]:
     """Return a loader of test batches from a stream, with every image in one process's share once.
 
     Shape: yields images (B, C, H, W), labels (B,)
     """
-    return _loader(_StreamTestImages(_with_transform(stream, transform), parts), batch_size, workers)
-
-
-def _with_transform(stream: Stream, transform: Callable[[Image.Image], Any]) -> Stream:
-    stream = copy.copy(stream)
-    stream.transform = transform
-    return stream
+    return _loader(_StreamTestImages(stream, transform, parts), batch_size, workers)
 
 
 def _loader(batches: IterableDataset[Any], batch_size: int | None, workers: int) -> DataLoader[Any]:

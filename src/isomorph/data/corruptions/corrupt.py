@@ -35,12 +35,13 @@ IMAGENET_C_CORRUPTIONS = [name for names in CORRUPTION_CATEGORIES.values() for n
 """The 15 corruptions of ImageNet-C. Severities use its constants, also at 32 px, where CIFAR-10-C has others."""
 EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 """ImageNet-C's four extra corruptions for validation; its means leave them out."""
+_CORRUPTIONS = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_SCALE = "ImageNet-C's constants"
 MIN_IMAGE_SIDE = 32
 CLEAN = "clean"
 """Name of the images without corruption, at severity 0."""
-CORRUPTION_VERSION = 2
+CORRUPTION_VERSION = 3
 """Increased when the pixels of a corruption change: results and cached images of other versions are not reused."""
 
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
@@ -85,12 +86,9 @@ def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corr
 
         from isomorph.data.corruptions import imagenet_c
     except ImportError as error:
-        broken = "" if isinstance(error, ModuleNotFoundError) else f" ({first_line(error)})"
-        raise UserError(
-            f"corruptions need the package imagecorruptions{broken}; {install_hint('corruptions')}"
-        ) from None
-    names = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    return package, {name: getattr(imagenet_c, name) for name in names if hasattr(imagenet_c, name)}
+        reason = f"corruptions need the package imagecorruptions ({first_line(error)})"
+        raise UserError(f"{reason}; {install_hint('corruptions')}") from None
+    return package, {name: getattr(imagenet_c, name) for name in _CORRUPTIONS if hasattr(imagenet_c, name)}
 
 
 def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0) -> int:
@@ -100,10 +98,9 @@ def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0
 
 def check_corruption(corruption: str, severity: int = 1) -> None:
     """Raise a UserError for an unknown corruption, with the closest name, or an unknown severity."""
-    known = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-    if corruption not in known:
-        close = get_close_matches(corruption, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
+    if corruption not in _CORRUPTIONS:
+        close = get_close_matches(corruption, _CORRUPTIONS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(_CORRUPTIONS)}"
         raise UserError(f"corruption {corruption!r} is unknown; {hint}")
     if severity not in SEVERITIES:
         raise UserError(f"severity {severity} is not in 1 to 5")
@@ -220,14 +217,13 @@ class CorruptedImages(Dataset[tuple[Tensor, int]]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        versions = pixels = np.asarray(self.crop(self.source.image(index)))[None]  # (1, H, W, 3)
+        pixels = np.asarray(self.crop(self.source.image(index)))
+        versions = [pixels]
         if self.corruption:
-            draws = [
-                (s, corruption_seed(self.corruption, s, int(self.source.ids[index]), self.seed))
-                for s in self.severities
-            ]
-            versions = np.stack([corrupt(pixels[0], self.corruption, *draw) for draw in draws])
-        return torch.from_numpy(versions.copy()).permute(0, 3, 1, 2), int(self.source.labels[index])
+            identity = int(self.source.ids[index])
+            seeds = {s: corruption_seed(self.corruption, s, identity, self.seed) for s in self.severities}
+            versions = [corrupt(pixels, self.corruption, severity, seed) for severity, seed in seeds.items()]
+        return torch.from_numpy(np.stack(versions)).permute(0, 3, 1, 2), int(self.source.labels[index])
 
 
 def fingerprint(source: Source) -> str:

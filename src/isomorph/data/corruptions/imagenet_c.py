@@ -18,8 +18,6 @@ from numpy.random import RandomState
 from scipy.ndimage import gaussian_filter1d, map_coordinates
 from torch.nn.functional import interpolate
 
-_DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
-"""Radius, and sigma of the softened edge."""
 _GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
 """Sigma, largest distance, rounds."""
 _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
@@ -37,19 +35,6 @@ def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
     """Blur with a Gaussian truncated at 4 sigma, repeating the border. Shape: (H, W, 3) -> (H, W, 3) float64"""
     size = 2 * int(4 * sigma + 0.5) + 1
     return cv2.GaussianBlur(image, (size, size), sigma, borderType=cv2.BORDER_REPLICATE)
-
-
-def defocus_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Convolve with a soft-edged disk."""
-    return to_uint8(cv2.filter2D(image / 255, -1, _disk_kernel(*_DEFOCUS[severity - 1])))
-
-
-@lru_cache(8)
-def _disk_kernel(radius: int, sigma: float) -> np.ndarray:
-    extent, kernel = (8, 3) if radius <= 8 else (radius, 5)
-    rows, columns = np.mgrid[-extent : extent + 1, -extent : extent + 1]
-    inside = (rows**2 + columns**2 <= radius**2).astype(np.float32)
-    return cv2.GaussianBlur(inside / inside.sum(), (kernel, kernel), sigmaX=sigma)
 
 
 def glass_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -210,7 +195,6 @@ _ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02
 """Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side."""
 _REFERENCE_SCALE = 244 / 224
 """The reference uses 244 for its images of 224 px."""
-_CONTRAST = (0.4, 0.3, 0.2, 0.1, 0.05)
 
 
 def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -241,11 +225,3 @@ def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> n
 def gaussian_blur_matrix(side: int, sigma: float) -> np.ndarray:
     """Return the matrix of a Gaussian blur along one side, truncated at 3 sigma, mirrored. Shape: -> (side, side)"""
     return gaussian_filter1d(np.eye(side), sigma, axis=0, mode="reflect", truncate=3)
-
-
-def contrast(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Move every channel towards its mean over the image."""
-    levels, factor = np.arange(256)[:, None] / 255, _CONTRAST[severity - 1]
-    means = np.mean(image / 255, axis=(0, 1))
-    table = to_uint8((levels - means) * factor + means)  # (256, 3)
-    return table[image, np.arange(3)]

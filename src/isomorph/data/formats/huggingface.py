@@ -72,15 +72,14 @@ class DatasetImages(Sequence[ImageLike]):
         return f"image {index} of {self.split.title}"
 
     @cached_property
-    def paths(self) -> Any:
-        """The stored paths of the images; they are a column of their own, so no image is read for them."""
+    def _paths(self) -> Any:
         from pyarrow.compute import struct_field
 
         return struct_field(self.split.dataset.data.column(self.split.image), "path")
 
-    def stored_path(self, index: int) -> str | None:
-        """Return the path that the data set stores with an image, if any."""
-        return self.paths[index].as_py()
+    def file_name(self, index: int) -> str | None:
+        """Return the path that the data set stores with an image, if any, in a column of its own."""
+        return self._paths[index].as_py()
 
 
 def huggingface(split: str, root: Path) -> Source:
@@ -99,10 +98,8 @@ def huggingface(split: str, root: Path) -> Source:
         raise UserError(f"{found.title} has no images")
     classes = found.names
     if not classes:
-        others = [
-            _read_labels(other) for name in SPLITS for other in _matching_splits(name, root, False) if name != split
-        ]
-        classes = number_classes(max(int(numbers.max(initial=0)) for numbers in (labels, *others)), found.title)
+        splits = [found, *(other for name in SPLITS if name != split for other in _matching_splits(name, root, False))]
+        classes = number_classes(max(int(_read_labels(each).max(initial=0)) for each in splits), found.title)
     if labels.min() < 0 or labels.max() >= len(classes):
         raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
     return Source(DatasetImages(found), labels, classes)
@@ -126,9 +123,7 @@ def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
     unlabelled = None
     for candidate in _matching_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
-            first = next(iter(candidate.dataset.select_columns([candidate.label])), {candidate.label: None})[
-                candidate.label
-            ]
+            first = next((row[candidate.label] for row in candidate.dataset.select_columns([candidate.label])), None)
         if not isinstance(first, int) or first >= 0:
             return candidate
         unlabelled = candidate
@@ -178,6 +173,7 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
     """Yield the matching splits in a folder: parquet files, or the output of `save_to_disk`."""
     from datasets import load_dataset, load_from_disk
+    from pyarrow.parquet import read_metadata
 
     for word in SPLITS[split]:
         title, files = f"the {word} split in {root}", parquet_files(root, word)
@@ -194,7 +190,8 @@ def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSp
             with explain_dataset_errors(title):
                 listed = {word: [str(file) for file in files]}
                 opened = load_dataset("parquet", data_files=listed, split=word, streaming=streaming)
-            yield DatasetSplit(title, opened, files, folder=root)
+                images = sum(read_metadata(file).num_rows for file in files)
+            yield DatasetSplit(title, opened, files, images, folder=root)
 
 
 def parquet_files(root: Path, word: str) -> list[Path]:

@@ -15,7 +15,7 @@ from isomorph.errors import DataWarning, UserError
 from isomorph.terminal_tables import count_of
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-_NOT_IMAGES = {".txt", ".md", ".csv", ".tsv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
+_NOT_IMAGES = {".txt", ".md", ".cls", ".csv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
 SPLITS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "val", "valid", "validation", "eval", "evaluation"),

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -24,7 +24,6 @@ import numpy as np
 
 from isomorph.data.formats.imagefolder import check_known_classes, sort_by_class
 from isomorph.data.formats.naming import (
-    IMAGE_SUFFIXES,
     SPLIT_NAMES,
     SPLITS,
     PackedStrings,
@@ -41,10 +40,9 @@ from isomorph.data.formats.naming import (
 from isomorph.data.sources import ImageLike, ImageSubset, Source
 from isomorph.errors import UserError, first_line
 
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The first bytes of files compressed by gzip, bzip2, xz and zstandard."""
-_LABEL_KEYS = {"cls", "json"}
 _MAX_DEPTH = 4
 """Tars inside tars that are read as folders."""
 _MAX_LABEL_BYTES = 2**20
@@ -139,49 +137,46 @@ class TarImages(Sequence[ImageLike]):
         return self.names[number][member]
 
 
-def index_tars(paths: Sequence[Path], samples: bool = False) -> list[TarIndex]:
+def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
     """Return the index of each tar, from the cache where it is still valid.
 
-    It has all images, or with `samples` those of webdataset samples, with their labels.
-
-    Raises: UserError when a tar cannot be read, is cut short or compressed, or a sample has no label.
+    Raises: UserError when a tar cannot be read, is cut short or compressed.
     """
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(partial(_index_tar, samples=samples), paths))
+        return list(pool.map(_index_tar, paths))
 
 
-def _index_tar(path: Path, samples: bool) -> TarIndex:
+def _index_tar(path: Path) -> TarIndex:
     try:
         status = path.stat()
         stamp = _FileStamp(str(path.absolute()), status.st_size, status.st_mtime_ns)
-        if index := _load_index(stamp, samples):
+        if index := _load_index(stamp):
             return index
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED_PREFIXES):
                 raise UserError(f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar")
             file.seek(0)
             left_out = Counter[str]()
-            members = list(_iter_samples(file, path, left_out) if samples else _iter_images(file, left_out))
+            members = list(_iter_images(file, left_out))
         numbers = np.array([member[1:] for member in members], np.int64).reshape(-1, 3).T
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
     index = TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers, left_out)
-    _save_index(index, samples)
+    _save_index(index)
     return index
 
 
-def _cache_file(stamp: _FileStamp, samples: bool) -> Path:
+def _cache_file(stamp: _FileStamp) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    key = f"{'samples' if samples else 'images'} {stamp.path}"
-    return base / "isomorph" / "shards" / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.npz"
+    return base / "isomorph" / "shards" / f"{hashlib.sha256(os.fsencode(stamp.path)).hexdigest()[:32]}.npz"
 
 
-def _load_index(stamp: _FileStamp, samples: bool) -> TarIndex | None:
+def _load_index(stamp: _FileStamp) -> TarIndex | None:
     """Return the cached index of this tar if it is of the file as it is now, and could be; else None."""
     try:
-        with open(_cache_file(stamp, samples), "rb") as file, np.load(file, allow_pickle=False) as saved:
+        with open(_cache_file(stamp), "rb") as file, np.load(file, allow_pickle=False) as saved:
             if saved["stamp"].tolist() != [_INDEX_VERSION, stamp.size, stamp.modified]:
                 return None
             block, ends, numbers = (saved[key] for key in ("block", "ends", "numbers"))
@@ -198,14 +193,14 @@ def _load_index(stamp: _FileStamp, samples: bool) -> TarIndex | None:
     return TarIndex(stamp, PackedStrings(block, ends), numbers, left_out) if fits else None
 
 
-def _save_index(index: TarIndex, samples: bool) -> None:
+def _save_index(index: TarIndex) -> None:
     """Write the index to the cache in one piece; nothing is written without a writable cache folder."""
     stamp, written = np.array([_INDEX_VERSION, index.stamp.size, index.stamp.modified]), io.BytesIO()
     left_out = np.frombuffer(json.dumps(index.left_out).encode(), np.uint8)
     columns = dict(block=index.names.block, ends=index.names.ends, numbers=index.numbers, left_out=left_out)
     np.savez(written, stamp=stamp, **columns)  # type: ignore[arg-type]
     with suppress(OSError, RuntimeError):
-        target = _cache_file(index.stamp, samples)
+        target = _cache_file(index.stamp)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             draft = Path(folder, target.name)
@@ -247,11 +242,22 @@ def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth
 
 
 def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
-    """Yield the images, and count the other files by their suffix."""
-    for member in _iter_members(file):
-        if is_image_name(member.name):
-            yield member
-        else:
+    """Yield the images, each with the label that a file of its name says, and count the other files by suffix.
+
+    Of a webdataset sample with such a label the first image named key.jpg, not key.mask.png, is the one.
+    """
+    for _, group in groupby(_iter_members(file), _sample_key):
+        members = list(group)
+        images = [member for member in members if is_image_name(member.name)]
+        label = max(_read_label(file, member) for member in members)
+        others = [member for member in members if not is_image_name(member.name)]
+        if label >= 0:
+            if len({member.name for member in members}) < len(members):
+                raise tarfile.ReadError(f"the sample of {members[0].name} is there twice")
+            images = [each for each in images if each.name.rpartition("/")[2].count(".") == 1][:1]
+            others = [] if images else members
+        yield from (image._replace(label=label) for image in images)
+        for member in others:
             count_left_out(member.name, left_out)
 
 
@@ -270,38 +276,16 @@ def _sample_key(member: TarMember) -> tuple[str, str]:
     return folder, base.partition(".")[0]
 
 
-def _iter_samples(file: BinaryIO, path: Path, left_out: Counter[str]) -> Iterator[TarMember]:
-    """Yield the image of each webdataset sample that has one, with its label; count the files of labelled others.
-
-    Raises: UserError naming a sample without a label that is a number, TarError for one that is there twice.
-    """
-    for _, group in groupby(_iter_members(file), _sample_key):
-        members = list(group)
-        parts = {member.name.rpartition("/")[2].partition(".")[2].lower(): member for member in members}
-        if len(parts) < len(members):
-            raise tarfile.ReadError(f"the sample of {members[0].name} is there twice")
-        images = [member for key, member in parts.items() if f".{key}" in IMAGE_SUFFIXES]
-        if images:
-            yield images[0]._replace(label=_read_label(file, parts, f"{path}:{images[0].name}"))
-        elif _LABEL_KEYS & parts.keys():
-            left_out.update(f".{key}" for key in parts.keys() - _LABEL_KEYS)
-
-
-def _read_label(file: BinaryIO, parts: dict[str, TarMember], name: str) -> int:
-    """Return the label of a sample: a whole number from 0 in a .cls or .json file."""
-    given = ""
-    for key in filter(parts.__contains__, ("cls", "json")):
-        file.seek(parts[key].offset)
-        text = file.read(min(parts[key].size, _MAX_LABEL_BYTES))
+def _read_label(file: BinaryIO, member: TarMember) -> int:
+    """Return the label that a member says, a whole number from 0 in a .cls or .json file, else -1."""
+    if member.name.endswith((".cls", ".json")):
+        file.seek(member.offset)
+        text = file.read(min(member.size, _MAX_LABEL_BYTES))
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            label = int(text) if key == "cls" else json.loads(text)["label"]
-            if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < 2**31:
+            label = int(text) if member.name.endswith(".cls") else json.loads(text)["label"]
+            if type(label) is int and 0 <= label < 2**31:
                 return label
-        given = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
-    raise UserError(
-        f"{name} has no label: next to it must be a .cls file with the number of the class, "
-        f'or a .json file with "label"{given}'
-    )
+    return -1
 
 
 def tar(split: str, root: Path) -> Source:
@@ -382,20 +366,25 @@ def webdataset(split: str, root: Path) -> Source:
     shards = _shards_by_split(root)
     if not shards[split]:
         raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][0]}-0000.tar")
-    indices = index_tars(shards[split], samples=True)
+    indices = index_tars(shards[split])
     labels = np.concatenate([index.labels for index in indices])
     if not len(labels):
         raise UserError(f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls")
+    images = TarImages(indices)
+    if labels.min() < 0:
+        raise UserError(
+            f"{images.name(int(labels.argmin()))} has no label: next to it must be a .cls file with the number of the "
+            'class, or a .json file with "label"'
+        )
     largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
     if not classes:
-        with suppress(UserError):  # a split without labels adds no class
-            for other in index_tars([path for name in SPLITS for path in shards[name]], samples=True):
-                largest = max(largest, int(other.labels.max(initial=0)))
+        others = index_tars([path for name in SPLITS for path in shards[name]])
+        largest = max(int(other.labels.max(initial=0)) for other in others)
         classes = number_classes(largest, root)
     if largest >= len(classes):
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
     report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
-    return Source(TarImages(indices), labels, classes)
+    return Source(images, labels, classes)
 
 
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
