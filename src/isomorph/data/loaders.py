@@ -70,6 +70,8 @@ def eval_loader(
     torch.Size([50, 3, 32, 32])
     """
     options = dict(config)
+    if rfc_fill not in ("zero", "black"):
+        raise UserError(f"rfc_fill {rfc_fill!r} is unknown; choose 'zero' or 'black'")
     if rfc is not None:
         if not 0.05 <= rfc < math.inf or min(config["input_size"][-2:]) / rfc < 1:
             raise UserError(f"rfc {rfc:g} leaves no image; give a ratio like 1.13, or one from .05 to 1 to crop")
