@@ -28,7 +28,7 @@ from containers import (
     pixels,
     write_tar,
 )
-from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
+from isomorph.data.corruptions.corrupt import CorruptedSource
 from isomorph.data.formats import tar as shards
 from isomorph.data.formats.naming import PackedStrings, split_words
 from isomorph.data.formats.registry import SOURCES, open_source
@@ -73,11 +73,6 @@ class TestEveryContainer:
         half = class_fraction(source, 0.4)
         assert len(half) == 6
         assert half.image(5).tobytes() == source.image(int(half.ids[5])).tobytes()
-
-    def test_alterations_keep_their_draws(self, source):
-        noisy = NoisySource(source, 0.2)
-        for part in (noisy.subset([9, 4]), NoisySource(source.subset([9, 4]), 0.2)):
-            assert part.image(1).tobytes() == noisy.image(4).tobytes()
 
     def test_two_workers_read_it(self, source):
         source.transform = lambda image: np.asarray(image).mean()
@@ -409,7 +404,7 @@ class TestWrongTars:
     def test_an_unreadable_member_is_named(self, tmp_path):
         write_tar(tmp_path / "train.tar", [("cat/1.png", b"not an image"), ("cat/2.png", picture(0, 0))])
         source = open_source("tar", "train", tmp_path)
-        for broken in (source, source.subset([1, 0]).subset([1]), NoisySource(source, 0.1)):
+        for broken in (source, source.subset([1, 0]).subset([1])):
             refused(r"cannot read .*train\.tar:cat/1\.png: .*; remove or replace it", broken.image, 0)
 
     def test_missing_tars_and_classes(self, tmp_path):

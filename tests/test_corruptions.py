@@ -191,6 +191,9 @@ def test_order_workers_and_subsets_change_nothing(workers):
     assert torch.equal(some[:, 0], images[[4, 1], 1])
     other = CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
+    corrupted = CorruptedSource(source, "impulse_noise", 2)
+    for part in (corrupted.subset([4, 1]), CorruptedSource(source.subset([4, 1]), "impulse_noise", 2)):
+        assert part.image(1).tobytes() == corrupted.image(1).tobytes()
 
 
 def test_pictures_are_framed_then_corrupted():

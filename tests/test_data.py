@@ -11,7 +11,6 @@ from PIL.PngImagePlugin import PngInfo
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
@@ -42,13 +41,6 @@ def test_digits_are_split_without_overlap():
     pixels = {np.asarray(picture).tobytes() for picture in train.images}
     assert sum(np.asarray(p).tobytes() in pixels for p in test.images) <= 2  # two digits are drawn alike
     assert train.image(0).mode == "RGB"
-
-
-def test_cifar10_is_read_from_parquet(data_root):
-    source = open_source("cifar10", "test")
-    assert len(source) == 10_000
-    assert [source.classes[label] for label in source.labels[:5]] == ["airplane", "automobile", "bird", "cat", "deer"]
-    assert source.image(0).size == (32, 32)
 
 
 def test_imagefolder(folder):
@@ -115,17 +107,6 @@ def test_a_fraction_of_each_class():
             assert len(class_fraction(Source([None] * images, [0] * images, ["only"]), 0.05, seed)) == expected
 
 
-def test_altered_sources_stay_altered_and_keep_their_draws():
-    source = open_source("digits", "test")
-    noisy = NoisySource(source, 0.3)
-    part = noisy.subset([5, 7])
-    assert np.array_equal(np.asarray(part.image(1)), np.asarray(noisy.image(7)))
-    assert np.array_equal(np.asarray(class_fraction(noisy, 1.0).image(3)), np.asarray(noisy.image(3)))
-    twice = NoisySource(noisy, 0.0)
-    assert np.abs(np.asarray(twice.image(3), int) - np.asarray(noisy.image(3), int)).max() <= 1  # rounding
-    refused("32 px at least", lambda: CorruptedSource(source, "fog", 1).image(0))
-
-
 def test_two_loaders_of_one_source_do_not_mix():
     source = open_source("digits", "test")
     small, large = (eval_loader(source, {**CONFIG, "input_size": (3, size, size)}, 2) for size in (16, 24))
@@ -135,19 +116,11 @@ def test_two_loaders_of_one_source_do_not_mix():
 
 def test_padded_crops_keep_the_whole_of_a_rectangle():
     ramp = Image.fromarray(np.tile(np.linspace(0, 255, 64).astype(np.uint8), (32, 1)))
-    source = open_source("digits", "test").subset([0, 1])
-    source.images = [ramp, ramp]
-    images, _, _ = next(
-        iter(
-            train_loader(
-                source, train_transform({**CONFIG, "input_size": (3, 32, 64)}, crop_padding=1), deals(source, 2)
-            )
-        )
-    )
-    assert images.shape == (2, 3, 32, 64)
-    middle = images[0, 0, 16, 4:-4]
-    assert middle.min() < -0.8
-    assert middle.max() > 0.8
+    transform = train_transform({**CONFIG, "input_size": (3, 32, 64)}, crop_padding=1)
+    image = transform(ramp.convert("RGB"))
+    assert image.shape == (3, 32, 64)
+    middle = image[0, 16, 4:-4]
+    assert middle.min() < -0.8 < 0.8 < middle.max()
 
 
 def test_classes_are_numbered_as_in_train(folder):
@@ -162,28 +135,7 @@ def test_classes_are_numbered_as_in_train(folder):
     refused(r"has classes that .*train lacks: pink", open_source, "imagefolder", "test", folder)
 
 
-def test_noise_has_the_given_strength():
-    grey = Source([Image.new("RGB", (64, 64), (128,) * 3)] * 3, [0] * 3, ["grey"])
-    noisy = NoisySource(grey, 0.1)
-    assert np.asarray(noisy.image(0)).std() / 255 == pytest.approx(0.1, rel=0.03)
-    assert np.array_equal(np.asarray(noisy.image(1)), np.asarray(noisy.image(1)))
-    assert not np.array_equal(np.asarray(noisy.image(0)), np.asarray(noisy.image(1)))
-
-
-def test_training_batches_follow_the_seed_and_are_full():
-    source = open_source("digits", "train").subset(range(70))
-    transform = train_transform(CONFIG, crop_padding=2, hflip=0.5)
-    first, again, other = (
-        [images for images, _, _ in train_loader(source, transform, deals(source, 32, seed))] for seed in (3, 3, 4)
-    )
-    assert len(first) == 2
-    assert all(len(images) == 32 for images in first)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize(("parts", "workers"), [(1, 2), (2, 0), (4, 2)])
 def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
     """Processes, parts, workers and interruptions: the batch of a step is a function of seed and step."""
     source = open_source("digits", "train").subset(range(50))
@@ -198,12 +150,11 @@ def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
     assert step == len(whole) - 1 == 5
 
 
-def test_an_epoch_sees_every_image_once_and_epochs_differ():
-    order = BatchOrder(48, 16, seed=1)
-    epochs = [order.epoch(epoch)[0] for epoch in range(2)]
-    assert all(epoch.sort().values.tolist() == list(range(48)) for epoch in epochs)
-    assert not torch.equal(*epochs)
-    assert len(order.epoch(0)[1].unique()) == 48
+def test_an_epoch_sees_every_image_once_and_epochs_and_seeds_differ():
+    orders = [BatchOrder(48, 16, seed).epoch(epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    assert all(images.sort().values.tolist() == list(range(48)) for images, _ in orders)
+    assert len({tuple(images.tolist()) for images, _ in orders}) == 3
+    assert len(orders[0][1].unique()) == 48
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -234,8 +185,7 @@ def test_evaluation_follows_the_models_own_config(data_root):
 def test_first_classes():
     source = open_source("digits", "test")
     part = first_classes(source, 3)
-    assert set(part.labels) == {0, 1, 2}
-    assert part.classes == ("0", "1", "2")
+    assert (set(part.labels), part.classes) == ({0, 1, 2}, ("0", "1", "2"))
     assert len(part) == sum(label < 3 for label in source.labels)
     refused("the data has 10", first_classes, source, 11)
 

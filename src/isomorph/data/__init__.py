@@ -5,7 +5,6 @@ from isomorph.data.corruptions.corrupt import (
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
     CorruptedSource,
-    NoisySource,
     corrupt,
 )
 from isomorph.data.formats.registry import open_source
@@ -18,7 +17,6 @@ __all__ = [
     "EXTRA_CORRUPTIONS",
     "IMAGENET_C_CORRUPTIONS",
     "CorruptedSource",
-    "NoisySource",
     "Source",
     "Stream",
     "class_fraction",

@@ -42,7 +42,7 @@ class Stream:
     >>> row = {"image": iso.data.open_source("digits", "test").image(0), "label": 0}
     >>> Dataset.from_list([row], Features(image=Image(), label=Value("int64"))).to_parquet("test-00000.parquet") > 0
     True
-    >>> stream = iso.data.open_stream("huggingface-stream", "test", ".")
+    >>> stream = iso.data.open_stream("huggingface-stream", "test", ".", classes=1)
     >>> len(stream), [(label, identity) for _, label, identity in stream.samples(epoch=0, seed=None)]
     (1, [(0, 0)])
     """

@@ -126,21 +126,7 @@ class ImageCorruption:
         return Image.fromarray(corrupt(np.asarray(image), self.corruption, self.severity, seed, name))
 
 
-class _AlteredSource(Source):
-    """Base of sources that alter each image of another source at random, the same way every time."""
-
-    def __init__(self, inner: Source) -> None:
-        super().__init__(inner.images, inner.labels, inner.classes)
-        self.inner, self.ids = inner, inner.ids
-
-    def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """Return the given images, altered as they are in the whole source."""
-        part: Any = super().subset(indices)
-        part.inner = self.inner.subset(indices)
-        return part
-
-
-class CorruptedSource(_AlteredSource):
+class CorruptedSource(Source):
     """A source whose images have one of ImageNet-C's corruptions, seeded by image, corruption and severity.
 
     Raises: UserError for an unknown corruption or severity, an image under 32 px, or when the package imagecorruptions
@@ -157,31 +143,19 @@ class CorruptedSource(_AlteredSource):
 
     def __init__(self, inner: Source, corruption: str, severity: int, seed: int = 0) -> None:
         check_corruption(corruption, severity)
-        super().__init__(inner)
+        super().__init__(inner.images, inner.labels, inner.classes)
+        self.inner, self.ids = inner, inner.ids
         self.corruption, self.severity, self.seed = corruption, severity, seed
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
+        """Return the given images, corrupted as they are in the whole source."""
+        part: Any = super().subset(indices)
+        part.inner = self.inner.subset(indices)
+        return part
 
     def image(self, index: int) -> Image.Image:
         seed = corruption_seed(self.corruption, self.severity, int(self.ids[index]), self.seed)
         return Image.fromarray(corrupt(np.asarray(self.inner.image(index)), self.corruption, self.severity, seed))
-
-
-class NoisySource(_AlteredSource):
-    """A source whose images have white Gaussian noise; `std` is a fraction of the range of pixel values.
-
-    >>> source = iso.data.open_source("digits", "test")
-    >>> noisy = iso.data.NoisySource(source, std=0.1)
-    >>> noisy.image(0).size
-    (8, 8)
-    """
-
-    def __init__(self, inner: Source, std: float) -> None:
-        super().__init__(inner)
-        self.std = std
-
-    def image(self, index: int) -> Image.Image:
-        pixels = np.asarray(self.inner.image(index)) / 255
-        noise = np.random.default_rng(self.ids[index]).normal(0, self.std, pixels.shape)
-        return Image.fromarray((np.clip(pixels + noise, 0, 1) * 255).astype(np.uint8))
 
 
 ImageTransform = Callable[[Image.Image], Image.Image]
