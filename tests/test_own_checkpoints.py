@@ -74,12 +74,6 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
 
-def test_numbers_of_blocks_are_limited(tmp_path):
-    for given in (dict(depth=2000), dict(layers=[1] * 2000), dict(layers=[2000])):
-        path = save(tmp_path / "best.pth.tar", timm_script(cnn("cifar_resnet20"), model_kwargs=given))
-        refused(r"its args.model_kwargs cannot be used: (depth|layers) .*1,000", open_own, path)
-
-
 DISAGREEING = [
     (dict(arch="resnet18"), "--arch resnet18"),
     (dict(num_classes=4), "--num-classes 4"),
@@ -163,7 +157,8 @@ def test_harmless_classes_are_read_and_no_others(tmp_path):
 
 def test_sizes_are_read_from_the_tensors(tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, in_chans=1, **VIT)
-    opened = open_own(save(tmp_path / "vit.pth", vit.state_dict()), arch="vit_tiny_patch16_224")
+    path = save(tmp_path / "vit.pth", vit.state_dict())
+    opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs={"depth": 2})
     assert same(opened, vit)
     assert evaluation_config(opened)["input_size"] == (1, 96, 96)
     assert opened.isomorph_record.base == {
@@ -183,7 +178,7 @@ def test_sizes_are_read_from_the_tensors(tmp_path):
 )
 def test_architectures_of_other_families(tmp_path, name, arguments):
     model = timm.create_model(name, num_classes=3, **arguments).eval()
-    given = {key: value for key, value in arguments.items() if key not in ("img_size", "depth")}
+    given = {key: value for key, value in arguments.items() if key != "img_size" or name.startswith("swin")}
     opened = open_own(save(tmp_path / "m.pth", model.state_dict()), arch=name, model_kwargs=given)
     assert same(opened, model)
     iso.save(opened, tmp_path / "m.safetensors")
@@ -195,9 +190,10 @@ def test_what_the_tensors_do_not_say_is_asked_for(tmp_path):
         "vit_tiny_patch16_224", num_classes=3, depth=1, embed_dim=96, num_heads=6, img_size=(64, 96)
     )
     path = save(tmp_path / "vit.pth", wide.state_dict())
-    refused("--model-kwargs embed_dim=96 num_heads=N", open_own, path, arch="vit_tiny_patch16_224")
-    refused("24 patches, not a square", open_own, path, arch="vit_tiny_patch16_224", model_kwargs=dict(num_heads=6))
-    opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs=dict(num_heads=6, img_size=(64, 96)))
+    given = dict(embed_dim=96, num_heads=6, depth=1)
+    refused("does not fit|asks for", open_own, path, arch="vit_tiny_patch16_224", model_kwargs=dict(img_size=(64, 96)))
+    refused("24 patches, not a square", open_own, path, arch="vit_tiny_patch16_224", model_kwargs=given)
+    opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs=given | dict(img_size=(64, 96)))
     images = torch.randn(1, 3, 64, 96)
     torch.testing.assert_close(opened(images), wide.eval()(images))
 
@@ -207,13 +203,6 @@ def test_what_is_given_and_the_checkpoint_agree(tmp_path):
     refused(r"does not fit ResNet|resnet50 asks for|cannot open", open_own, path, arch="resnet50")
     refused("num_classes 4 is given, and the checkpoint has 3", open_own, path, arch="resnet18", num_classes=4)
     refused("there is no model 'resnet19'", open_own, path, arch="resnet19")
-
-
-def test_weights_of_a_named_model_bring_their_classes(tmp_path):
-    path = tmp_path / "w.pth"
-    save(path, cnn("cifar_resnet20").state_dict())
-    assert open_model("cifar_resnet20", path).num_classes == 3
-    assert iso.load(path, base="cifar_resnet20").num_classes == 3
 
 
 def test_a_tag_says_which_images_its_weights_expect(tmp_path):
@@ -240,17 +229,13 @@ def test_broken_files_are_named_in_one_line(tmp_path):
         ("list.pth", [1, 2], "holds a list, not a dictionary of tensors"),
         ("itself.pth", itself, "holds no weights, only model"),
         ("missing.pth", None, "no checkpoint"),
+        ("numbered.pth", {0: torch.zeros(2)}, "holds tensors without names"),
     ):
         if isinstance(content, bytes):
             (tmp_path / name).write_bytes(content)
         elif content is not None:
             save(tmp_path / name, content)
         assert len(refused(said, open_own, tmp_path / name, arch="cifar_resnet20")) < 400
-
-
-def test_a_number_among_the_tensors_is_named(tmp_path):
-    state = {**cnn("cifar_resnet20").state_dict(), "total_ops": 7}
-    refused(r"1 unexpected \(total_ops\)", lambda: open_own(save(tmp_path / "m.pth", state), arch="cifar_resnet20"))
 
 
 def test_the_reader_of_nothing_but_weights(tmp_path):
@@ -347,7 +332,6 @@ def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(
     [
         ("convit_ti", dict(depth=2, local_up_to_layer=1)),
         ("tdrl_vit_ti", dict(depth=1, embed_dim=24, num_heads=3)),
-        ("refined_vit_b", dict(depth=1, embed_dim=24, num_heads=3)),
         ("coatnet_0", dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 8, 32, 32))),
     ],
 )

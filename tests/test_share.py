@@ -219,13 +219,13 @@ class TestLoad:
             iso.load("hf-hub:me/hidden", revision="v9")
         with pytest.raises(iso.UserError, match="revision 'v9' is for models on the hub"):
             iso.load("file.safetensors", revision="v9")
-        with pytest.raises(iso.UserError, match="there is no hf-hub:me/nothing, or it is private"):
+        with pytest.raises(iso.UserError, match="there is no hf-hub:me/nothing, or it is not open to you"):
             iso.load("hf-hub:me/nothing")
         with pytest.raises(iso.UserError, match="is not a name on the hub; give hf-hub:OWNER/NAME"):
             iso.load("hf-hub:me/a/b/c")
         monkeypatch.delenv("HF_TOKEN")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(constants.HF_HUB_CACHE) + "2")
-        with pytest.raises(iso.UserError, match=r"there is no hf-hub:me/hidden, or it is private; .*hf auth login"):
+        with pytest.raises(iso.UserError, match=r"there is no hf-hub:me/hidden, .*hf auth login"):
             iso.load("hf-hub:me/hidden")
 
     def test_without_a_network(self, hub, models, tmp_path, monkeypatch):

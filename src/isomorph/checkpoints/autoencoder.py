@@ -1,7 +1,6 @@
 """Save and load masked autoencoders, with the tensor names of MAE's published checkpoints."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from isomorph.checkpoints.files import Contents, read_contents
+from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import (
     build_checked,
     cast_like,
@@ -79,7 +78,9 @@ def load_autoencoder(
     if "autoencoder" in contents.header:
         if encoder_name:
             raise UserError(f"{path} names its encoder itself; omit encoder_name={encoder_name!r}")
-        model = _rebuild_autoencoder(contents)
+        base, made, data, decoder, _ = read_parts(contents)
+        model = build_checked(contents, lambda: MaskedAutoencoder(rebuild(base, made), **decoder))
+        record_data(model.encoder, data)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
         if "." not in encoder_name:  # a tag selects another pretrained_cfg, with its own mean and std
@@ -90,30 +91,9 @@ def load_autoencoder(
         raise UserError(
             f"{path} does not name its encoder; give its timm name as encoder_name, for example vit_base_patch16_224"
         )
-    return _load_tensors(model, state, path)
-
-
-def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Return the decoder's depth and width from its tensors. Raises: UserError when they are not those of an MAE."""
-    matches = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
-    weight = state.get("decoder_embed.weight")
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint")
-    return 1 + max(int(match[1]) for match in matches if match), len(weight)
-
-
-def _rebuild_autoencoder(contents: Contents) -> MaskedAutoencoder:
-    """Return the autoencoder that a file's header describes, without its weights."""
-    parts = read_parts(contents)
-    model = build_checked(contents, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
-    record_data(model.encoder, parts.data)
-    return model
-
-
-def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
-    """Load every tensor of a file into the model, strictly; return the model in eval mode and in the file's dtypes."""
     state = dict(state)
-    _check_decoder_positions(model, state.pop("decoder_pos_embed", None), path)
+    if (positions := state.pop("decoder_pos_embed", None)) is not None:
+        _check_decoder_positions(model, positions, path)
     state = {
         name if name.startswith(_DECODER_PREFIXES) else f"encoder.{name}": tensor for name, tensor in state.items()
     }
@@ -122,10 +102,16 @@ def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -
     return model.eval()
 
 
-def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
+def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
+    """Return the decoder's depth and width from its tensors. Raises: UserError when they are not those of an MAE."""
+    weight = state.get("decoder_embed.weight")
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint")
+    return len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")}), len(weight)
+
+
+def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor, path: Path) -> None:
     """Raise UserError if a file's decoder positions are not the sine-cosine table that the model's decoder uses."""
-    if positions is None:
-        return
     table = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)
     wanted = (1, model.encoder.num_prefix_tokens + len(table), model.width)
     if tuple(positions.shape) != wanted:

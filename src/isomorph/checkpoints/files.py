@@ -7,7 +7,6 @@ import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from glob import escape
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -22,26 +21,6 @@ from isomorph.checkpoints.paths import move_into_place
 from isomorph.errors import UserError
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove temporary files for this path whose processes were killed while they wrote."""
-    for partial in path.parent.glob(f".{escape(path.name)}.*.partial") if os.name == "posix" else ():
-        process = partial.suffixes[-2].removeprefix(".")
-        if process.isdecimal() and not _is_running(int(process)):
-            with suppress(OSError):  # of another user
-                partial.unlink()
-
-
-def _is_running(process: int) -> bool:
-    """Return whether a process of this machine runs, by a signal that does nothing."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def write_atomically(path: Path, write: Callable[[Path], object], new: bool = False) -> None:
     """Call `write` on a temporary file, flush it to disk and rename it, so that readers see the old or the new file.
 
@@ -50,7 +29,6 @@ def write_atomically(path: Path, write: Callable[[Path], object], new: bool = Fa
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(path)
         write(partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
@@ -105,11 +83,6 @@ def _explain(path: Path, error: Exception) -> UserError:
         return UserError(
             f"cannot read checkpoint {path}: it holds a {rejected[1] or rejected[2]}, and building one could run code. "
             "In the program that wrote the file, save the weights alone: torch.save(model.state_dict(), 'weights.pth')"
-        )
-    if "TorchScript" in text:
-        return UserError(
-            f"cannot read checkpoint {path}: it is a TorchScript archive; save the weights alone: "
-            f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pth')"
         )
     reason = "" if isinstance(error, KeyError) else f" ({short_reason(error)})"  # a number of no meaning to the user
     return UserError(

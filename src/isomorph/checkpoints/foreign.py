@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ from isomorph.surgery.record import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 """Settings of timm's training script that say which images the model expects."""
-_COMMON_SIZES = (32, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 336, 384, 448, 512)
-"""Image sizes to try for a model whose tensors depend on the size in another way than by a position embedding."""
 
 
 class ModelOptions(NamedTuple):
@@ -112,10 +109,10 @@ def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -
 def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with which timm's model `name` has the shapes of these tensors: those given, and more.
 
-    Read are the number of classes and of input channels, and where shapes differ still: size of images and patches,
-    the pooling of tokens, and depth and width of a ViT. Tensors of another layout are left to the model's own filter.
+    Read are the number of classes and of input channels, and of a ViT the size of images and patches and the pooling of
+    tokens. Tensors of another layout are left to the model's own filter.
 
-    Raises: UserError when the number of patches does not say the size of the image, or the width not the heads.
+    Raises: UserError when the number of patches does not say the size of the image.
     """
     config, arguments = timm.get_pretrained_cfg(name), dict(given)
     assert config
@@ -130,17 +127,9 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
             raise UserError(f"{argument} {arguments[argument]} is given, and the checkpoint has {number}; leave it out")
         if number is not None:
             arguments.setdefault(argument, number)
-    for argument, value in _read_vit(_build_empty(name, arguments), tensors, arguments):
-        arguments.setdefault(argument, value)
-    own = dict(_build_empty(name, arguments).named_parameters())
-    known = own.keys() <= tensors.keys()
-    if "img_size" not in arguments and known and any(_shape(tensors[each]) != own[each].shape for each in own):
-        for size in _COMMON_SIZES:
-            with suppress(UserError):  # the model has no image size, or not this one
-                state = _build_empty(name, {**arguments, "img_size": size}).state_dict()
-                if {each: x.shape for each, x in state.items()} == {each: _shape(x) for each, x in tensors.items()}:
-                    return {**arguments, "img_size": size}
-    return arguments
+    with torch.device("meta"):
+        model = create(name, **arguments)
+    return {**dict(_read_vit(model, tensors)), **arguments}
 
 
 def _names(entry: Any) -> tuple[str, ...]:
@@ -148,51 +137,26 @@ def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
-def _build_empty(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Create a model without memory for its tensors, on the meta device."""
-    with torch.device("meta"):
-        return create(name, **arguments)
-
-
-def _read_vit(model: Any, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _read_vit(model: Any, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the arguments by which a ViT's tensors differ from the model's, by name."""
     patches, positions = tensors.get("patch_embed.proj.weight"), tensors.get("pos_embed")
     embed: Any = getattr(model, "patch_embed", None)
     if not (isinstance(patches, Tensor) and patches.ndim == 4 and isinstance(getattr(embed, "proj", None), nn.Conv2d)):
         return
-    own, width = model.state_dict(), len(patches)
-    patch, grid = tuple(patches.shape[-2:]), math.prod(embed.grid_size)
-    if patch != tuple(embed.proj.kernel_size):
+    own, patch = model.state_dict(), tuple(patches.shape[-2:])
+    if other := patch != tuple(embed.proj.kernel_size):
         yield "patch_size", patch[0] if patch[0] == patch[1] else list(patch)
     bare = "cls_token" in own and "cls_token" not in tensors
     if "fc_norm.weight" in tensors and "fc_norm.weight" not in own:
         yield "global_pool", "avg"
         if bare:
             yield "class_token", False
-    if (depth := _depth(tensors)) and depth != _depth(own):
-        yield "depth", depth
-    if width != embed.proj.out_channels:
-        if "num_heads" not in given:
-            raise UserError(
-                f"the checkpoint has embed_dim {width}, which is not the architecture's, and its tensors do not give "
-                f"the number of heads; give another --arch, or --model-kwargs embed_dim={width} num_heads=N"
-            )
-        yield "embed_dim", width
-    if isinstance(positions, Tensor) and positions.ndim == 3 and "pos_embed" in own and "img_size" not in given:
+    if isinstance(positions, Tensor) and positions.ndim == 3 and "pos_embed" in own:
+        grid = math.prod(embed.grid_size)
         prefix = own["pos_embed"].shape[1] - grid
         count = positions.shape[1] - prefix + (bare and prefix > 0)
-        if count != grid or patch != tuple(embed.proj.kernel_size):
+        if count != grid or other:
             yield "img_size", _image_size(count, patch)
-
-
-def _depth(tensors: Mapping[str, Any]) -> int:
-    """Return the number of blocks: of those that have tensors, as a file may name any number."""
-    numbers = (name.split(".")[1] for name in tensors if name.startswith("blocks."))
-    return len({number for number in numbers if number.isdigit()})
 
 
 def _image_size(count: int, patch: tuple[int, ...]) -> list[int]:

@@ -55,12 +55,9 @@ def _download(repository: str, file: str, revision: str | None) -> Path:
         raise UserError(
             f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION"
         ) from None
-    except GatedRepoError:
-        raise UserError(
-            f"{whose} asks for consent to its conditions; give it on {constants.ENDPOINT}/{repository}, and {LOG_IN}"
-        ) from None
-    except RepositoryNotFoundError:
-        raise UserError(f"there is no {whose}, or it is private; check the name, or {LOG_IN}") from None
+    except (GatedRepoError, RepositoryNotFoundError):
+        page = f"{constants.ENDPOINT}/{repository}"
+        raise UserError(f"there is no {whose}, or it is not open to you; see {page}, and {LOG_IN}") from None
     except RevisionNotFoundError:
         raise UserError(f"{whose} has no revision {revision!r}; give one of its branches, tags or commits") from None
     except Exception as error:

@@ -375,10 +375,9 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
 def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the model's own classifier if it has none, or one for other classes."""
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+    names = (classifier,) if isinstance(classifier, str) else classifier
     own = model.state_dict()
-    heads = [
-        n for c in ([classifier] if isinstance(classifier, str) else classifier) for n in own if n.startswith(f"{c}.")
-    ]
+    heads = [name for name in own if name.startswith(tuple(f"{head}." for head in names))]
     if all(name in state and not _shape_differs(own, state, name) for name in heads):
         return state
     return {**state, **{name: own[name] for name in heads}}

@@ -4,7 +4,6 @@ import copy
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from isomorph.checkpoints.model import (
 )
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, parse_hub_name
-from isomorph.checkpoints.snapshot import DamagedSnapshot, IntactSnapshot, newest_snapshot, read_snapshot
+from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.surgery import Edit, edits, replay
@@ -200,7 +199,7 @@ def open_model(
         model = build_own(name, options.arguments() | arguments)
         return _load_into_base(read_contents(weights, options.ema), model) if weights else model
     if options.arch:
-        raise UserError(f"--arch is for checkpoints; {name!r} is not a file" + _close_files(name))
+        raise UserError(f"--arch is for checkpoints; {name!r} is not a file")
     require_registered(name)
     arguments = {**arguments, **options.arguments()}
     if weights:
@@ -212,14 +211,6 @@ def open_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # random weights are the same at every call
         return create(name, pretrained=pretrained, **arguments).eval()
-
-
-def _close_files(name: str) -> str:
-    """Return the names of files near this one, as a hint."""
-    path = Path(name)
-    names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def _pretrained_cfg(name: str) -> Any:
@@ -288,7 +279,9 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
 
 def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     """Open the current model of a run by its folder, with its averaged weights if asked for and it has any."""
-    found = _newest_intact_snapshot(path)
+    found = newest_snapshot(path)
+    if found and found.damaged:  # an older one is another model
+        raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")
     if found is None and (path / "model.safetensors").is_file():
         return _open_file(read_contents(path / "model.safetensors"), NO_OPTIONS)
     if found is None:
@@ -308,19 +301,6 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     when = f"after {progress['closed']} of {total} epochs, {progress['step']} steps"
     add_notes(model, f"{path}: {kind} of the run's last snapshot, {when}")
     return model.eval()
-
-
-def _newest_intact_snapshot(folder: Path) -> IntactSnapshot | None:
-    """Return the newest snapshot of a run. Raises: UserError when it is damaged, as an older one is another model."""
-    files = [path for name in ("model", "best") if (path := folder / f"{name}.safetensors").is_file()]
-    advice = f"give {files[0]} instead, or resume the run" if files else "resume the run"
-    try:
-        found = newest_snapshot(folder)
-    except DamagedSnapshot as error:
-        raise DamagedSnapshot(f"{error}; {advice}") from None
-    if found and found.damaged:
-        raise DamagedSnapshot(f"{found.damaged[0][1]}; {advice}")
-    return found
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:

@@ -236,39 +236,32 @@ def read_values(path: Path) -> dict[str, Any]:
     Raises: DamagedSnapshot when a file is missing, changed or added.
     """
     try:
-        values = _check_values(path)
-    except UserError as error:
-        raise DamagedSnapshot(f"the snapshot {path} is damaged: {error}") from None
-    except OSError as error:
+        if problem := _find_problem(path, found := json.loads((path / STATE_FILE).read_text(encoding="utf-8"))):
+            raise DamagedSnapshot(f"the snapshot {path} is damaged: {problem}")
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise DamagedSnapshot(f"the snapshot {path} is damaged ({_error_reason(error)})") from None
-    return values
+    return SnapshotValues.model_validate(found).model_dump()
 
 
-def _check_values(path: Path) -> dict[str, Any]:
-    """Return the values of a state.json whose files are those that were written. Raises: UserError, OSError."""
-    if not (path / STATE_FILE).is_file():
-        raise UserError(f"it has no {STATE_FILE}")
-    try:
-        found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{STATE_FILE} is not readable JSON ({_error_reason(error)})") from None
+def _find_problem(path: Path, found: Any) -> str | None:
+    """Return how a snapshot with this state.json differs from what was written, if it does. Raises: OSError."""
     try:
         values = SnapshotValues.model_validate(found)
     except ValidationError as error:
-        raise UserError(f"{STATE_FILE} is not the state of a run: {describe_problems(error)}") from None
+        return f"{STATE_FILE} is not the state of a run: {describe_problems(error)}"
     if values.digest != digest_of(found):
-        raise UserError(f"{STATE_FILE} is not what was written: its SHA-256 differs from the one it holds")
+        return f"{STATE_FILE} is not what was written: its SHA-256 differs from the one it holds"
     if values.progress.step != values.step:
-        steps = f"step {values.step}, progress.step {values.progress.step}"
-        raise UserError(f"{STATE_FILE} is not the state of a run: {steps}")
+        return f"{STATE_FILE} is not the state of a run: step {values.step}, progress.step {values.progress.step}"
     if changed := [name for name, digest in values.files.items() if _checksum(path / name) != digest]:
-        raise UserError(f"{', '.join(changed)} is not what was written")
+        return f"{', '.join(changed)} is not what was written"
     if values.step != _parse_step(path):
-        raise UserError(f"it is a copy of the one after step {values.step}")
+        return f"it is a copy of the one after step {values.step}"
     names = {entry.name for entry in path.iterdir()} - {STATE_FILE, *values.files}
-    if foreign := sorted(n for n in names if not n.startswith(".") or n.endswith(".safetensors")):
-        raise UserError(f"{', '.join(foreign[:3])} is not part of it")
-    return values.model_dump()
+    foreign = sorted(n for n in names if not n.startswith(".") or n.endswith(".safetensors"))
+    return f"{', '.join(foreign[:3])} is not part of it" if foreign else None
 
 
 def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
