@@ -4,7 +4,7 @@ import types
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm
 
 
 class Quantised(torch.Tensor):
@@ -17,10 +17,6 @@ def look(*_, **__):
 
 def shift(module, args, output):
     """A hook that changes what comes out."""
-    return output + 0.1
-
-
-def shift_with_kwargs(module, args, kwargs, output):
     return output + 0.1
 
 
@@ -73,17 +69,12 @@ def replace_weight(make):
 
 ALTERATIONS = {
     "forward hook": lambda m: m.register_forward_hook(shift),
-    "forward hook with kwargs": lambda m: m.register_forward_hook(shift_with_kwargs, with_kwargs=True),
     "forward hook, always called": lambda m: m.register_forward_hook(look, always_call=True),
     "forward pre-hook": lambda m: m.register_forward_pre_hook(look),
-    "forward pre-hook with kwargs": lambda m: m.register_forward_pre_hook(look, with_kwargs=True),
     "backward hook": lambda m: m.register_full_backward_hook(look),
-    "backward pre-hook": lambda m: m.register_full_backward_pre_hook(look),
     "state-dict hook": lambda m: m._register_state_dict_hook(lambda *args: None),
-    "state-dict post-hook": lambda m: m.register_state_dict_post_hook(lambda *args: None),
     "state-dict pre-hook": lambda m: m.register_state_dict_pre_hook(look),
     "load-state-dict pre-hook": lambda m: m.register_load_state_dict_pre_hook(look),
-    "load-state-dict post-hook": lambda m: m.register_load_state_dict_post_hook(look),
     "forward of its own": patch,
     "another class": reclass,
     "a class that stores otherwise": reload,
@@ -91,7 +82,6 @@ ALTERATIONS = {
     "adapter": adapt,
     "parametrized weight norm": weighted(parametrizations.weight_norm),
     "orthogonal": weighted(lambda m: parametrizations.orthogonal(m) if isinstance(m, nn.Linear) else False),
-    "weight norm": weighted(weight_norm),
     "spectral norm": weighted(spectral_norm),
     "pruned": weighted(lambda m: prune.l1_unstructured(m, "weight", 0.5)),
     "tensor subclass": replace_weight(lambda w: w.as_subclass(Quantised)),
@@ -99,15 +89,7 @@ ALTERATIONS = {
 }
 
 
-BRIEF = (
-    "forward hook",
-    "state-dict hook",
-    "forward of its own",
-    "another class",
-    "adapter",
-    "orthogonal",
-    "spectral norm",
-)
+BRIEF = ("forward hook", "state-dict hook", "forward of its own", "another class", "adapter", "orthogonal")
 """A row of each kind, for layers with many parts."""
 
 

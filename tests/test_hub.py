@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import isomorph as iso
 from containers import CLASSES, EXPECTED, SAMPLES, as_parquet, as_saved, dataset
@@ -49,15 +48,6 @@ class TestHuggingface:
         monkeypatch.setitem(sys.modules, "datasets", None)
         refused(r"pip install -e '\.\[data\]'", open_it, name, "train", tmp_path)
 
-    def test_unknown_names_and_gated_data(self, monkeypatch):
-        import datasets
-
-        def refuse(*_, **__):
-            raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub")
-
-        monkeypatch.setattr(datasets, "load_dataset", refuse)
-        refused("doesn't exist on the Hub; check the name, or log in", open_source, "huggingface", "train", "a/b")
-
     def test_text_labels_and_empty_cells(self, tmp_path):
         from datasets import Dataset
 
@@ -79,7 +69,7 @@ def stream(tmp_path, caches):
 
 
 class TestStream:
-    @pytest.mark.parametrize(("parts", "workers"), [(1, 2), (2, 2), (4, 2)])
+    @pytest.mark.parametrize(("parts", "workers"), [(1, 2), (4, 2)])
     def test_every_image_is_trained_on(self, stream, parts, workers):
         order = BatchOrder(len(SAMPLES), 4)
         sampler = TrainSampler(order, 6, parts=BatchParts(range(parts), parts))
@@ -100,38 +90,26 @@ class TestStream:
         seen = [(label, stream.image(raw, identity).tobytes()) for raw, label, identity in stream.samples(0, 0)]
         assert Counter(seen) == EXPECTED
 
-    @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 7, 12, 20])
-    def test_shares_are_exact(self, stream, parts):
-        for epoch in (0, 1):
-            shares = [[identity for *_, identity in stream.samples(epoch, 3, p, parts)] for p in range(parts)]
-            assert sorted(i for share in shares for i in share) == sorted(i for *_, i in stream.samples(0, None))
-            assert len({i for share in shares for i in share}) == len(SAMPLES)
+    @pytest.mark.parametrize("parts", [1, 3, 4, 5, 20])
+    def test_shares_are_exact_and_follow_seed_and_epoch(self, stream, parts):
+        def order(epoch, seed):
+            return [identity for p in range(parts) for *_, identity in stream.samples(epoch, seed, p, parts)]
 
-    def test_the_order_follows_seed_and_epoch(self, stream):
-        def order(*given):
-            return [identity for *_, identity in stream.samples(*given)]
+        stored = sorted(order(0, None))
+        assert len(set(stored)) == len(SAMPLES)
+        assert stored == sorted(order(0, 5)) == sorted(order(1, 5))
+        assert order(0, 5) == order(0, 5)
+        assert len({*map(tuple, (order(0, 5), order(1, 5), order(0, 6)))}) == 3
 
-        assert order(0, 5) == order(0, 5) != order(1, 5)
-        assert order(0, 5) != order(0, 6)
-        assert order(3, None) == sorted(order(0, 5))
-
-    @pytest.mark.parametrize("skip", [0, 1, 6, 99])
+    @pytest.mark.parametrize("skip", [0, 6, 99])
     def test_skipping_resumes(self, stream, skip, monkeypatch):
         whole = list(stream.samples(2, 1, 1, 2))
         monkeypatch.setattr("isomorph.data.streams.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
 
-    def test_pickles_and_shares_once_in_workers(self, stream):
-        class Whole(IterableDataset):
-            def __iter__(self):
-                info = get_worker_info()
-                return ((label, identity) for _, label, identity in stream.samples(0, 0, info.id, info.num_workers))
-
-        expected = sorted((label, identity) for _, label, identity in stream.samples(0, 0))
-        loader = DataLoader(Whole(), batch_size=None, num_workers=2, multiprocessing_context="fork")
-        assert sorted(map(tuple, loader)) == expected
+    def test_pickles(self, stream):
         again = pickle.loads(pickle.dumps(stream))
-        assert sorted((label, identity) for _, label, identity in again.samples(0, 0)) == expected
+        assert [sample[1:] for sample in again.samples(0, 0)] == [sample[1:] for sample in stream.samples(0, 0)]
 
     def test_a_saved_data_set(self, tmp_path):
         as_saved(tmp_path / "saved")

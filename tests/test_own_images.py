@@ -20,15 +20,12 @@ from isomorph.cli.options import CheckpointOptions
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.sources import decode, image_name, read_image, upright_size
 from isomorph.errors import DataWarning, NotFinite
-from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.model_data import evaluation_data, open_split, open_test_images, sample_images
-from isomorph.evaluation.robustness.images import prepare_inputs
+from isomorph.evaluation.model_data import evaluation_data, open_split, open_test_images
 from isomorph.recipes import parse_overrides
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.tasks.detection.data import open_split as open_boxes
 from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
-from isomorph.training.build import open_sources
 from isomorph.training.classification import CLASSIFICATION
 from isomorph.training.recipe.fields import DataPart
 from isomorph.training.recipe.recipe import validate
@@ -114,19 +111,6 @@ def test_a_name_for_two_classes_is_rejected(tmp_path):
     assert iso.evaluate(network(("plum", "crane", "pear", "plum")), photos)["images"] == 10
 
 
-def test_a_source_is_labelled_as_its_folder(tmp_path):
-    photos, model = images(tmp_path / "photos", ("crane", "pear")), network(("plum", "pear", "crane"))
-    assert iso.evaluate(model, iso.data.open_source(photos, "test")) == iso.evaluate(model, photos)
-    with pytest.raises(iso.UserError, match="the model has 3 classes, the data has 10"):
-        iso.evaluate(network(("a", "b", "c")), iso.data.open_source("digits", "test"))
-
-
-def test_random_images_are_drawn_one_way(tmp_path):
-    digits = iso.data.open_source("digits", "test")
-    recipe = iso.load_recipe("digits_cnn", ["data.test_images=20"])
-    assert sorted(sample_images(digits, 20).ids.tolist()) == open_sources(recipe)[1].ids.tolist()
-
-
 def test_wrong_folders_are_named_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "nested/apple/deeper", "flat"):
@@ -191,6 +175,7 @@ def test_evaluate_takes_a_folder_a_name_a_source_and_a_loader(tmp_path):
     results = [iso.evaluate(model, data) for data in (photos, str(photos), source, loader)]
     assert results == [results[0]] * 4
     refused("leave it out for a source or a loader", iso.evaluate, model, source, test_fraction=0.2)
+    refused("the model has 3 classes, the data has 10", iso.evaluate, model, iso.data.open_source("digits", "test"))
 
 
 class Own(nn.Module):
@@ -262,14 +247,6 @@ def test_images_far_smaller_than_the_input_are_said(tmp_path):
             measure(network(), data)
 
 
-def test_a_vit_built_for_96_is_measured_at_96(tmp_path):
-    model = timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3).eval()
-    assert count_macs(model, evaluation_config(model)["input_size"]) < 215e6  # 1,264 million at 224
-    source = iso.data.open_source(images(tmp_path / "photos", each=1), "test")
-    assert iso.evaluate(model, source)["images"] == 3
-    assert prepare_inputs(model, source).size == (96, 96)
-
-
 def test_images_of_odd_sizes_and_modes(tmp_path):
     photos = tmp_path / "photos"
     (photos / "a").mkdir(parents=True)
@@ -287,7 +264,7 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)["images"] == len(source)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [2, 3, 5, 6])
 def test_images_are_upright_in_every_reader(tmp_path, orientation):
     stored = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 24, 3), np.uint8))
     exif = Image.Exif()

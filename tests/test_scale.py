@@ -22,6 +22,7 @@ from isomorph.training.parallel import find_blocks
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 from isomorph.training.run.state import open_run
+from refusals import refused
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(
@@ -163,12 +164,9 @@ def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "blocks"), [("convit_ti", 2), ("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)]
-)
+@pytest.mark.parametrize(("name", "blocks"), [("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)])
 def test_every_block_is_sharded_by_itself(name, blocks):
-    kwargs = KWARGS if name == "convit_ti" else {}
-    assert len(find_blocks(timm.create_model(name, **kwargs))) == blocks
+    assert len(find_blocks(timm.create_model(name))) == blocks
 
 
 @pytest.mark.slow
@@ -221,21 +219,14 @@ def test_memory_and_time_saved_change_nothing(values, scale, atol, tmp_path, mon
     assert iso.load(tmp_path / "other/model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "gpu", "device"),
-    [
-        ("auto", 0, True, "cuda:0"),
-        ("cuda", 3, True, "cuda:3"),  # torch.cuda.set_device rejects a device without an index
-        ("cuda:1", 0, True, "cuda:1"),
-        ("auto", 0, False, "cpu"),
-    ],
-)
-def test_every_process_has_a_device(name, rank, gpu, device, monkeypatch):
+@pytest.mark.parametrize("gpu", [True, False])
+def test_every_process_has_a_device(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert resolve_device(name, rank) == torch.device(device)
+    assert resolve_device("auto", 1) == torch.device("cuda:1" if gpu else "cpu")
+    assert resolve_device("cuda", 3) == torch.device("cuda:3")  # torch.cuda.set_device rejects one without an index
+    assert resolve_device("cuda:1", 0) == torch.device("cuda:1")
 
 
-@pytest.mark.parametrize("name", ["abacus", "cuda:99", "mps:7"])
+@pytest.mark.parametrize("name", ["abacus", "cuda:99"])
 def test_an_unknown_or_missing_device_is_one_line(name):
-    with pytest.raises(iso.UserError, match=f"device '{name}' .*device=cpu"):
-        open_runtime(name)
+    refused(f"device '{name}' .*device=cpu", open_runtime, name)

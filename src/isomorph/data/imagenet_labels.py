@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -45,14 +45,10 @@ def imagenet_labels() -> ImageNetLabels:
     with np.load(LABEL_FILE, allow_pickle=False) as file:
         wnids = tuple(file["wnids"].astype(str).tolist())
         subsets = {name: file[name.replace("-", "_")].astype(np.int64) for name in ("imagenet-a", "imagenet-r")}
-        return ImageNetLabels(wnids, subsets, _pad_rows(file["real"], file["real_counts"]))
-
-
-def _pad_rows(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Split values into rows of these lengths, padded with -1. Shape: (sum of counts,), (n,) -> (n, longest)"""
-    table = np.full((len(counts), int(counts.max(initial=0))), -1, np.int64)
-    table[np.arange(table.shape[1]) < counts[:, None]] = values
-    return table
+        counts = file["real_counts"]
+        real = np.full((len(counts), int(counts.max())), -1, np.int64)
+        real[np.arange(real.shape[1]) < counts[:, None]] = file["real"]
+        return ImageNetLabels(wnids, subsets, real)
 
 
 def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | None, title: str) -> np.ndarray:
@@ -69,13 +65,21 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
     if not names:
         raise UserError(f"{title} has no images")
     if all(_NUMBER.fullmatch(name) for name in names.values()):
-        found = _labels_from_numbers(names.values(), class_indices)
+        found = [int(name) for name in names.values()]
+        if class_indices is not None and sorted(found) == list(range(len(class_indices))):
+            found = class_indices[found].tolist()  # a complete 0 to 199
     elif _has_english_names(source.classes):
         found = list(names)
     else:
         found = [_label_of_wnid(name, title) for name in names.values()]
     labels[list(names)] = found
-    _check_classes(dict(zip(names.values(), found, strict=True)), suite, class_indices, title)
+    allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
+    if unknown := [name for name, label in zip(names.values(), found, strict=True) if label not in allowed]:
+        hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
+        raise UserError(
+            f"{title} has {len(unknown)} classes that are not among the {len(allowed)} of {suite}, for example "
+            f"{unknown[0]}; {hint}"
+        )
     return labels
 
 
@@ -90,21 +94,12 @@ def with_imagenet_labels(source: Source, title: str) -> Source:
     return relabelled
 
 
-def _labels_from_numbers(names: Iterable[str], class_indices: np.ndarray | None) -> list[int]:
-    """Return labels from names like 7 or 0007; a complete 0 to 199 are indices among `class_indices`."""
-    numbers = [int(name) for name in names]
-    if class_indices is not None and sorted(numbers) == list(range(len(class_indices))):
-        return class_indices[numbers].tolist()
-    return numbers
-
-
 def _label_of_wnid(name: str, title: str) -> int:
     """Return the label of a wnid. Raises: UserError for another name, or a wnid that ImageNet-1k does not have."""
     label = imagenet_labels().label_of.get(name)
-    if label is None and _WNID.fullmatch(name):
-        raise UserError(f"{title} has class {name}, which ImageNet-1k does not have; remove it, or choose its suite")
     if label is None:
-        raise UserError(f"{title} has class {name!r}; {_NAMING_HINT}")
+        known = "which ImageNet-1k does not have; remove it, or choose its suite"
+        raise UserError(f"{title} has class {name!r}{', ' + known if _WNID.fullmatch(name) else '; ' + _NAMING_HINT}")
     return label
 
 
@@ -118,18 +113,6 @@ def _has_english_names(classes: Sequence[str]) -> bool:
     english = (name.split(",")[0].lower() for name in ImageNetInfo("imagenet-1k").label_descriptions())
     equal = sum(name.lower().startswith(first) for name, first in zip(classes, english, strict=True))
     return equal >= 0.98 * len(classes)
-
-
-def _check_classes(labels: dict[str, int], suite: str, class_indices: np.ndarray | None, title: str) -> None:
-    """Raise UserError if a class, given by name and label, is not one of the suite's."""
-    allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
-    unknown = [name for name, label in labels.items() if label not in allowed]
-    if unknown:
-        hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
-        raise UserError(
-            f"{title} has {len(unknown)} classes that are not among the {len(allowed)} of {suite}, for example "
-            f"{unknown[0]}; {hint}"
-        )
 
 
 def real_labels(source: Source, title: str) -> np.ndarray:

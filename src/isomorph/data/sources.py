@@ -212,9 +212,7 @@ def drawn_fraction(examples: Any, fraction: float, seed: int | None) -> Any:
 
 def spaced_images(source: Source, count: int | None) -> Source:
     """Return `count` images of a source, as `spaced_indices`; all of them for None, or where it has fewer."""
-    if count is None or count >= len(source):
-        return source
-    return source.subset(spaced_indices(source.labels, count))
+    return source if count is None or count >= len(source) else source.subset(spaced_indices(source.labels, count))
 
 
 def random_indices(length: int, count: int, seed: int = 0) -> np.ndarray:
@@ -250,13 +248,10 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction {fraction} is not in (0, 1]")
-    labels, rng = np.asarray(source.labels), None if seed is None else np.random.default_rng(seed)
-    chosen = []
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        members = members if rng is None else rng.permutation(members)
-        chosen.append(members[: max(1, int(fraction * len(members)))])
-    return source.subset(np.sort(np.concatenate(chosen)))
+    rng = np.random.default_rng(seed)
+    members = [np.flatnonzero(source.labels == label) for label in np.unique(source.labels)]
+    ordered = members if seed is None else [rng.permutation(each) for each in members]
+    return source.subset(np.sort(np.concatenate([each[: max(1, int(fraction * len(each)))] for each in ordered])))
 
 
 def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torchvision.datasets
@@ -28,24 +29,13 @@ def digits(split: str, root: Path) -> Source:
     return Source(images, data.target[chosen].tolist(), [str(i) for i in range(10)])
 
 
-def cifar10(split: str, root: Path) -> Source:
-    """Open CIFAR-10 from `root/cifar10/{train,test}-*.parquet` (as on the Hugging Face hub), else torchvision's files.
+def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Source:
+    """Open CIFAR from `root/NAME/{train,test}-*.parquet` (as on the Hugging Face hub), else torchvision's files.
+
+    Labels of CIFAR-100 are the fine ones.
 
     Raises: UserError when `root` has neither.
     """
-    return _open_cifar("cifar10", split, root)
-
-
-def cifar100(split: str, root: Path) -> Source:
-    """Open CIFAR-100, fine labels, from `root/cifar100/{train,test}-*.parquet`, else torchvision's files.
-
-    Raises: UserError when `root` has neither.
-    """
-    return _open_cifar("cifar100", split, root)
-
-
-def _open_cifar(name: str, split: str, root: Path) -> Source:
-    """Open CIFAR-10 or CIFAR-100 from parquet files, else from torchvision's files."""
     files = [path for path in visible(root / name, ".parquet") if path.name.startswith(f"{split}-")]
     if files:
         return _read_parquet(files)

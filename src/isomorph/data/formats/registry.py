@@ -4,9 +4,10 @@ import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
-from isomorph.data.formats.builtin import cifar10, cifar100, digits
+from isomorph.data.formats.builtin import cifar, digits
 from isomorph.data.formats.huggingface import huggingface
 from isomorph.data.formats.imagefolder import find_splits, imagefolder
 from isomorph.data.formats.naming import SPLITS, is_image_name, split_words, visible
@@ -16,8 +17,8 @@ from isomorph.errors import UserError
 
 SOURCES: dict[str, Callable[[str, Path], Source]] = {
     "digits": digits,
-    "cifar10": cifar10,
-    "cifar100": cifar100,
+    "cifar10": partial(cifar, "cifar10"),
+    "cifar100": partial(cifar, "cifar100"),
     "imagefolder": imagefolder,
     "tar": tar,
     "webdataset": webdataset,
