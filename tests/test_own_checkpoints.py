@@ -224,7 +224,7 @@ def test_broken_files_are_named_in_one_line(tmp_path):
         ("page.pth", b"<!doctype html>", "may be truncated or of another format"),
         ("empty.pth", b"", "may be truncated"),
         ("folder.pth", None, "neither a checkpoint nor the folder of a run"),
-        ("optimizer.pth", optimizer, "holds the state of an optimiser and no weights"),
+        ("optimizer.pth", optimizer, "holds no weights, only the state of an optimiser"),
         ("both.pth", {"optimizer": optimizer, "epoch": 1}, "holds no weights, only optimizer, epoch"),
         ("list.pth", [1, 2], "holds a list, not a dictionary of tensors"),
         ("itself.pth", itself, "holds no weights, only model"),

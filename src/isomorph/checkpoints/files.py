@@ -196,7 +196,8 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
     entries = [key for key in (*_AVERAGED, *_LAST) if _holds_tensors(held.get(key))]
     if not entries:
         if not _holds_tensors(held, depth=0):
-            raise UserError(_describe_missing_weights(path, held))
+            entries = "the state of an optimiser" if "param_groups" in held else ", ".join(list(held)[:6]) or "nothing"
+            raise UserError(f"{path} holds no weights, only {entries}; give a file with the model's state_dict")
         return Contents(path, dict(held), settings=settings)
     last = [key for key in entries if key in _LAST]
     chosen = (entries if ema or not last else last)[0]
@@ -211,14 +212,6 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
         return False
     within = depth and any(_holds_tensors(value.get(key), depth - 1) for key in (*_AVERAGED, *_LAST))
     return within or any(isinstance(each, Tensor) for each in value.values())
-
-
-def _describe_missing_weights(path: Path, held: Mapping[str, Any]) -> str:
-    """Return the message for a file without the tensors of a model."""
-    if "param_groups" in held:
-        return f"{path} holds the state of an optimiser and no weights; give the checkpoint of the model"
-    entries = ", ".join(list(held)[:6]) or "nothing"
-    return f"{path} holds no weights, only {entries}; give a file with the model's state_dict"
 
 
 _WRAPPERS = ("module.", "model.")

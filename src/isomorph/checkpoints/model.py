@@ -160,11 +160,11 @@ def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
 
 def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
-    made = edits(model)
+    made, config = edits(model), getattr(model, "pretrained_cfg", None) or {}
     if isinstance(base, dict):
         _check_rebuilds(model, base, made)
         parts: dict[str, Any] = {"base": base}
-    elif base is None and _comes_from_timm(model):
+    elif base is None and (record(model).base or config.get("architecture")):
         parts = {}
         parts["base"], made = _find_rebuild_record(model)
     else:
@@ -176,12 +176,6 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
     return header
-
-
-def _comes_from_timm(model: nn.Module) -> bool:
-    """True if timm.create_model can build the model before its edits."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    return bool(record(model).base or config.get("architecture"))
 
 
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
