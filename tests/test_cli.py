@@ -289,25 +289,6 @@ def test_every_number_has_a_limit():
     assert set(numbers) == set(LIMITS)
 
 
-@pytest.mark.parametrize(("width", "lines"), [(None, 3), (120, 3), (80, 3), (40, 5)])
-def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys):
-    """Piped, nothing is cut; on a terminal the name keeps its column, and the words beside it fold."""
-    from functools import partial
-
-    from isomorph.terminal_tables import _Output, print_text_table
-
-    if width:
-        made = partial(_Output, width=width, force_terminal=True, color_system=None, no_color=True)
-        monkeypatch.setattr("isomorph.terminal_tables._Output", made)
-    words = "from a table with [brackets] that is long enough"
-    print_text_table([["recipe", "source", "expected"], ["a_long_name", words, ""], ["b", "x", "80.0 top-1"]])
-    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert len(said) == lines
-    assert said[1].startswith("a_long_name  from a table")
-    assert " ".join(" ".join(said).split()).count("[brackets]") == 1
-    assert said[-1].split()[:2] in (["b", "x"], ["b", "x;"])
-
-
 NOBODY_READS = {
     "more than a buffer": (["recipes"], 141, ""),
     "less": (["recipes", "digits_cnn"], 141, ""),

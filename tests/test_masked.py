@@ -213,10 +213,8 @@ REFUSED = {
     "a negative share": (lambda: split_patches(torch.rand(1, 4), -0.5), "mask ratio"),
     "no first block": (lambda: autoencoder().decoder_features(torch.randn(1, 3, 16, 16), block=0), "blocks 1 to 2"),
     "a block too many": (lambda: build_pair(4), "from 1 to 3"),
-    "itself": (lambda: GenericDistillationLoss(model := autoencoder(), model, CPU, 2), "share"),
     "another shape": (lambda: build_pair(student=autoencoder("rectangular")), "cannot process"),
     "another patch": (lambda: build_pair(patch_size=8, mask=0.5), "4x4"),
-    "grey images": (lambda: build_pair(in_chans=1), "channels"),
 }
 
 
@@ -465,6 +463,6 @@ def test_a_task_from_its_fields(tmp_path):
     student = task.trainable_module.student
     assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.model.ratio) == (4, 128, 0.5, 0.5)
     assert MaskPart().decoder == (8, 512, 16)
-    for fields in (dict(width=30), dict(heads=3), dict(ratio=0), dict(ratio=1), dict(teacher_model=PLAIN), dict(x=1)):
+    for fields in (dict(ratio=0), dict(ratio=1), dict(x=1)):
         with pytest.raises(ValidationError):
             MaskPart(**fields)

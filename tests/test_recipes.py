@@ -33,20 +33,6 @@ def one_line(error):
     return "\n" not in str(error) and len(str(error)) < 400
 
 
-def test_arguments_of_a_backbone_leave_with_it():
-    recipe = iso.load_recipe("upernet_camvid", ["model.kwargs.backbone=resnet18", "task.crop=64"])
-    assert "backbone_kwargs" not in recipe.model.kwargs
-    assert recipe.shortened == "the backbone is resnet18, so depth of tdrl_vit_ti is left out"
-    assert iso.models.create("upernet", **recipe.model.kwargs, num_classes=2)
-    kept = ["model.kwargs.backbone=tdrl_vit_s", "model.kwargs.backbone_kwargs={depth: 2}"]
-    for overrides in (kept, kept[::-1], ["model.kwargs.backbone_kwargs.depth=2", kept[0]]):
-        recipe = iso.load_recipe("upernet_camvid", overrides)
-        assert recipe.model.kwargs["backbone_kwargs"] == {"depth": 2}
-        assert not recipe.shortened
-    same = iso.load_recipe("mask_rcnn_bccd", ["model.kwargs.backbone=resnet18"])
-    assert same.model.kwargs["backbone_kwargs"]["channels"] == [16, 32, 64, 128]
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
     recipe = iso.load_recipe(name)
@@ -371,18 +357,10 @@ def test_files(suffix, text, tmp_path):
             iso.load_recipe(str(path))
 
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
 TEXTS = {
-    "laughs": (LAUGHS, "at most 10,000 values"),
-    "merges": (MERGES, "at most 10,000 values"),
-    "itself": ("a: &a [*a]", "at most 32 levels"),
-    "deep": ("a: " + "[" * 3000, "at most 32 levels"),
-    "long": ("# " + "x" * 100_000, "at most 100,000 characters"),
+    "aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "has no aliases"),
+    "itself": ("a: &a [*a]", "has no aliases"),
+    "deep": ("a: " + "[" * 3000, "cannot read recipe"),
     "digits": ("epochs: " + "1" * 6000, "cannot read recipe"),
     "date": ("name: 2024-13-45", "month must be in 1..12"),
     "bytes": (b"\xff", "cannot read recipe"),
@@ -404,24 +382,19 @@ MESSAGES = [
     (["augment.auto_augment=rand-m15-n2"], "augment.auto_augment: ", "magnitude 15 to 10", "-mmax15", "m10"),
     (["augment.auto_augment=augmix-m12-w3"], "magnitude 12 to 10", "write m10"),
     (["augment.auto_augment=rubbish"], "augment.auto_augment", "'rubbish'"),
-    *((["optim.betas=[0.9,0.95]", f"optim.name={name}"], f"optim: {name}") for name in ("sgd", "adan", "rmsprop")),
     *(([f"optim.betas={betas}"], "optim.betas") for betas in ("[0.9]", "[0.9,1.0]", "0.9", "[0.9,0.95,0.99]")),
     *(([f"optim.gate_lr={rate}"], "optim.gate_lr: ", rate) for rate in ("fast", "x", "2 times", "0x", "-3x", "infx")),
     (["optim.lr=inf"], "optim.lr", "finite"),
-    (["optim.name=adamv"], "'adamv'", "did you mean adam"),
+    (["optim.name=adamv"], "'adamv'", "close: adam"),
     (["optim.name=adahessian"], "optim.name", "adahessian"),
     (["optim.warmup_epochs=10"], "optim.warmup_epochs 10", "epochs 10"),
     (["augment.mixup=0.8", "data.batch_size=33"], "data.batch_size 33", "even"),
-    (["augment.scale=[1.0,0.5]"], "augment.scale"),
-    (["augment.scale=1"], "augment.scale: must be a list (given 1)"),
+    (["augment.scale=1"], "augment.scale: ", "given 1"),
     (["anneal.epochs=11"], "anneal.epochs 11", "epochs 10"),
-    (["data.crop_pct=0.9", "data.test_crop=whole"], "data: crop_pct", "test_crop whole"),
     (["data.size=[32]"], "data.size", "[32]"),
     (["model=cifar_resnet20"], "model is a group of fields: name, ", "model.name=VALUE"),
-    (["track=tb"], "track: ", "'tensorboard' or 'wandb'", "'tb'"),
+    (["loss=hinge"], "loss: ", "'softmax' or 'sigmoid'", "'hinge'"),
     (["model.name=cifar_resnet2"], "did you mean", "cifar_resnet20"),
-    (["model.num_classes=10", "model.kwargs.num_classes=10"], "num_classes", "kwargs.num_classes"),
-    (["drop_path=0.1", "model.kwargs.drop_path_rate=0.1"], "drop_path", "model.kwargs.drop_path_rate"),
     (["model.kwargs.pretrained=true"], "model.kwargs: pretrained", "model.pretrained"),
     (["model.kwargs.checkpoint_path=a.pth"], "model.kwargs: checkpoint_path", "model.weights"),
     (["model.kwargs.scriptable=true"], "model.kwargs: scriptable"),
@@ -430,7 +403,6 @@ MESSAGES = [
     (["model.kwargs.x=[[[[[[[[[[1]]]]]]]]]]"], "model.kwargs: x ", "8 levels"),
     (["model.kwargs.x=[{y: .nan}]"], "model.kwargs: x "),
     (["model.recast_epoch=11"], "model.recast_epoch 11", "epochs 10"),
-    (["model.recast=null", "model.recast_epoch=1"], "model.recast_epoch", "model.recast"),
     (["model.recast_epoch=1", "scale.parallel=fsdp"], "model.recast_epoch", "scale.parallel ddp"),
     (["model.recast_epoch=1", "mask={}"], "model.recast_epoch", "masked"),
     (["loss=sigmoid", "token_labels={}"], "token_labels", "loss"),
@@ -438,7 +410,6 @@ MESSAGES = [
     (["map_similarity={}", "mask={}"], "map_similarity"),
     (["mask={}", "augment.mixup=0.8"], "mask", "augment.mixup"),
     (["data.source=huggingface-stream", "data.fraction=0.5"], "huggingface-stream is a stream"),
-    (["data.images=3", "data.source=digits"], "images", "digits"),
     (["optim.lr"], "'optim.lr'"),
     (["=3"], "'=3'"),
     (["optim.lr=[1"], "optim.lr"),
@@ -471,7 +442,7 @@ NUMBERS += [(REAL, value) for value in (".nan", ".inf", "-.inf", "nan", "inf")]
 def test_numbers_have_bounds_and_are_finite(fields, value):
     for name in fields.split():
         given = f"data.size=[{value},8]" if name == "data.size.0" else f"{name}={value}"
-        with pytest.raises(iso.UserError, match=f"{re.escape(name)}: input ") as caught:
+        with pytest.raises(iso.UserError, match=f"{re.escape(name)}: ") as caught:
             iso.load_recipe("cifar_cnn", [given])
         assert one_line(caught.value)
 

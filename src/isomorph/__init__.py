@@ -106,17 +106,7 @@ def prepare() -> None:
     """Add isomorph's models to timm's registry, and the rules of installed packages to isomorph's.
 
     The command line calls this when it has parsed its arguments; elsewhere `import isomorph` does.
-
-    Raises: ImportError if torchvision does not work with this torch, as when it was built for another one.
     """
-    try:
-        import torch
-        import torchvision
-
-        torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ImportError(f"torchvision does not work with this torch ({reason}); reinstall both together") from None
     import isomorph.models  # noqa: F401 (registers them)
 
     if entry_points(group="isomorph.rules"):

@@ -3,13 +3,11 @@
 import atexit
 import os
 import random
-import sys
-import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,14 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, first_line
-from isomorph.process import torchrun_place
-from isomorph.terminal_tables import say
 
 REPEATED = -1
 """Label of an example that a process repeats so that all processes have the same number of batches."""
 
-_PATIENCE = 5.0
-"""Seconds after which a process says for which others it waits."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,12 +72,18 @@ class Runtime:
         dist.all_gather_object(gathered, values)
         return gathered
 
-    def require_equal(self, value: object, what: str) -> None:
-        """Raise UserError unless a value is the same in all processes, for example the images on several nodes."""
-        differing = [rank for rank, other in enumerate(self.gather(value)) if other != value]
-        if differing:
-            others = ", ".join(map(str, differing[:4])) + ", ..." * (len(differing) > 4)
-            raise UserError(f"process {self.rank} has other {what} than process {others}; give all nodes the same ones")
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Return in every process what an action returns in the leading one. Raises: UserError in every process."""
+        result, problem = None, ""
+        if self.is_main:
+            try:
+                result = action()
+            except UserError as error:
+                problem = str(error)
+        result, problem = self.gather((result, problem))[0]
+        if problem:
+            raise UserError(problem)
+        return cast(T, result)
 
     def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Return the batches of a loader, inputs and labels first, padded to the same number in every process.
@@ -144,31 +145,28 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():
-        _join_processes("nccl" if target.type == "cuda" else "gloo", rank, world)
+        try:
+            dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
+        except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
+            raise UserError(f"process {rank} of {world} found no others: {first_line(error)}") from None
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return Runtime(target, amp, rank, world)
 
 
-def _join_processes(backend: str, rank: int, world: int) -> None:
-    """Wait until all processes are there, and say after some seconds which ones are awaited."""
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    others = [str(other) for other in range(world) if other != rank]
-    awaited = f"process{'es' * (world > 2)} {', '.join(others[:8])}{', ...' * (world > 9)}"
-    text = f"isomorph: process {rank} of {world} waits at {address} for {awaited}; is each started, with torchrun?"
-    reminder = threading.Timer(_PATIENCE, say, (text, sys.stderr))
-    reminder.daemon = True
-    reminder.start()
-    try:
-        dist.init_process_group(backend)
-    except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
-        raise UserError(f"process {rank} of {world} found no others at {address}: {first_line(error)}") from None
-    finally:
-        reminder.cancel()
-    atexit.register(_destroy_process_group)
+def torchrun_place() -> tuple[int, int, int]:
+    """Return the rank of this process, the number of processes, and its rank on its machine, as torchrun sets them.
 
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    Raises: UserError for other values.
+    """
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    given = [os.environ.get(name) or alone for name, alone in names.items()]
+    if all(map(str.isdecimal, given)) and int(given[0]) < int(given[1]):
+        return int(given[0]), int(given[1]), int(given[2])
+    shown = " ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
+    raise UserError(
+        f"{shown} is not what torchrun sets; start all processes with torchrun --nproc-per-node N -m isomorph COMMAND, "
+        "or unset WORLD_SIZE"
+    )
 
 
 def seed_generators(seed: int, devices: bool = True) -> None:

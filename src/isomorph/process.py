@@ -1,6 +1,6 @@
 """This process and those that it starts: memory, import path, and what Ctrl-C does, set before torch is loaded.
 
-It imports no package besides isomorph's errors.
+It imports no package.
 """
 
 import ctypes
@@ -12,9 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NamedTuple
-
-from isomorph.errors import UserError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from glibc's malloc.h."""
@@ -42,31 +39,6 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)
-
-
-class Place(NamedTuple):
-    """A process among those that torchrun started: its number, how many there are, and its number on its machine."""
-
-    rank: int = 0
-    world: int = 1
-    local: int = 0
-
-
-def torchrun_place() -> Place:
-    """Return the place of this process. Raises: UserError for environment variables that torchrun would not set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    given = {name: os.environ[name] for name in names if os.environ.get(name)}
-    shown = " ".join(f"{name}={value}" for name, value in given.items())
-    advice = "start all processes with torchrun --nproc-per-node N -m isomorph COMMAND, or unset WORLD_SIZE"
-    try:
-        place = Place(*(int(given.get(name, alone)) for name, alone in zip(names, Place(), strict=True)))
-        if not (0 <= place.rank < place.world and place.local >= 0):
-            raise ValueError
-    except ValueError:
-        raise UserError(f"{shown} is not what torchrun sets; {advice}") from None
-    if place.world > 1 and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT", "").isdecimal()):
-        raise UserError(f"{shown}, but MASTER_ADDR and MASTER_PORT do not say where the processes meet; {advice}")
-    return place
 
 
 class SafeChildProcesses:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+_SIZES = ("small", "medium", "large")
 METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "top1": ("top-1 (%)", "{:.2f}".format),
     "top5": ("top-5 (%)", "{:.2f}".format),
@@ -41,18 +42,11 @@ METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "masked_accuracy": ("masked words predicted (%)", "{:.2f}".format),
     "perplexity": ("perplexity of masked words", "{:.2f}".format),
     "sequences": ("sequences", "{:,.0f}".format),
-    "box_ap": ("box AP (%)", "{:.1f}".format),
-    "box_ap50": ("box AP50 (%)", "{:.1f}".format),
-    "box_ap75": ("box AP75 (%)", "{:.1f}".format),
-    "box_ap_small": ("box AP, small (%)", "{:.1f}".format),
-    "box_ap_medium": ("box AP, medium (%)", "{:.1f}".format),
-    "box_ap_large": ("box AP, large (%)", "{:.1f}".format),
-    "mask_ap": ("mask AP (%)", "{:.1f}".format),
-    "mask_ap50": ("mask AP50 (%)", "{:.1f}".format),
-    "mask_ap75": ("mask AP75 (%)", "{:.1f}".format),
-    "mask_ap_small": ("mask AP, small (%)", "{:.1f}".format),
-    "mask_ap_medium": ("mask AP, medium (%)", "{:.1f}".format),
-    "mask_ap_large": ("mask AP, large (%)", "{:.1f}".format),
+    **{
+        f"{kind}_ap{key}": (f"{kind} AP{text} (%)", "{:.1f}".format)
+        for kind in ("box", "mask")
+        for key, text in {"": "", "50": "50", "75": "75", **{f"_{s}": f", {s}" for s in _SIZES}}.items()
+    },
     "real_images": ("real images", "{:,.0f}".format),
     "parameters": ("parameters", "{:,.0f}".format),
     "macs": ("M MACs per image", lambda macs: f"{macs / 1e6:,.1f}"),
@@ -135,31 +129,19 @@ def count_of(number: int, what: str) -> str:
 
 
 def print_text_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of texts, aligned to the left, a line for each row.
-
-    In a terminal too narrow for all columns, those after the first are joined into one that wraps.
-    """
-    console, rows = _Output(), list(map(_cells, rows))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if console.is_terminal and sum(widths) + 2 * len(widths) - 2 > console.width:
-        joined = [[row[0], "; ".join(filter(None, row[1:]))] for row in rows]
-        console.print(_rich_table(joined, "left", padding=(0, 2, 0, 0)))
-        return
-    for row in rows:
+    """Print a table of texts, aligned to the left, a line for each row."""
+    cells = list(map(_cells, rows))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a table of numbers, aligned to the right; the first row is its head."""
-    console = _Output()
-    (console if console.is_terminal else _Output(width=PIPE_WIDTH)).print(_rich_table(list(map(_cells, rows)), "right"))
-
-
-def _rich_table(rows: Sequence[Sequence[str]], justify: Any, **options: Any) -> Table:
-    """Return a table whose first column does not wrap; the others are justified."""
-    table = Table(box=None, pad_edge=False, header_style="bold", **options)
-    for i, head in enumerate(map(escape, rows[0])):
-        table.add_column(head, justify=justify if i else "left", overflow="fold", no_wrap=i == 0)
-    for row in rows[1:]:
+    console, (head, *body) = _Output(), map(_cells, rows)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(map(escape, head)):
+        table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=i == 0)
+    for row in body:
         table.add_row(*map(escape, row))
-    return table
+    (console if console.is_terminal else _Output(width=PIPE_WIDTH)).print(table)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isomorph.data.corruptions.corrupt import fingerprint
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, spaced_indices
 from isomorph.distributed import ALONE, Runtime
@@ -20,7 +19,6 @@ from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, for_each_batch, sum_counts
 from isomorph.evaluation.cost import count_parameters, count_pass
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
-from isomorph.evaluation.robustness.cells import weights_hash
 from isomorph.evaluation.speed import throughput
 
 Size = tuple[int, int]
@@ -103,12 +101,8 @@ def run_sweep(
 
     The processes of `runtime` share the batches, and all of them return the same rows.
 
-    Raises: UserError when the processes have not the same model and images, a size does not fit, or the model has not
-    the number of classes of a suite.
+    Raises: UserError when a size does not fit, or the model has not the number of classes of a suite.
     """
-    if runtime.world > 1:
-        runtime.require_equal(weights_hash(model), "weights")
-        runtime.require_equal([(test_set.title, fingerprint(test_set.source)) for test_set in test_sets], "images")
     jobs = []
     for (size, ratio), test_set in product(sweep.points(), test_sets):
         numbered, config = copy.copy(test_set.source), evaluation_config(model, size)

@@ -21,7 +21,7 @@ from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.evaluation.robustness.cells import RobustnessOptions, measure_cells, measure_classifier
 from isomorph.operations import unwrap
-from isomorph.training.task import EvaluationOptions, ImagesWithTruth, Task, task_of, task_record
+from isomorph.training.task import EvaluationOptions, Task, task_of, task_record
 
 _PICTURES = "files at their own size, corrupted, then as in testing"
 """How images are made. Results are compared by this text, so it must not change."""
@@ -124,7 +124,7 @@ def measure_task(
     return measure_cells(model, identity, options, measure)
 
 
-def _fingerprint(images: ImagesWithTruth) -> str:
+def _fingerprint(images: Any) -> str:
     """Return a hash of the names of images and classes, and of the first, the middle and the last image and truth."""
     names = [images.file_name(index) for index in range(len(images))]
     digest = hashlib.sha256("\n".join([*images.classes, *names]).encode())

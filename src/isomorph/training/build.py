@@ -47,21 +47,16 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
         record_base(model, {"name": part.name, **arguments})
     if part.name and part.weights:
-        model, start = _start_from(model, part, recast_now)
+        model, start = _load_weights(model, part, recast_now)
     else:
-        model = _recast_or_freeze(model, part, recast_now)
+        model = apply_surgery(model, part, recast_now)
     if part.weight_init and not (part.weights or part.pretrained):
         init_as_mae(model)
     update_record(model, start="; ".join(filter(None, (start, *notes(model)))))
     return model
 
 
-def _recast_or_freeze(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
-    """Apply the surgery of a recipe, or only freeze parameters if the surgery comes later."""
-    return apply_surgery(model, part) if recast_now else freeze(model, part.freeze, later=True)
-
-
-def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn.Module, str]:
+def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn.Module, str]:
     """Load `model.weights` into the base model and apply the surgery, or into the model after its surgery; say which.
 
     The weights are those of the base model if names and shapes fit it, else those of the recast model.
@@ -80,10 +75,9 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn
             raise
         model = apply_surgery(model, part)
         try:
-            new = load_state(model, dict(state), part.weights, fresh_head=True)
+            new = load_state(model, dict(state), path, fresh_head=True)
         except UserError as error:
-            reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
-            raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
+            raise UserError(f"{misfit}; nor the recast model: {error}") from None
         if not recast_now:
             raise UserError(
                 f"model.weights {path} is recast already, but model.recast_epoch is {part.recast_epoch}; set "
@@ -92,7 +86,7 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn
         form = " (of the recast model), whose gates and other start values replace those of model.recast"
         return model, describe_loaded_weights(model, path, new, form)
     start = describe_loaded_weights(model, path, new, " (of the model before its recast)" if part.recast else "")
-    return _recast_or_freeze(model, part, recast_now), start
+    return apply_surgery(model, part, recast_now), start
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
@@ -102,13 +96,16 @@ def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[st
     return f"weights: {loaded} tensors from {path}{form}" + (f"; new: {named}" if new else "")
 
 
-def apply_surgery(model: nn.Module, part: ModelPart) -> nn.Module:
-    """Unstride, recast and freeze a model as the recipe says. Raises: UserError when a glob matches nothing."""
-    if part.unstride:
+def apply_surgery(model: nn.Module, part: ModelPart, recast_now: bool = True) -> nn.Module:
+    """Unstride, recast and freeze a model as the recipe says, or only freeze it if its recast comes later.
+
+    Raises: UserError when a glob matches nothing.
+    """
+    if recast_now and part.unstride:
         model = unstride(model, part.unstride)
-    if part.recast:
+    if recast_now and part.recast:
         model = recast(model, part.recast.build_rule(), part.recast.where)
-    return freeze(model, part.freeze)
+    return freeze(model, part.freeze, later=not recast_now)
 
 
 def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Module:
@@ -196,9 +193,8 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deal
         re_prob=augment.erasing,
         re_mode="pixel",
     )
-    if isinstance(train, Stream):
-        return stream_loader(train, transform, deals, data.workers, data.unreadable)
-    return train_loader(train, transform, deals, data.workers, data.unreadable)
+    load: Any = stream_loader if isinstance(train, Stream) else train_loader
+    return load(train, transform, deals, data.workers, data.unreadable)
 
 
 def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:

@@ -25,13 +25,7 @@ from isomorph.training.build import build_test_loader, build_train_loader, data_
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
 from isomorph.training.objectives.supervised import PenalisedLoss, build_criterion
-from isomorph.training.objectives.token_labels import (
-    LabelMapMixup,
-    MapLabelLoss,
-    MapOnlyLoss,
-    MixedLabelMaps,
-    TokenLabelLoss,
-)
+from isomorph.training.objectives.token_labels import LabelMapMixup, MixedLabelMaps, TokenLabelLoss
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
@@ -87,9 +81,7 @@ class Classification(Task):
         criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
         task: TrainingTask
         if recipe.token_labels:
-            part = recipe.token_labels
-            kind = TokenLabelLoss if part.maps is None else MapOnlyLoss if part.class_token == "map" else MapLabelLoss
-            task = kind(model, part, recipe.augment.smoothing, device, similarity)
+            task = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
         elif recipe.distill:
             task = build_distillation(model, recipe.distill, criterion, device)
         else:

@@ -138,15 +138,13 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
     ]
 
 
-def group_table(optimizer: Optimizer, optim: OptimPart) -> list[str]:
-    """Return a table of the parameter groups: tensors, parameters, peak learning rate and weight decay."""
-    rows = [("group", "tensors", "parameters", "peak lr", "decay")]
-    for group in optimizer.param_groups:
-        count = sum(parameter.numel() for parameter in group["params"])
-        rate, decay = optim.lr * group.get("lr_scale", 1.0), group.get("weight_decay", 0.0)
-        rows.append((group["name"], str(len(group["params"])), f"{count:,}", f"{rate:.3g}", f"{decay:g}"))
-    width = max(len(row[0]) for row in rows)
-    return [f"  {row[0]:<{width}}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in rows]
+def describe_groups(optimizer: Optimizer, optim: OptimPart) -> list[str]:
+    """Return a line for each parameter group: tensors, parameters, peak learning rate and weight decay."""
+    return [
+        f"  {group['name']}: {len(group['params'])} tensors, {sum(p.numel() for p in group['params']):,} parameters, "
+        f"peak lr {optim.lr * group.get('lr_scale', 1.0):.3g}, decay {group.get('weight_decay', 0.0):g}"
+        for group in optimizer.param_groups
+    ]
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
@@ -158,7 +156,7 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
         return timm.optim.create_optimizer_v2(
             groups, opt=name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
         )
-    except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+    except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser") from None
 
@@ -170,16 +168,14 @@ def build_scheduler(
 
     At step t of T, with W steps of warm-up: min + (peak - min) shape((t - W) / (T - W)) for schedule_from peak, and
     min + (peak - min) shape(t / T) for schedule_from start, where shape falls from 1 to 0. The schedule step is the
-    peak times decay_rate ^ (number of milestones up to t). A run of `iterations` has no epochs.
+    peak divided by 10 at each milestone. A run of `iterations` has no epochs.
     """
     if iterations:
         epochs, steps_per_epoch = iterations, 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
-    shape: dict[str, Any] = {"decay_rate": optim.power if optim.schedule == "poly" else 1.0}  # the power of poly
-    if optim.schedule == "step":  # timm's milestones take effect a step before they are reached
-        reached = [(round(milestone * steps_per_epoch) + 1) / steps_per_epoch for milestone in optim.milestones]
-        shape = {"decay_rate": optim.decay_rate, "decay_milestones": reached}
+    # timm's milestones take effect a step before they are reached
+    reached = [(round(milestone * steps_per_epoch) + 1) / steps_per_epoch for milestone in optim.milestones]
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched={"linear": "poly", "step": "multistep"}.get(optim.schedule, optim.schedule),
@@ -190,6 +186,7 @@ def build_scheduler(
         warmup_prefix=from_peak,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
-        **shape,
+        decay_rate=0.1 if optim.schedule == "step" else 1.0,  # the power of timm's poly
+        decay_milestones=reached,
     )
     return scheduler

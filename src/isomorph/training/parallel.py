@@ -22,14 +22,12 @@ def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Mo
     if scale.parallel == "fsdp" and runtime.world == 1:
         raise UserError("scale.parallel fsdp needs several processes; start the run with torchrun, or set ddp")
     if scale.activation_checkpointing:
-        if not hasattr(model, "set_grad_checkpointing"):
-            raise UserError(
-                f"{type(model).__name__} has no activation checkpointing; set scale.activation_checkpointing false"
-            )
         try:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
-        except AssertionError as error:
-            raise UserError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
+        except (AttributeError, AssertionError):
+            raise UserError(
+                f"{type(model).__name__} has no activation checkpointing; set scale.activation_checkpointing false"
+            ) from None
     if scale.sync_batch_norm and runtime.world > 1:
         if runtime.device.type == "cpu":
             raise UserError("BatchNorm is synchronised on GPUs only; set scale.sync_batch_norm false")
@@ -57,24 +55,16 @@ def _shard(module: nn.Module) -> None:
     fully_shard(module)
 
 
-def find_blocks(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module, listed: bool = False) -> list[nn.Module]:
     """Return the repeated blocks of a network: members of its outermost lists, or of lists inside these."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += _flatten_list(child) if isinstance(child, nn.Sequential | nn.ModuleList) else find_blocks(child)
-    return found
-
-
-def _flatten_list(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
-    """Return the modules with parameters in a list, with nested lists (stages of blocks) flattened."""
-    found: list[nn.Module] = []
-    for member in container:
-        if isinstance(member, nn.Sequential | nn.ModuleList):
-            found += _flatten_list(member)
-        elif hasattr(member, "blocks"):
-            found += find_blocks(member)
-        elif any(True for _ in member.parameters()):
-            found.append(member)
+        if isinstance(child, nn.Sequential | nn.ModuleList):
+            found += find_blocks(child, True)
+        elif not listed or hasattr(child, "blocks"):
+            found += find_blocks(child)
+        elif next(child.parameters(), None) is not None:
+            found.append(child)
     return found
 
 

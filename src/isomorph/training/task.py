@@ -5,14 +5,12 @@ predictions of its own. A recipe names it (`task: {name: segmentation, ...}`); w
 classification (`Classification`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
 import torch
-from PIL import Image
 from timm.task import TrainingTask
 from torch import nn
 from torch.utils.data import DataLoader
@@ -55,30 +53,6 @@ class Prediction(NamedTuple):
 
     rows: list[dict[str, Any]]
     files: dict[str, Any]
-
-
-class ImagesWithTruth(Protocol):
-    """Images with their truth, as a task opens them to evaluate a model.
-
-    `alter`, if it is not None, changes each image after it was read, given the name of its file.
-    """
-
-    alter: Callable[[Image.Image, str], Image.Image] | None
-
-    @property
-    def classes(self) -> Sequence[str]:
-        """Return the names of the classes."""
-
-    def __len__(self) -> int: ...
-
-    def image(self, index: int) -> Image.Image:
-        """Return an image in RGB, altered."""
-
-    def file_name(self, index: int) -> str:
-        """Return the name of an image's file."""
-
-    def truth(self, index: int) -> list[np.ndarray]:
-        """Return what the task compares predictions with."""
 
 
 Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
@@ -189,8 +163,12 @@ class Task:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
         raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
 
-    def open_images(self, model: nn.Module, options: EvaluationOptions) -> ImagesWithTruth:
-        """Return the images to evaluate a trained model on; for tasks with a `corruption_metric`."""
+    def open_images(self, model: nn.Module, options: EvaluationOptions) -> Any:
+        """Return the images to evaluate a trained model on, with their truth; for tasks with a `corruption_metric`.
+
+        They have a length, `classes`, `image(index)` in RGB, `file_name(index)`, `truth(index)` (a list of arrays), and
+        `alter`: None, or a function that changes each image after it was read, given the name of its file.
+        """
         raise NotImplementedError
 
     def evaluate_images(

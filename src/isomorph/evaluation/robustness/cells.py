@@ -112,7 +112,6 @@ def measure_cells(
     if base:
         check_same_inputs(str(options.baseline), base.identity, identity)
         common_cells(wanted, base.cells, base.identity["model"])
-    runtime.require_equal(identity, "weights or images")
     out = Path(options.out).expanduser() if options.out and runtime.is_main else None
     with closing(CellFile(out, identity)) as file:
         cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file

@@ -67,9 +67,6 @@ class ReconstructionLoss(_HiddenPatches):
 
     metric = "reconstruction"
 
-    def __init__(self, autoencoder: MaskedAutoencoder, device: torch.device) -> None:
-        super().__init__(autoencoder, device)
-
     def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
         return module  # type: ignore[return-value]
 
@@ -116,7 +113,7 @@ class GenericDistillationLoss(_HiddenPatches):
 
     Source: TDRL section 4.1, after G2SD (Huang et al., 2023). TDRL does not specify the loss, beta 2 and the use of
     features before the decoders' norms; these are G2SD's. Differs: G2SD's code aligns the class token too
-    Raises: UserError when the teacher's patches differ from the student's, it lacks the block, or it shares parameters.
+    Raises: UserError when the teacher's patches differ from the student's, or it lacks the block.
     """
 
     metric = "alignment"
@@ -148,14 +145,6 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
     blocks, size = len(teacher.decoder_blocks), tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
         raise UserError(f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}")
-    shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
-    if shared:
-        raise UserError(
-            "student and teacher share parameters, so the teacher would be trained; give it separate weights"
-        )
-    if student.encoder.in_chans != teacher.encoder.in_chans:
-        channels = student.encoder.in_chans, teacher.encoder.in_chans
-        raise UserError("the student's images have {} channels, the teacher's {}".format(*channels))
     try:
         grids = student.grid_of(size), teacher.grid_of(size)
     except UserError as error:
@@ -194,13 +183,6 @@ def pretraining_objective(part: MaskPart, encoder: nn.Module, device: torch.devi
     )
 
 
-def _fixed_noise(positions: Iterable[int], patches: int, seed: int) -> Tensor:
-    """Return noise that depends only on the seed and each image's position in the data. Shape: -> (images, patches)"""
-    seeds = ((seed * 1_000_003 + position) % 2**32 for position in positions)  # generators take 32-bit seeds
-    generators = (torch.Generator().manual_seed(each) for each in seeds)
-    return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
-
-
 @torch.no_grad()
 def evaluate_pretraining(
     loss: _HiddenPatches,
@@ -221,12 +203,10 @@ def evaluate_pretraining(
     with eval_mode(module):
         for images, labels in runtime.pad_batches(loader):
             height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
-            noise = _fixed_noise(islice(positions, len(images)), height * width, seed)
+            seeds = ((seed * 1_000_003 + position) % 2**32 for position in islice(positions, len(images)))
+            draws = [torch.rand(height * width, generator=torch.Generator().manual_seed(each)) for each in seeds]
             real = int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
-            total += (
-                loss.loss(module, images.to(device, non_blocking=True), noise.to(device, non_blocking=True))[0].item()
-                * real
-            )
+            total += loss.loss(module, images.to(device), torch.stack(draws).to(device))[0].item() * real
             seen += real
     parts = runtime.gather((total, seen))
     if not seen:

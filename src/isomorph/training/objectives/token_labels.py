@@ -89,13 +89,16 @@ class LabelMapMixup(Mixup):
 
 
 class TokenLabelLoss(PenalisedLoss):
-    """Token labelling with the image's label: CE(class token, label) + weight mean over patches of CE(patch, label).
+    """Token labelling: CE(class token, image's label) + weight mean over patches of CE(patch, patch's label).
 
-    MixToken replaces a box of patches by those of another image. A patch has the label of the image it comes from; the
-    label of the class token is mixed by area. After mixup or cutmix, the labels of an image and of its patches are
-    mixed by the same share, as in the released code.
+    Without label maps, every patch has the image's label. With them (`MapLabels`), a patch has its part of the map, and
+    the class token the image's label or, with `part.class_token` map, the mean of the map over the crop. MixToken
+    replaces a box of patches by those of another image. A patch has the label of the image it comes from; the label of
+    the class token is mixed by area. After mixup or cutmix, the labels of an image and of its patches are mixed by the
+    same share, as in the released code.
 
-    Source: Jiang et al. (2021), as used in the Refiner code, without label maps
+    Source: Jiang et al. (2021), the paper's loss with class_token label, their code's with map; the Refiner code has no
+    label maps
     Raises: UserError when the model does not classify its patches, or, for a penalty, does not pass its maps on.
     """
 
@@ -118,8 +121,14 @@ class TokenLabelLoss(PenalisedLoss):
 
     def labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return the labels of images and patches. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
-        labels = _soft_labels(target, self.num_classes, self.smoothing)
-        return labels, labels[:, None]
+        if not isinstance(target, MapLabels):
+            labels = _soft_labels(target, self.num_classes, self.smoothing)
+            return labels, labels[:, None]
+        dense = dense_scores(target.maps, self.num_classes)
+        patches = _smooth(crop_label_maps(dense, target, grid_size), self.smoothing)
+        if self.part.class_token == "label":
+            return _soft_labels(target.label, self.num_classes, self.smoothing), patches
+        return _smooth(crop_label_maps(dense, target, (1, 1))[:, 0], self.smoothing), patches
 
     def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return `labels`, mixed if the images were mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
@@ -139,26 +148,3 @@ class TokenLabelLoss(PenalisedLoss):
         image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
         loss = image + self.part.weight * patches + penalty
         return {"loss": loss, "output": logits, "task_loss": image, "token_loss": patches}
-
-
-class MapLabelLoss(TokenLabelLoss):
-    """Token labelling with label maps for the patches, and the image's own label for the class token.
-
-    Source: Jiang et al. (2021), the paper's loss
-    """
-
-    def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        patches = crop_label_maps(dense_scores(target.maps, self.num_classes), target, grid_size)
-        return _soft_labels(target.label, self.num_classes, self.smoothing), _smooth(patches, self.smoothing)
-
-
-class MapOnlyLoss(MapLabelLoss):
-    """Token labelling with label maps for the patches and, averaged over the crop, for the class token.
-
-    Source: the code of Jiang et al. (2021)
-    """
-
-    def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        dense = dense_scores(target.maps, self.num_classes)
-        image, patches = crop_label_maps(dense, target, (1, 1))[:, 0], crop_label_maps(dense, target, grid_size)
-        return _smooth(image, self.smoothing), _smooth(patches, self.smoothing)

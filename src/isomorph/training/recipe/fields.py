@@ -4,7 +4,7 @@ import difflib
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -19,13 +19,12 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from timm.data import create_transform
-from timm.optim import get_optimizer_info, list_optimizers
+from timm.optim import list_optimizers
 
 from isomorph.data.formats.registry import SOURCES, locate_folder
 from isomorph.data.streams import STREAMS
-from isomorph.errors import UserError
 from isomorph.surgery import Anneal
-from isomorph.training.recipe.tasks import TASKS, RecipeTask, find_task, open_task, task_names
+from isomorph.training.recipe.tasks import TASKS, find_task, task_names
 
 Positive = Annotated[float, Field(gt=0)]
 PartRate = Annotated[float, Field(gt=0, validate_default=True)]
@@ -48,6 +47,10 @@ MAX_WRITTEN_RATE = 10.0
 """Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x."""
 
 
+UNSUPPORTED_OPTIMIZERS = ("adahessian", "kron")
+"""Optimisers of timm (beginnings of their names) that the training loop or its snapshots do not support."""
+
+
 class Part(BaseModel):
     """Base class of the groups of fields."""
 
@@ -56,8 +59,8 @@ class Part(BaseModel):
     )
 
     @classmethod
-    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
-        """Return the fields by name, as `--help` lists them; only those that fit the values, if these are given."""
+    def documented_fields(cls) -> dict[str, FieldInfo]:
+        """Return the fields by name, as `--help` lists them."""
         return cls.model_fields
 
 
@@ -65,15 +68,6 @@ def part_of(hint: Any) -> type[Part] | None:
     """Return the group of fields that a type stands for; None for the type of a single field."""
     kinds = [hint, *get_args(hint)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
-
-
-def _named_fields(values: Any) -> type[Part] | None:
-    """Return the fields of the task that the values of a recipe's group name; None for no task, or an unknown one."""
-    name = values.get("name") if isinstance(values, dict) else None
-    try:
-        return cast(type[Part], find_task(name).fields) if isinstance(name, str) else None
-    except UserError:
-        return None
 
 
 class TaskPart(Part):
@@ -84,46 +78,31 @@ class TaskPart(Part):
     name: str
     """Name of the task, e.g. segmentation."""
 
-    @field_validator("name")
-    @classmethod
-    def check_name(cls, name: str) -> str:
-        try:
-            find_task(name)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-        return name
-
     @model_validator(mode="before")
     @classmethod
     def check_own_fields(cls, values: Any) -> Any:
         """Check the fields of the named task, and add its defaults."""
-        part = _named_fields(values)
-        if part is None:
-            return values
+        if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+            return values  # which the check of `name` reports
         given = {name: value for name, value in values.items() if name != "name"}
-        return {"name": values["name"], **part.model_validate(given).model_dump()}
+        return {"name": values["name"], **find_task(values["name"]).fields.model_validate(given).model_dump()}
 
     @cached_property
-    def task(self) -> RecipeTask:
+    def task(self) -> Any:
         """The task with its options."""
-        return open_task(self.name, self.model_extra or {})
+        kind = find_task(self.name)
+        return kind(kind.fields.model_validate(self.model_extra or {}))
 
     @classmethod
-    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
-        """Return the name, and the fields of the task that the values name, or of all tasks.
-
-        The description of a field that several tasks have is each one's.
-        """
-        if part := _named_fields(values):
-            return cls.model_fields | part.model_fields
+    def documented_fields(cls) -> dict[str, FieldInfo]:
+        """Return the name, and the fields of all tasks, with each task's description."""
         found: dict[str, FieldInfo] = dict(cls.model_fields)
-        tasks = [(task, name, field) for task in TASKS for name, field in find_task(task).fields.model_fields.items()]
-        texts: dict[str, dict[str | None, list[str]]] = {}  # the tasks of each description
-        for task, name, field in tasks:
-            texts.setdefault(name, {}).setdefault(field.description, []).append(task)
-            described = " ".join(f"{', '.join(users)}: {text}" for text, users in texts[name].items())
-            default = field.get_default(call_default_factory=True)
-            found[name] = FieldInfo(annotation=Any, default=default, description=described)
+        for task in TASKS:
+            for name, field in find_task(task).fields.model_fields.items():
+                others = f"{found[name].description} " if name in found else ""
+                default = field.get_default(call_default_factory=True)
+                description = f"{others}{task}: {field.description}"
+                found[name] = FieldInfo(annotation=Any, default=default, description=description)
         return found
 
 
@@ -151,8 +130,7 @@ class DataPart(Part):
     test_crop: Literal["center", "whole"] | None = None
     """Test images: center crops them, whole squashes them to the input size; by default as in the model's config."""
     crop_pct: Fraction | None = None
-    """Side of the centre crop of test images, as a fraction of the shorter side; by default as in the model's config.
-    Use the same value for models that are compared."""
+    """Side of the centre crop of test images as a fraction of the shorter side; by default as in the model's config."""
     batch_size: Annotated[int, Field(ge=2, le=2**20)] = 128
     """Images per step, over all processes; even in each process and accumulation step with mixup or cutmix."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -191,10 +169,6 @@ class DataPart(Part):
             raise ValueError(
                 f"{self.source} is a stream, without fraction, split, classes or test_images; use huggingface for these"
             )
-        if self.images and not self.streamed:
-            raise ValueError(f"images is for {', '.join(STREAMS)} only; leave it out, {self.source} counts its images")
-        if self.crop_pct and self.test_crop == "whole":
-            raise ValueError("crop_pct sets the centre crop, and test_crop whole does not crop; give one of them")
         return self
 
 
@@ -262,8 +236,7 @@ class OptimPart(Part):
     position_lr: PartRate = "1x"  # type: ignore[assignment]
     """Peak learning rate of centres and localities, a number or a multiple of lr; a short run needs a higher one."""
     branch_lr: Positive | None = None
-    """Peak learning rate of the pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr.
-    Their scale has no effect, so Adam rotates them by about lr a step; 0.1x worked in short runs."""
+    """Peak learning rate of pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr."""
     gamma_lr: PartRate = "1x"  # type: ignore[assignment]
     """Peak learning rate of the gammas of inserted blocks (iso.insert), a number or a multiple of lr."""
     layer_decay: Fraction = 1.0
@@ -274,17 +247,12 @@ class OptimPart(Part):
     """Adam's two betas, e.g. [0.9, 0.95] as in MAE's pre-training; by default the optimiser's."""
     clip_grad: Positive | None = None
     """Maximum norm of the gradient of all parameters together."""
-    schedule: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up; linear is poly with power 1."""
-    power: Positive = 1.0
-    """Power of the schedule poly: the rate falls as (1 - t/T)^power."""
+    schedule: Literal["cosine", "linear", "step", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
     milestones: list[Positive] = []
-    """When the schedule step reduces the rate: epochs, or steps in a run with iterations, from the first step on."""
-    decay_rate: Fraction = 0.1
-    """Factor on the rate at each milestone of the schedule step."""
+    """When the schedule step divides the rate by 10: epochs, or steps in a run with iterations, from the first on."""
     schedule_from: Literal["peak", "start"] = "peak"
-    """peak: the decay begins when the warm-up ends; start: it begins at the first step, so that the rate stays below
-    its peak (timm's default, as in DeiT)."""
+    """peak: the decay begins when the warm-up ends; start: at the first step (timm's default, as in DeiT)."""
     warmup_epochs: NotNegative = 0.0
     """Epochs of linear warm-up; may be a fraction."""
     warmup_iterations: Count | None = None
@@ -298,8 +266,6 @@ class OptimPart(Part):
     @classmethod
     def resolve_multiple(cls, rate: Any, info: ValidationInfo) -> Any:
         """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
-        if rate is None and info.field_name == "position_lr":
-            rate = "1x"
         if not isinstance(rate, str):
             return rate
         try:
@@ -315,25 +281,15 @@ class OptimPart(Part):
     @field_validator("name")
     @classmethod
     def check_name(cls, name: str) -> str:
-        names = list_optimizers()
-        if name.lower().startswith("kron"):
-            raise ValueError(
-                f"{name} has lists of matrices as state, which snapshots cannot store; choose another optimiser"
-            )
-        if name.lower() == "adahessian":
-            raise ValueError("adahessian needs second derivatives, which training does not compute; choose another")
-        if name.lower() not in names:
-            close = difflib.get_close_matches(name, names, n=3)
-            raise ValueError(
-                f"{name!r} is not an optimiser" + (f"; did you mean {', '.join(close)}?" if close else " of timm")
-            )
+        if name.lower().startswith(UNSUPPORTED_OPTIMIZERS):
+            raise ValueError(f"{name} cannot be used: it needs second derivatives, or its state is not of tensors")
+        if name.lower() not in list_optimizers():
+            close = difflib.get_close_matches(name, list_optimizers(), n=3)
+            raise ValueError(f"{name!r} is not an optimiser of timm" + f"; close: {', '.join(close)}" * bool(close))
         return name
 
     @model_validator(mode="after")
     def check_fields(self) -> "OptimPart":
-        info = get_optimizer_info(self.name)
-        if self.betas and not (info.has_betas and info.num_betas == 2):
-            raise ValueError(f"{self.name} does not have two betas; leave optim.betas out")
         if self.warmup_epochs and self.warmup_iterations:
             raise ValueError("warmup_epochs and warmup_iterations are both given; give one of them")
         if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(self.milestones):

@@ -19,8 +19,7 @@ class RecastPart(Part):
     model_config = ConfigDict(extra="allow")
 
     where: Globs
-    """Glob or list of globs over module names, e.g. layer4.*.conv2; for pyramids also parts of a joint qkv, e.g.
-    blocks.*.attn.v."""
+    """Glob or list of globs over module names, e.g. layer4.*.conv2; for pyramids also parts like blocks.*.attn.v."""
     rule: str = "ConvToGPSA"
     """Name of a rule, e.g. ConvToGPSA, AttentionToGPSA, AttentionToRefined or LinearToPyramid; its fields follow."""
 
@@ -47,7 +46,7 @@ class RecastPart(Part):
         return build_rule(self.rule, **(self.model_extra or {}))
 
     @classmethod
-    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
+    def documented_fields(cls) -> dict[str, FieldInfo]:
         return cls.model_fields | _rule_fields(tuple(RULES)).model_fields
 
 
@@ -68,8 +67,7 @@ class ModelPart(Part):
     pretrained: bool = False
     """Start from the model's pretrained weights."""
     weights: File | None = None
-    """Start from this checkpoint, of isomorph or another program, saved before or after the recast; a classifier that
-    is missing or does not fit is initialised."""
+    """Checkpoint to start from, saved before or after the recast; a classifier that does not fit is initialised."""
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default the number in the data."""
     kwargs: dict[str, Any] = {}
@@ -77,8 +75,7 @@ class ModelPart(Part):
     weight_init: Literal["mae"] | None = None
     """mae: random weights by MAE's rule, Xavier in every matrix, recast layers included; by default each network's."""
     start: Literal["weights", "random"] = "random"
-    """weights: require trained weights (model.weights or model.pretrained); random: without them, start from random
-    weights."""
+    """weights: require model.weights or model.pretrained; random: without them, start from random weights."""
     unstride: str | None = None
     """Glob of stages that get stride 1, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
@@ -99,9 +96,3 @@ class ModelPart(Part):
     def check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         check_model_kwargs(kwargs)
         return kwargs
-
-    @model_validator(mode="after")
-    def check_fields(self) -> "ModelPart":
-        if self.num_classes and "num_classes" in self.kwargs:
-            raise ValueError("num_classes is also given as kwargs.num_classes; give num_classes only")
-        return self

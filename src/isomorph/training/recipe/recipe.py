@@ -114,29 +114,25 @@ class Recipe(Part):
 
     def _problems(self) -> Iterator[str]:
         """Yield what is wrong with fields that do not fit together."""
-        if self.iterations:
-            yield from self._iteration_problems(self.iterations)
-        elif self.optim.warmup_epochs >= self.epochs:
+        if self.iterations and (self.optim.warmup_epochs or self.anneal or self.model.recast_epoch):
+            names = "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
+            yield f"a run with iterations has no schedules in epochs; leave out {names}, or give epochs instead"
+        if self.iterations and (self.optim.warmup_iterations or 0) >= self.iterations:
+            yield f"optim.warmup_iterations must be below iterations {self.iterations}; lower it"
+        if not self.iterations and self.optim.warmup_epochs >= self.epochs:
             yield f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
         if self.augment.mixes and self.data.batch_size % 2:
             yield f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on"
         if self.model.recast_epoch > self.epochs:
             yield f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}"
-        if self.model.recast_epoch and not (self.model.recast or self.model.unstride):
-            yield "model.recast_epoch needs a model.recast or model.unstride; give one, or leave it at 0"
         if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
             yield "model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false"
         if self.model.recast_epoch and self.mask:
             yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
-        if self.drop_path and "drop_path_rate" in self.model.kwargs:
-            yield "drop_path is also given as model.kwargs.drop_path_rate; give drop_path only"
         if self.mask and self.monitor_every and self.scale.parallel == "fsdp":
             yield "monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
         if self.augment.repeats > 1 and self.data.streamed:
-            repeats = f"augment.repeats {self.augment.repeats}"
-            yield f"{repeats} does not work with {self.data.source}, a stream; leave it at 1"
-        if self.augment.scale[0] > self.augment.scale[1]:
-            yield "augment.scale must have the smaller fraction first"
+            yield f"augment.repeats does not work with {self.data.source}, a stream; leave it at 1"
         if self.anneal and self.anneal.epochs > self.epochs:
             yield f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}"
         objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
@@ -148,32 +144,10 @@ class Recipe(Part):
             yield "mask trains without labels to mix; leave augment.mixup and augment.cutmix at 0"
         if self.token_labels and self.loss == "sigmoid":
             yield "token_labels works with the softmax loss only; leave loss at softmax"
-        if self.token_labels and self.token_labels.maps:
-            yield from self._label_map_problems()
-        yield from self._task_problems()
-
-    def _iteration_problems(self, iterations: int) -> Iterator[str]:
-        """Yield schedules in epochs, or beyond the end, in a run of a given number of steps."""
-        warmup = f"optim.warmup_epochs=0 optim.warmup_iterations={max(1, iterations // 20)}"
-        schedules = {warmup: self.optim.warmup_epochs, "anneal=null": self.anneal}
-        schedules["model.recast_epoch=0"] = self.model.recast_epoch
-        if changes := [change for change, value in schedules.items() if value]:
-            yield (
-                f"a run with iterations has no schedules in epochs; give {' '.join(changes)} too, or epochs instead of "
-                "iterations"
-            )
-        if (self.optim.warmup_iterations or 0) >= iterations:
-            yield f"optim.warmup_iterations must be below iterations {iterations}; lower it"
-
-    def _label_map_problems(self) -> Iterator[str]:
-        """Yield data or augmentation that label maps do not support."""
-        if self.data.streamed:
+        if self.token_labels and self.token_labels.maps and self.data.streamed:
             yield f"token_labels.maps needs images with file names; {self.data.source} has none"
-        if self.augment.crop_padding:
+        if self.token_labels and self.token_labels.maps and self.augment.crop_padding:
             yield "token_labels.maps supports random resized crops only; leave augment.crop_padding at 0"
-
-    def _task_problems(self) -> Iterator[str]:
-        """Yield data or fields that the recipe's task does not take."""
         source = self.data.source
         if self.task is None:
             if source not in (*SOURCES, *STREAMS):
@@ -195,13 +169,8 @@ class Recipe(Part):
 
     @property
     def shortened(self) -> str:
-        """What `iso.load_recipe` changed besides: schedules for fewer epochs, arguments of another backbone."""
+        """What `iso.load_recipe` changed besides: schedules for fewer epochs."""
         return self._shortened
-
-    def with_note(self, shortened: str) -> "Recipe":
-        """Note on this recipe what was changed besides the overrides, and return it."""
-        self._shortened = shortened
-        return self
 
     def keeps(self, epoch: int) -> bool:
         """True if the checkpoint of an epoch is saved."""
@@ -256,21 +225,17 @@ def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
     try:
         return part.model_validate(values)
     except ValidationError as error:
-        problems = [_describe_problem(problem, values, part) for problem in error.errors()]
+        problems = [_describe_problem(problem, part) for problem in error.errors()]
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
 
 
-LIST_PROBLEMS = {"list_type": "must be a list", "tuple_type": "must be a list", "too_short": "has too few values"}
-"""Messages for problems with lists, by pydantic's name of the problem."""
-
-
-def _describe_problem(problem: Any, values: dict[str, Any], part: type[Part]) -> str:
+def _describe_problem(problem: Any, part: type[Part]) -> str:
     """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
     *groups, last = [str(part) for part in problem["loc"] if str(part)[0] != "~"] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = list(fields_of(groups, values, part))
+        names = list(_fields_of(groups, part))
         close = difflib.get_close_matches(last, names, n=1)
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
@@ -278,25 +243,20 @@ def _describe_problem(problem: Any, values: dict[str, Any], part: type[Part]) ->
     if problem["type"] == "missing":
         return f"{field} is missing"
     if problem["type"] == "model_type":
-        names = list(fields_of([*groups, last], values, part))
+        names = list(_fields_of([*groups, last], part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
-    message = LIST_PROBLEMS.get(problem["type"], problem["msg"])
-    own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
-    message = message.removeprefix("Value error, ") if own else message[0].lower() + message[1:]
-    if problem["type"] == "int_parsing_size":
-        message = "input is too large"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message if problem["type"] == "value_error" else message[0].lower() + message[1:]
     if isinstance(problem["input"], dict):
         return f"{field}: {message}" if problem["loc"] else message
-    given = str(problem["input"])[:80] if isinstance(problem["input"], int) else repr(problem["input"])[:80]
-    return f"{field}: {message} (given {given})"
+    return f"{field}: {message} (given {repr(problem['input'])[:80]})"
 
 
-def fields_of(groups: list[str], values: Any, part: Any = Recipe) -> dict[str, Any]:
-    """Return the fields of a nested group, given the names that lead to it, and the values of the recipe or part."""
+def _fields_of(groups: list[str], part: type[Part]) -> dict[str, Any]:
+    """Return the fields of a nested group, given the names that lead to it."""
     for group in groups:
-        values = values.get(group) if isinstance(values, dict) else None
         part = part_of(part.model_fields[group].annotation) or Part
-    return part.documented_fields(values)
+    return part.documented_fields()
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:

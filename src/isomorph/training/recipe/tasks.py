@@ -3,9 +3,7 @@
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol
-
-from pydantic import BaseModel
+from typing import Any
 
 from isomorph.errors import UserError
 
@@ -13,23 +11,7 @@ ENTRY_POINTS = "isomorph.tasks"
 """Group of the entry points by which other packages offer tasks."""
 
 
-class RecipeTask(Protocol):
-    """What a recipe needs to know about a task; `isomorph.training.Task` has it all."""
-
-    fields: ClassVar[type[BaseModel]]
-    """The fields of the recipe's group `task`, besides its name."""
-    sources: ClassVar[tuple[str, ...]]
-    """Values of data.source that the task takes."""
-    unused: ClassVar[tuple[str, ...]]
-    """Recipe fields, or groups of fields, that do not apply to the task."""
-
-    def __init__(self, options: Any) -> None: ...
-
-    def check_recipe(self, recipe: Any) -> None:
-        """Raise ValueError for fields of a recipe that do not fit together."""
-
-
-TASKS: dict[str, str | type[RecipeTask]] = {
+TASKS: dict[str, str | type] = {
     "detection": "isomorph.tasks.detection.task:Detection",
     "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
     "text_classification": "isomorph.tasks.language.glue:TextClassification",
@@ -39,8 +21,8 @@ TASKS: dict[str, str | type[RecipeTask]] = {
 """Tasks by their names in recipes and checkpoints: a class, or `module:class` to import; `register_task` adds one."""
 
 
-def find_task(name: Any) -> type[RecipeTask]:
-    """Return the class of a task by its name. Raises: UserError for an unknown task, or what is not a name."""
+def find_task(name: Any) -> Any:
+    """Return the class of a task (a `training.Task`) by its name. Raises: UserError for an unknown task."""
     if not isinstance(name, str):
         raise UserError(f"{str(name)[:60]} is not the name of a task")
     if name not in TASKS:
@@ -56,7 +38,7 @@ def find_task(name: Any) -> type[RecipeTask]:
     return found
 
 
-def register_task(name: str, task: str | type[RecipeTask]) -> None:
+def register_task(name: str, task: str | type) -> None:
     """Add a task, a class or `module:class`, to those that recipes and checkpoints know by name.
 
     An installed package offers a task with an entry point in the group `isomorph.tasks`.
@@ -77,12 +59,6 @@ def register_task(name: str, task: str | type[RecipeTask]) -> None:
 def _register_installed_tasks() -> None:
     for entry in entry_points(group=ENTRY_POINTS):
         register_task(entry.name, entry.value)
-
-
-def open_task(name: str, options: dict[str, Any]) -> RecipeTask:
-    """Return a task with its options. Raises: UserError for an unknown task, pydantic.ValidationError for options."""
-    task = find_task(name)
-    return task(task.fields.model_validate(options))
 
 
 def task_names(source: str) -> list[str]:

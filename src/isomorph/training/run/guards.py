@@ -28,19 +28,12 @@ def lock_folder(folder: Path, runtime: Runtime) -> Iterator[str]:
 
     Raises: UserError, in all processes, when another run holds the lock or the folder cannot be created.
     """
-    handle, warning, problem = -1, "", ""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    if runtime.is_main:
-        try:
-            handle, warning = _create_and_lock(folder)
-        except UserError as error:
-            problem = str(error)
-    if problem := runtime.gather(problem)[0]:
-        raise UserError(problem)
+    handle, warning = runtime.on_main(lambda: _create_and_lock(folder))
     try:
         yield warning
     finally:
-        if handle >= 0:
+        if runtime.is_main:
             for path in new:
                 with suppress(OSError):  # not empty: the run has written files
                     path.rmdir()

@@ -81,13 +81,6 @@ class Journal:
                 if isinstance(value, int | float):
                     self.curves.add_scalar(f"{group}/{key}", value, row[axis])
 
-    def report_unreadable(self, problems: list[str]) -> None:
-        """Print the number of unreadable images so far, and list them in unreadable.txt."""
-        self.say(f"{len(problems)} unreadable images so far, listed in {self.folder}/unreadable.txt")
-        if self.runtime.is_main:
-            text = "".join(f"{problem}\n" for problem in problems)
-            write_atomically(self.folder / "unreadable.txt", lambda file: file.write_text(text))
-
     def __enter__(self) -> "Journal":
         return self
 

@@ -19,7 +19,7 @@ from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.recast import edited_names
 from isomorph.surgery.where import list_names
 from isomorph.terminal_tables import count_of
-from isomorph.training.optim import group_table
+from isomorph.training.optim import describe_groups
 from isomorph.training.parallel import no_gradient_sync
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
@@ -119,14 +119,14 @@ def _print_start(run: Run, journal: Journal) -> None:
     for message in ("" if progress.step else run.start, recipe.shortened):
         if message:
             journal.say(message)
-    journal.show(*group_table(run.optimizer, recipe.optim))
+    journal.show(*describe_groups(run.optimizer, recipe.optim))
 
 
 def recast_when_due(run: Run, journal: Journal) -> None:
     """Recast the model of a run if it has reached the recipe's recast_epoch."""
     if not run.progress.recast and run.progress.closed >= run.recipe.model.recast_epoch:
         journal.say(run.recast())
-        journal.show(*group_table(run.optimizer, run.recipe.optim))
+        journal.show(*describe_groups(run.optimizer, run.recipe.optim))
 
 
 def train_epoch(
@@ -227,7 +227,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **gating_row(run)}
     if progress.unreadable:
         row["unreadable"] = len(progress.unreadable)
-        journal.report_unreadable(progress.unreadable)
+        journal.say(f"{len(progress.unreadable)} unreadable images so far, the latest: {progress.unreadable[-1]}")
     row["seconds"] = progress.seconds + time.perf_counter() - start
     journal.write("log.jsonl", row)
     progress.closed, progress.seconds = epoch, 0.0
@@ -298,7 +298,7 @@ def save_snapshot(run: Run) -> None:
     )
     if run.runtime.maximum(not_finite)[0]:
         raise divergence_error(run, "the weights are not finite")
-    run.share_unreadable()
+    run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
     run.snapshot()
 
 
@@ -316,7 +316,7 @@ def _check_unreadable(run: Run) -> None:
     """Raise UserError, in all processes, for more unreadable images than the recipe allows."""
     if not run.runtime.maximum(len(run.progress.unreadable))[0]:
         return
-    run.share_unreadable()
+    run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
     found, allowed = run.progress.unreadable, run.recipe.data.unreadable
     if len(found) > allowed:
         raise UserError(

@@ -56,8 +56,6 @@ from isomorph.training.recipe.recipe import Recipe, changed_fields, identity_jso
 from isomorph.training.task import Objective
 
 _TOTALS = "progress.totals"
-_TOTAL_DTYPES = {"mps": torch.float32}
-"""Types for the sums over steps, on devices without float64."""
 
 
 class Run:
@@ -80,7 +78,7 @@ class Run:
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.recipe, self.runtime, self.kind = recipe, runtime, recipe_task(recipe)
         check_files(recipe)
-        self.found = find_snapshot(recipe, runtime)
+        self.found = runtime.on_main(lambda: find_snapshot(recipe))
         if not self.found and recipe.model.start == "weights" and not (recipe.model.weights or recipe.model.pretrained):
             raise UserError(
                 f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
@@ -95,7 +93,7 @@ class Run:
         self._check_layers(model.to(runtime.device))
         self._assemble(model)
         self.start = record(model).start
-        dtype = _TOTAL_DTYPES.get(runtime.device.type, torch.float64)
+        dtype = torch.float32 if runtime.device.type == "mps" else torch.float64  # which MPS does not have
         self.total = torch.zeros(2, device=runtime.device, dtype=dtype)
         self.batches: Iterator[Any] | None = None
         if self.found:
@@ -219,14 +217,9 @@ class Run:
         for module in filter(None, (self.trained, self.averaged)):
             self.runtime.broadcast_buffers(module)
 
-    def note_unreadable(self, problems: list[str]) -> None:
+    def note_unreadable(self, *messages: list[str]) -> None:
         """Record messages about unreadable images, each once."""
-        self.progress.unreadable += [text for text in dict.fromkeys(problems) if text not in self.progress.unreadable]
-
-    def share_unreadable(self) -> None:
-        """Gather the records of unreadable images of all processes in each."""
-        gathered = self.runtime.gather(self.progress.unreadable)
-        self.progress.unreadable = list(dict.fromkeys(text for each in gathered for text in each))
+        self.progress.unreadable = list(dict.fromkeys(sum(messages, self.progress.unreadable)))
 
     def recast(self) -> str:
         """Recast the model in the middle of the run; return a message.
@@ -350,58 +343,37 @@ def check_files(recipe: Recipe) -> None:
     """Raise UserError without a model, or for a file that does not exist; names the run that makes it, if known."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME")
-    for field, path in given_files(recipe).items():
-        if path.is_dir():
-            raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}")
-        if not path.is_file():
-            run = path.parts[1] if path.parts[0] == "runs" and path.parts[1:] else ""
-            hint = f"; `isomorph train {run}` creates it" if run else ""
-            raise UserError(f"{field}: {path} does not exist{hint}")
-
-
-def given_files(recipe: Recipe) -> dict[str, Path]:
-    """Return the files that a recipe starts from, by field."""
     files = {"model.weights": recipe.model.weights and local_file(recipe.model.weights)}
     files |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
     files |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
-    return {field: path for field, path in files.items() if path}
+    for field, path in files.items():
+        if path and path.is_dir():
+            raise UserError(f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}")
+        if path and not path.is_file():
+            run = path.parts[1] if path.parts[0] == "runs" and path.parts[1:] else ""
+            raise UserError(f"{field}: {path} does not exist" + f"; `isomorph train {run}` creates it" * bool(run))
 
 
-def find_snapshot(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
-    """Return the newest complete snapshot in the recipe's folder, the same in every process, or None.
+def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
+    """Return the newest complete snapshot in the recipe's folder, or None.
 
     Raises: UserError when the folder has a run of another recipe, or no readable snapshot.
     """
-    found: IntactSnapshot | None = None
-    problem = ""
-    if runtime.is_main:
-        try:
-            if recipe.folder.exists() and not recipe.folder.is_dir():
-                raise UserError(f"{recipe.folder} is a file; give `out` a folder")
-            found = newest_snapshot(recipe.folder)
-            if found:
-                _check_same_recipe(recipe, found)
-            elif (recipe.folder / "model.safetensors").is_file():
-                raise UserError(
-                    f"{recipe.folder} has a run without a snapshot to resume from; give `out` another folder"
-                )
-        except DamagedSnapshot as error:
-            problem = f"{error}; delete {recipe.folder} to start the run again"
-        except UserError as error:
-            problem = str(error)
-    found, problem = runtime.gather((found, problem))[0]
-    if problem:
-        raise UserError(problem)
-    return found
-
-
-def _check_same_recipe(recipe: Recipe, found: IntactSnapshot) -> None:
-    """Raise UserError when the snapshot is of another recipe. At a constant rate it may be of a shorter run."""
+    folder = recipe.folder
+    try:
+        found = newest_snapshot(folder)
+    except DamagedSnapshot as error:
+        raise UserError(f"{error}; delete {folder} to start the run again") from None
+    if not found:
+        if (folder / "model.safetensors").is_file():
+            raise UserError(f"{folder} has a run without a snapshot to resume from; give `out` another folder")
+        return None
     old, new = dict(found.values["recipe"]), json.loads(identity_json(recipe))
     if recipe.optim.schedule == "constant" and recipe.iterations is None and old.get("epochs", 0) < recipe.epochs:
-        old["epochs"] = recipe.epochs  # until then, both runs are the same
-    changed = changed_fields(old, new)
-    if changed:
-        where = found.path.parent
-        hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
-        raise UserError(f"{where} has another run ({'; '.join(changed)}); {hint}")
+        old["epochs"] = recipe.epochs  # at a constant rate, both runs are the same until then
+    if changed := changed_fields(old, new):
+        hint = (
+            f"give `out` another folder (model.weights={folder / 'model.safetensors'} starts from this run's weights)"
+        )
+        raise UserError(f"{folder} has another run ({'; '.join(changed)}); {hint}")
+    return found
