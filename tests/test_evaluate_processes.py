@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import isomorph as iso
-from command_line import isomorph, refusal
+from command_line import isomorph
 from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, sum_counts
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
@@ -25,24 +25,21 @@ def model(tmp_path_factory):
     return path
 
 
-def answer(*arguments, processes=1, folder=None):
-    run = isomorph(*arguments, "--device", "cpu", "--json", processes=processes, folder=folder)
+def answer(*arguments, processes=1):
+    run = isomorph(*arguments, "--device", "cpu", "--json", processes=processes)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 1
     return json.loads(run.stdout)
 
 
 def test_evaluation_equals_that_of_one_process(model, tmp_path):
-    """Uneven shares (7 batches for 2 processes, 2 for 3), metrics and classes."""
-    for processes, options in (
-        (2, ["--batch-size", "32", "--max-images", "200"]),
-        (3, ["--batch-size", "40", "--max-images", "50"]),
-    ):
-        wanted = ["evaluate", model, "--data", "digits", "--no-cost", *options, "--overwrite", "--per-class"]
-        one = answer(*wanted, tmp_path / "one.csv")
-        assert one["nll"] > 0.1
-        assert answer(*wanted, tmp_path / "many.csv", processes=processes) == one
-        assert (tmp_path / "many.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
+    """Uneven shares (2 batches for 3 processes), metrics and classes."""
+    options = ["--batch-size", "40", "--max-images", "50", "--no-cost", "--per-class"]
+    wanted = ["evaluate", model, "--data", "digits", *options]
+    one = answer(*wanted, tmp_path / "one.csv")
+    assert one["nll"] > 0.1
+    assert answer(*wanted, tmp_path / "many.csv", processes=3) == one
+    assert (tmp_path / "many.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
 
 
 def test_robustness_equals_that_of_one_process_and_resumes_it(model, tmp_path):
@@ -88,7 +85,7 @@ TASKS = {
 
 @pytest.mark.parametrize("task", TASKS)
 def test_other_tasks_equal_those_of_one_process(task, pixels, tmp_path):
-    """Mean IoU and AP of five images, three for one process and two for the other; also under a corruption."""
+    """Mean IoU and AP of five images, three for one process and two for the other."""
     name, arguments, options, source = TASKS[task]
     torch.manual_seed(0)
     net = timm.create_model(name, img_size=32, **VIT, **arguments)
@@ -100,9 +97,6 @@ def test_other_tasks_equal_those_of_one_process(task, pixels, tmp_path):
     one = answer(*wanted)
     assert max(value for row in one["rows"] for key, value in row.items() if key in ("miou", "box_ap")) > 0
     assert answer(*wanted, processes=2) == one
-    if task == "segmentation":
-        wanted = ["robustness", *wanted[1:], "--corruption", "contrast", "--severity", "2"]
-        assert answer(*wanted, processes=2)["cells"] == answer(*wanted)["cells"]
 
 
 def test_what_one_process_cannot_read_stops_all(model, tmp_path):
@@ -116,7 +110,6 @@ def test_what_one_process_cannot_read_stops_all(model, tmp_path):
     assert run.stderr.count(f"cannot read {path}") == 1
     assert "Traceback" not in run.stderr
     assert run.stdout == ""
-    assert "there is no checkpoint" in refusal(isomorph("evaluate", "no/such.safetensors"))
 
 
 def test_sums_do_not_depend_on_order_or_grouping():
