@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, write
 from isomorph.evaluation.cost import count_macs, count_parameters
-from isomorph.layers.relative.attention import attend_flex, attend_with_bias, expand_table
+from isomorph.layers.relative.attention import attend_with_bias, expand_table
 
 NEAREST = dict(conv_stride_mode="1x1", conv_pool_type="max2", transformer_pool_type="max2")
 NEAREST |= dict(conv_attn_act_layer="gelu", head_hidden_size=0)
@@ -120,7 +120,6 @@ def stage_table(device, rounds, batches):
 def attention_table(device, rounds, batches):
     """Relative attention itself, heads of 32: in inference and with gradients, against torch's kernel on its own."""
     rows = []
-    flex = torch.compile(attend_flex) if device.type == "cuda" else None
     for side, heads in ((7, 24), (14, 12), (24, 12), (32, 12)):
         q, k, v = torch.randn(3, middle(batches), heads, side**2, 32, device=device).unbind(0)
         table = torch.randn(heads, 2 * side - 1, 2 * side - 1, device=device)
@@ -131,8 +130,6 @@ def attention_table(device, rounds, batches):
             "bias of three axes": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, attn_mask=b),
             "making the bias": lambda t=table, s=side: expand_table(t, (s, s)),
         }
-        if flex:
-            calls["flex"] = lambda q=q, k=k, v=v, t=table, s=side: flex(t, (s, s), q, k, v)
         with torch.no_grad():
             times = interleaved(calls, device, rounds)
         q, k, v, bias = (t.clone().requires_grad_() for t in (q, k, v, bias))

@@ -15,7 +15,6 @@ from timm.models.convit import GPSA as TimmGPSA
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, with_value, write
 from isomorph.layers import GPSA, GPSA2d
-from isomorph.layers.gated import gpsa2d
 from naive import NaiveGPSA2d
 
 TOKENS = [
@@ -115,11 +114,11 @@ def network_table(device, rounds=5, scale=1):
 
 
 def form_table(device, rounds=9, scale=1):
-    """Where each form wins: the measurements behind MAX_DENSE_PAIRS."""
+    """Where each form wins: the measurements behind `max_dense_pairs`."""
     rows = []
     for side in (8, 14, 20, 24, 32):
         layer, x = GPSA2d(512, 512, 3, 1, 1).to(device), torch.randn(2 * scale, 512, side, side, device=device)
-        run = interleaved(both_forms(gpsa2d, "MAX_DENSE_PAIRS", forward(layer, x)), device, 5)
+        run = interleaved(both_forms(GPSA2d, "max_dense_pairs", forward(layer, x)), device, 5)
         rows.append(
             {"layer": "GPSA2d 512", "grid": f"{side}x{side}", "dense ms": run["dense"], "by axis ms": run["by axis"]}
         )

@@ -18,7 +18,7 @@ from torch import nn
 import isomorph as iso
 from interleave import forward, interleaved, processor, saved_mib, show, step, update, with_value
 from isomorph.evaluation import saved_bytes
-from isomorph.layers.gated import folded_taps, window_tiles
+from isomorph.layers.gated import taps, window_gpsa2d
 from naive import NaiveGPSA2d
 
 STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batch
@@ -141,11 +141,11 @@ def form_table(device, rounds):
         conv, x = convolution(stage)
         for locality in (5.0, 2.0, 1.0):
             layer = iso.ConvToGPSA(content="none", locality=locality).build(conv)
-            chosen = folded_taps.folded_reach(x, *layer.axes(*x.shape[-2:]), layer.weight.flatten(2))
-            ways = {"folded": with_value(folded_taps, "BY_HEAD_COST", 1e9, forward(layer, x))}
-            ways["by head"] = with_value(folded_taps, "BY_HEAD_COST", 0, forward(layer, x))
+            ways = {"folded": with_value(taps, "BY_HEAD_COST", 1e9, forward(layer, x))}
+            ways["by head"] = with_value(taps, "BY_HEAD_COST", 0, forward(layer, x))
+            ways["chosen"] = forward(layer, x)
             run = interleaved({"convolution": forward(conv, x), **ways}, device, rounds)
-            row = {"stage": stage, "what": f"locality {locality:g}", "chosen": "folded" if chosen else "by head"}
+            row = {"stage": stage, "what": f"locality {locality:g}"}
             rows.append(row | {name: run[name] / run["convolution"] for name in ways})
     return rows
 
@@ -156,7 +156,7 @@ def tile_table(device, rounds):
     for stage in list(STAGES)[:4]:
         conv, x = convolution(stage)
         layer = iso.ConvToGPSA(content="window").build(conv)
-        tiles = {f"tile {t}": with_value(window_tiles, "TILE", t, forward(layer, x)) for t in (2, 4, 6, 8)}
+        tiles = {f"tile {t}": with_value(window_gpsa2d, "TILE", t, forward(layer, x)) for t in (2, 4, 6, 8)}
         run = interleaved({"convolution": forward(conv, x), **tiles}, device, rounds)
         rows.append({"stage": stage} | {name: run[name] / run["convolution"] for name in tiles})
     return rows

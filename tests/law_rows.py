@@ -211,14 +211,7 @@ RULES = {
     "mlp": pyramid(vit(depth=1), IMAGES, where="blocks.*.mlp.fc?", whole=False),
     "linears, joint qkv": Row(iso.AttentionToLinears(), vit(depth=1), IMAGES, OTHER_IMAGES, "blocks.*.attn.qkv"),
     "linears, encoder": Row(iso.AttentionToLinears(), alone(encoder), TOKENS, ((1, 4, 12),), "layer.self_attn"),
-    "conv with a norm": Row(iso.ConvToConvNorm(), CONV, MAP, OTHER_MAP, back=iso.fuse),
-    "conv with a norm, 1d": Row(
-        iso.ConvToConvNorm(eps=1e-3),
-        alone(lambda: nn.Conv1d(6, 8, 3, 2, groups=2)),
-        ((2, 6, 9),),
-        back=iso.fuse,
-        whole=False,
-    ),
+    "conv with a norm": Row(iso.ConvToConvNorm(eps=1e-3), CONV, MAP, OTHER_MAP, back=iso.fuse),
     "branches": Row(iso.BranchesToConv(), mobileone(3, group_size=1), MAP, OTHER_MAP, back=iso.fuse),
     "branches, 1x1": Row(iso.BranchesToConv(), mobileone(1), MAP, back=iso.fuse, whole=False),
 }

@@ -10,6 +10,7 @@ import isomorph as iso
 import references
 from isomorph.layers import DecomposedAttention
 from isomorph.layers.relative.decomposed import offset_vectors
+from torch_citizens import TorchCitizens
 
 
 def layer(window=None, grid_size=None, **kwargs):
@@ -30,12 +31,8 @@ def test_it_equals_its_slow_form_with_gradients(window, size):
     torch.testing.assert_close(y, expected)
     weights = torch.randn_like(y)
     inputs = [x, *made.parameters()]
-    for ours, theirs in zip(
-        torch.autograd.grad((y * weights).sum(), inputs),
-        torch.autograd.grad((expected * weights).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad((each * weights).sum(), inputs) for each in (y, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_tables_of_zeros_are_plain_attention():
@@ -78,27 +75,26 @@ def test_padding_is_no_part_of_the_statistics_of_pyramids():
     torch.testing.assert_close(iso.fuse(wide)(x), wide(x), atol=1e-4, rtol=1e-4)
 
 
-def test_it_compiles_exports_and_runs_in_bfloat16():
-    made = layer((2, 3)).float()
-    x = torch.randn(2, 3, 4, 12)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(made, backend="eager", fullgraph=True)(x), made(x))
-        torch.testing.assert_close(torch.export.export(made, (x,)).module()(x), made(x))
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(made(x).float(), made(x.float()).float(), atol=0.05, rtol=0.05)
-    torch.testing.assert_close(copy.deepcopy(made)(x), made(x))
-    with torch.device("meta"):
-        assert DecomposedAttention(12, 3)(torch.empty(1, 4, 4, 12)).shape == (1, 4, 4, 12)
+class TestEverywhere(TorchCitizens):
+    @pytest.fixture(autouse=True)
+    def prepare(self):
+        self.layer, self.x = layer((2, 3)).float(), torch.randn(2, 3, 4, 12)
+
+    @torch.no_grad()
+    def test_compiles_and_exports(self):
+        expected = self.layer(self.x)
+        torch.testing.assert_close(torch.compile(self.layer, backend="eager", fullgraph=True)(self.x), expected)
+        torch.testing.assert_close(torch.export.export(self.layer, (self.x,)).module()(self.x), expected)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("options", "shape", "more", "message"),
     [
-        (lambda: DecomposedAttention(12, 3, window=(0, 2)), "at least 1"),
-        (lambda: DecomposedAttention(12, 3)(torch.zeros(1, 4, 12)), "feature map"),
-        (lambda: DecomposedAttention(12, 3)(torch.zeros(1, 2, 2, 12), attn_mask=torch.ones(4, 4)), "attn_mask"),
+        (dict(window=(0, 2)), (1, 2, 2, 12), {}, "at least 1"),
+        ({}, (1, 4, 12), {}, "feature map"),
+        ({}, (1, 2, 2, 12), dict(is_causal=True), "attn_mask"),
     ],
 )
-def test_errors(call, message):
+def test_errors(options, shape, more, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        DecomposedAttention(12, 3, **options)(torch.zeros(shape), **more)

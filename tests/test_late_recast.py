@@ -16,7 +16,7 @@ from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart, RecastPart
 from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.loop import recast_when_due, train_epoch
-from isomorph.training.run.state import check_files, open_run
+from isomorph.training.run.state import open_run
 from tiny_runs import TINY, same_snapshots, tiny
 
 WHERE = "layer3.2.conv2"
@@ -116,51 +116,16 @@ def test_interrupted_around_the_recast(epoch, whole, tmp_path):
     assert iso.edits(iso.load(tmp_path / "part/model.safetensors"))[0].names == (WHERE,)
 
 
-def test_unstride_freeze_and_anneal_come_with_it(tmp_path):
-    model = dict(name="cifar_resnet20", unstride="layer3", recast_epoch=1, recast=dict(where=WHERE), freeze=["*.gate"])
-    values = recipe(tmp_path, 1, model, anneal=dict(epochs=1), ema=None)
-    run = run_to(open_run(values), 1)
-    assert not any(name.endswith("gate") for name, _ in run.trained.named_parameters())
-    result = iso.train(values, show=False).model
-    layer = result.get_submodule(WHERE)
-    assert not layer.gate.requires_grad
-    assert layer.locality.max() < 1.5
-
-
-def test_at_the_last_epoch_it_is_never_made_and_the_model_is_the_cnn(tmp_path):
-    result = iso.train(recipe(tmp_path, 2, epochs=2), show=False)
-    assert not iso.edits(result.model)
-    assert isinstance(result.model.get_submodule(WHERE), nn.Conv2d)
-
-
-def test_what_would_fail_later_is_said_before_the_first_step(tmp_path):
-    with pytest.raises(iso.UserError, match="matches no module"):
-        iso.train(recipe(tmp_path / "run", 2, dict(recast=dict(where="layer9.*"))), show=False)
-    with pytest.raises(iso.UserError, match="no attention layer"):
-        iso.train(recipe(tmp_path / "run", 1, dict(recast=None, unstride="layer3"), monitor_every=1), show=False)
-    assert not (tmp_path / "run").exists()
-
-
-def test_attention_is_monitored_from_the_epoch_it_is_there(tmp_path):
-    iso.train(recipe(tmp_path, 1, epochs=2, monitor_every=1), show=False)
-    rows = read_log(tmp_path / "monitor.jsonl")
-    assert [row["step"] for row in rows] == [3, 4]
-    assert all(list(row["max_logit"]) == list(row["entropy"]) == [WHERE] for row in rows)
-    assert all(row["entropy"][WHERE] > 0 for row in rows)
-
-
 VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3))
 CNN = dict(name="cifar_resnet20")
 PARTS = {
     "ConvToGPSA": CNN | dict(recast=dict(where="layer3.2.conv?")),
     "drawn": CNN | dict(recast=dict(where="layer3.2.conv?", init="paper")),
-    "unstride": CNN | dict(unstride="layer3"),
     "unstride and recast": CNN | dict(unstride="layer3", recast=dict(where="layer3.2.conv?")),
     "frozen": CNN | dict(recast=dict(where="layer3.2.conv?"), freeze=["*.gate"]),
     "AttentionToGPSA": VIT | dict(recast=dict(where="blocks.*.attn", rule="AttentionToGPSA")),
     "AttentionToRefined": VIT | dict(recast=dict(where="blocks.*.attn", rule="AttentionToRefined")),
     "LinearToPyramid": VIT | dict(recast=dict(where=["*.qkv", "*.fc?"], rule="LinearToPyramid")),
-    "patch embedding": VIT | dict(recast=dict(where="patch_embed.proj", rule="LinearToPyramid")),
     "head": VIT | dict(recast=dict(where="head", rule="LinearToPyramid")),
     "no recast": CNN,
     "pyramids by birth": dict(VIT, name="tdrl_vit_ti"),
@@ -201,15 +166,6 @@ def test_weights_of_both_forms_are_taken(name, tmp_path):
         assert set(other.isomorph_record.start.partition("; new: ")[2].split(", ")) == heads
 
 
-def test_weights_of_neither_form_are_said_for_both(tmp_path):
-    iso.save(trained(PARTS["AttentionToGPSA"], 5), path := tmp_path / "gated.safetensors")
-    part = ModelPart(**PARTS["AttentionToRefined"], weights=path)
-    with pytest.raises(iso.UserError, match=r"unexpected \(.*; nor does it fit the recast model: tensors") as caught:
-        build_model(part, 5)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).count(str(path)) == 1
-
-
 def test_a_late_recast_wants_weights_of_before_it(tmp_path):
     part = PARTS["ConvToGPSA"] | dict(recast_epoch=2)
     iso.save(trained(PARTS["ConvToGPSA"], 5), tmp_path / "after.safetensors")
@@ -221,14 +177,3 @@ def test_a_late_recast_wants_weights_of_before_it(tmp_path):
         iso.UserError, match=r"is recast already, but model.recast_epoch is 2; set model.recast_epoch to"
     ):
         build_model(ModelPart(**part, weights=tmp_path / "after.safetensors"), 5, recast_now=False)
-
-
-def test_a_run_trains_on_from_its_own_weights(ended, tmp_path, capsys):
-    folder, first = ended
-    path, model = folder / "model.safetensors", TINY["model"]
-    iso.train(tiny(tmp_path / "on", model=model | dict(weights=str(path)), epochs=1), show=True)
-    printed = capsys.readouterr().out
-    assert f"tensors from {path} (of the recast model), whose gates and other start values replace" in printed
-    assert iso.edits(iso.load(tmp_path / "on/model.safetensors")) == iso.edits(first.model)
-    with pytest.raises(iso.UserError, match=r"model.weights: .* is a folder; .*model.safetensors"):
-        check_files(tiny(tmp_path, model=model | dict(weights=str(folder))))

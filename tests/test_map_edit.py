@@ -18,8 +18,8 @@ from torch import nn
 import isomorph as iso
 from attention_layers import LAYERS, C
 from isomorph.layers import GPSA, GatedMap, MapCall, RefinedMap, Refiner
+from isomorph.layers.grid import fit_grid
 from isomorph.layers.map_edit import convolve_within
-from isomorph.layers.map_grid import fit_grid
 from isomorph.surgery.attention_layers import halo_places, mask_unit_places, row_mean_places
 from isomorph.surgery.edited_attention import EditedAttention
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 import references
 from isomorph.layers import LayerNormMBConv, MBConv
-from isomorph.layers.relative.mbconv import BatchNormStem, FusedMBConv, LayerNormStem, MaxPool
+from isomorph.layers.relative.mbconv import BatchNormStem, LayerNormStem, MaxPool
 
 SHAPES = {"same": (8, 8, 1), "wider": (6, 8, 1), "halves": (6, 8, 2), "halves only": (8, 8, 2)}
+ON = ["expand", "depthwise"]
 SIZES = [(6, 8), (7, 5), (1, 3)]
 
 
@@ -29,7 +30,7 @@ def perturbed(module, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("stride_on", ["expand", "depthwise"])
+@pytest.mark.parametrize("stride_on", ON)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_paper_with_gradients(shape, stride_on, size):
     dim, dim_out, stride = SHAPES[shape]
@@ -44,30 +45,24 @@ def test_equals_the_paper_with_gradients(shape, stride_on, size):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("stride_on", ["expand", "depthwise"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fuses_exactly(shape, stride_on):
-    dim, dim_out, stride = SHAPES[shape]
-    block = perturbed(MBConv(dim, dim_out, stride, stride_on=stride_on)).eval()
+BLOCKS = {f"{name}, {on}": lambda s=s, on=on: MBConv(*s, stride_on=on) for name, s in SHAPES.items() for on in ON}
+BLOCKS["stem"] = lambda: BatchNormStem(6, 8)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_fuses_exactly(name):
+    block = perturbed(BLOCKS[name]()).eval()
     before = copy.deepcopy(block.state_dict())
-    fused, x = block.fuse(), torch.randn(3, dim, 7, 5, dtype=torch.float64)
+    fused, x = block.fuse(), torch.randn(3, next(block.parameters()).shape[0], 7, 5, dtype=torch.float64)
+    x = torch.randn(3, 6, 7, 5, dtype=torch.float64) if name == "stem" else x
     torch.testing.assert_close(fused(x), block(x), rtol=0, atol=1e-12)
     assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in fused.modules())
+    assert not hasattr(fused, "fuse")
     assert all(torch.equal(a, b) for a, b in zip(before.values(), block.state_dict().values(), strict=True))
-    single = perturbed(MBConv(dim, dim_out, stride, stride_on=stride_on), torch.float32).eval()
-    torch.testing.assert_close(single.fuse()(x.float()), single(x.float()), rtol=1e-4, atol=1e-4)
-
-
-def test_the_stem_fuses_exactly():
-    stem = perturbed(BatchNormStem(3, 8)).eval()
-    x = torch.randn(3, 3, 9, 6, dtype=torch.float64)
-    torch.testing.assert_close(stem.fuse()(x), stem(x), rtol=0, atol=1e-12)
-
-
-def test_a_fused_block_can_still_learn():
-    fused = perturbed(MBConv(4, 4)).eval().fuse()
-    fused(torch.randn(2, 4, 4, 4, dtype=torch.float64)).square().sum().backward()
+    fused(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in fused.parameters())
+    single = perturbed(BLOCKS[name](), torch.float32).eval()
+    torch.testing.assert_close(single.fuse()(x.float()), single(x.float()), rtol=1e-4, atol=1e-4)
 
 
 def test_layer_norm_looks_at_one_image_and_has_nothing_to_fold():
@@ -83,14 +78,6 @@ def test_layer_norm_looks_at_one_image_and_has_nothing_to_fold():
 def test_max_pool_fills_the_rim_with_what_is_there():
     x = -torch.arange(1.0, 16.0).view(1, 1, 3, 5)
     assert MaxPool()(x).tolist() == [[[[-1, -3, -5], [-11, -13, -15]]]]
-
-
-def test_widths():
-    """Expansion 4 and squeeze .25, both of the output's width (Table 3)."""
-    block = MBConv(64, 96, 2)
-    assert block.expand.out_channels == 4 * 96
-    assert block.se.fc1.out_channels == 24
-    assert isinstance(block.eval().fuse(), FusedMBConv)
 
 
 @pytest.mark.parametrize("wrong", [dict(stride=3), dict(expand_ratio=0), dict(se_ratio=-1), dict(stride_on="project")])

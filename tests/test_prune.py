@@ -20,6 +20,7 @@ from isomorph.layers import (
     ViTPositionalAttention,
     WindowGPSA2d,
 )
+from isomorph.layers.grid import window_centres
 from isomorph.surgery.prune import Prune
 from test_gpsa import assert_equal, output_and_gradients, perturbed
 from torch_citizens import TorchCitizens
@@ -98,7 +99,7 @@ def test_a_layer_on_its_taps_becomes_the_convolution():
     layer.centre.data[0] = torch.tensor([0.4, 1.0])  # between two pixels
     assert becomes() == "position"
     layer.set_gating(locality=3.0)
-    layer.centre_on_taps()
+    layer.centre.data.copy_(window_centres((3, 3)))
     assert becomes(0.1) == "position"
     assert becomes(0.2) == "convolution"  # 0.82 of the attention at locality 3 is on the tap
     layer.gate.data[4] = 0.0
@@ -254,7 +255,7 @@ def test_heads_without_content_from_the_start():
     assert type(iso.prune(soft).conv1) is nn.Conv2d
     iso.Anneal(steps=10).apply(soft, 10)
     assert soft.conv1.locality[0].item() == pytest.approx(1.0)
-    with pytest.raises(iso.UserError, match="PositionalConv2d is no longer a convolution"):
+    with pytest.raises(iso.UserError, match="PositionalConv2d does not equal a Conv2d"):
         iso.revert(soft)
 
 

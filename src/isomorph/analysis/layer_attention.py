@@ -220,7 +220,7 @@ def capture_inputs(
     return results
 
 
-_Measure = Callable[[LayerCall, AppliedAttention], Any]
+_Measure = Callable[[LayerCall, Any], Any]
 
 
 class _Capture:
@@ -248,7 +248,7 @@ class _Capture:
     def leave(self, name: str, layer: nn.Module) -> None:
         """Measure the attention of a layer that ends."""
         call = self.calls.pop()
-        attention: AppliedAttention | None = self.mode.leave()
+        attention: AppliedAttention | MethodMap | None = self.mode.leave()
         if call and has_attention_method(layer):
             attention = MethodMap(layer, call.args, call.kwargs, name)
         if call is None or attention is None:

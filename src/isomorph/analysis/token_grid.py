@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.grid import axis_offsets
-from isomorph.layers.map_grid import fit_grid
+from isomorph.layers.grid import axis_offsets, fit_grid
 from isomorph.surgery.attention_layers import facts_of, position_reason
 from isomorph.surgery.edited_attention import EditedAttention, own_shapes
 from isomorph.surgery.grid_hooks import embedding_models

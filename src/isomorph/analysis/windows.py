@@ -10,7 +10,7 @@ from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import capture_inputs
-from isomorph.layers.map_grid import fit_grid
+from isomorph.layers.grid import fit_grid
 from isomorph.surgery.attention_layers import mask_unit_order, names_of
 
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")

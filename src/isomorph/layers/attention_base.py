@@ -1,17 +1,50 @@
 """timm's Attention with its steps before and after the attention map as methods, for subclasses that change the map."""
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from timm.layers import Attention
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomorph.layers.eager import is_eager
+from isomorph.layers.eval_mode import require_same
+
+Layer = TypeVar("Layer", bound=Attention)
+
+ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
+"""The submodules of timm's Attention."""
 
 
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the device and dtype in `arguments`, to create a submodule with."""
     return {name: arguments.get(name) for name in ("device", "dtype")}
+
+
+def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any) -> Layer:
+    """Return a layer of the same widths as timm's Attention, with copies of its parts; `more` goes to `make`."""
+    like, heads = attention.qkv.weight, dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
+    sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features, **heads)
+    layer = make(**sizes, proj_bias=attention.proj.bias is not None, device=like.device, dtype=like.dtype, **more)
+    for name in ATTENTION_PARTS:
+        setattr(layer, name, copy.deepcopy(getattr(attention, name)))
+    return layer
+
+
+@torch.no_grad()
+def plain_attention(layer: "AttentionBase", tokens: int, atol: float, advice: str) -> Attention:
+    """Return the attention that a layer on this number of tokens equals.
+
+    Raises: ValueError as `require_same`, or for projections that are not plain.
+    """
+    if not (isinstance(layer.qkv, nn.Linear) and isinstance(layer.proj, nn.Linear)):
+        raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
+    plain = like_attention(layer, Attention)
+    layer.reduce_projection(plain)
+    atol = max(atol, torch.finfo(layer.qkv.weight.dtype).eps)
+    require_same(layer, plain, (1, tokens, layer.qkv.in_features), atol, advice)
+    return plain.train(layer.training)
 
 
 class _ContiguousHeads(torch.autograd.Function):
@@ -75,3 +108,6 @@ class AttentionBase(Attention):
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(y))
+
+    def reduce_projection(self, plain: Attention) -> None:
+        """Adapt the projection of plain attention where this layer's is wider; subclasses override it."""

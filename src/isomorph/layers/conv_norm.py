@@ -1,7 +1,7 @@
 """A convolution that ends in a BatchNorm, for fine-tuning a network whose norms were merged."""
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from isomorph.errors import UserError
 
 
-class ConvNorm(nn.Module):
+class ConvNorm(nn.Conv2d):
     """A convolution that ends in a BatchNorm, which starts as the identity: mean 0, variance 1, weight sqrt(1 + eps).
 
     y = norm(conv(x))
@@ -18,7 +18,7 @@ class ConvNorm(nn.Module):
     It has the attributes and the names of the convolution that it is made from, and the norm as a part `norm`, which
     has its bias. `fuse` merges the norm; `iso.recalibrate` gives it the statistics of data and keeps the function.
 
-    Shape: as the convolution's, of one, two or three dimensions
+    Shape: as nn.Conv2d
     Raises: UserError from `fuse` in train mode.
 
     Example:
@@ -28,53 +28,30 @@ class ConvNorm(nn.Module):
         (True, 'Conv2d')
     """
 
-    plain: ClassVar[type[nn.Module]]
-    norm: nn.Module
+    norm: nn.BatchNorm2d
 
     @staticmethod
     def from_conv(conv: Any, eps: float = 1e-5) -> "ConvNorm":
         """Return a convolution with a norm that is the identity; it is copied."""
-        kind, new = _KINDS[conv.weight.ndim - 3], copy.deepcopy(conv)
-        norm = _NORMS[conv.weight.ndim - 3](conv.out_channels, eps, device=conv.weight.device, dtype=conv.weight.dtype)
+        new = copy.deepcopy(conv)
+        norm = nn.BatchNorm2d(conv.out_channels, eps, device=conv.weight.device, dtype=conv.weight.dtype)
         with torch.no_grad():
             norm.weight.fill_((1 + eps) ** 0.5)
             if conv.bias is not None:
                 norm.bias.copy_(conv.bias)
-        new.__class__, new.bias = kind, None
+        new.__class__, new.bias = ConvNorm, None
         new.norm = norm.requires_grad_(conv.weight.requires_grad)
         return new
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(super().forward(x))
 
-    def fuse(self) -> nn.Module:
+    def fuse(self) -> nn.Conv2d:
         """Return the convolution with the norm's running statistics merged into it, computed in float64."""
         if self.training:
             raise UserError("fuse needs eval mode, because BatchNorm depends on the batch in train mode")
         conv: Any = copy.deepcopy(self).double()
-        conv.__class__ = self.plain
+        conv.__class__ = nn.Conv2d
         norm = conv._modules.pop("norm")
         own = next(self.parameters())
         return fuse_conv_bn_eval(conv, norm).to(own.dtype).requires_grad_(own.requires_grad)
-
-
-class Conv1dNorm(ConvNorm, nn.Conv1d):
-    """See ConvNorm."""
-
-    plain = nn.Conv1d
-
-
-class Conv2dNorm(ConvNorm, nn.Conv2d):
-    """See ConvNorm."""
-
-    plain = nn.Conv2d
-
-
-class Conv3dNorm(ConvNorm, nn.Conv3d):
-    """See ConvNorm."""
-
-    plain = nn.Conv3d
-
-
-_KINDS = (Conv1dNorm, Conv2dNorm, Conv3dNorm)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 CPU_DEVICE = "cpu"
 """Type of the device for which layers take the form of a CPU; a test of the other form names another."""
@@ -52,6 +53,13 @@ def can_keep(*tensors: Tensor) -> bool:
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta or each.is_inference() for each in tensors):
         return False
     return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
+    """Return what the function returns, computed again in the backward pass instead of keeping what it needs."""
+    if not torch.is_grad_enabled() or in_functorch():  # torch.func has no checkpoint
+        return function(*arguments, **named)
+    return checkpoint(function, *arguments, use_reentrant=False, **named)
 
 
 LARGEST_CONSTANT = 2**23

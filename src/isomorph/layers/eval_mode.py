@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,6 @@ from isomorph.errors import NotFinite
 from isomorph.layers.eager import can_keep
 
 Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
-
-
-class _Kept(NamedTuple):
-    """A result, the tensors that it was computed from, and the state in which they were."""
-
-    sources: tuple[Tensor, ...]
-    state: tuple[Any, ...]
-    value: Any
 
 
 class KeepsInEval(nn.Module):
@@ -33,7 +25,8 @@ class KeepsInEval(nn.Module):
     layer. Writes through `.data` cannot be seen: call `eval()` after them.
     """
 
-    _kept: Mapping[str, _Kept] = MappingProxyType({})
+    _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
+    """By function: the tensors that a result was computed from, the state in which they were, and the result."""
 
     def keep(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
         """Return `compute(*arguments)`, which reads no tensors but `sources`; one result is kept for each function.
@@ -50,12 +43,12 @@ class KeepsInEval(nn.Module):
         precision = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         versions = tuple((source.data_ptr(), source._version) for source in sources)
         state = (arguments, stream, precision, versions)
-        if kept and kept.state == state and all(map(lambda a, b: a is b, kept.sources, sources)):
-            return kept.value
+        if kept and kept[1] == state and all(map(lambda a, b: a is b, kept[0], sources)):
+            return kept[2]
         with torch.inference_mode(False), torch.no_grad():
             value = compute(*arguments)
         if all(type(each) is Tensor for each in (value if isinstance(value, tuple) else (value,))):
-            self._kept = {**self._kept, compute.__name__: _Kept(sources, state, value)}
+            self._kept = {**self._kept, compute.__name__: (sources, state, value)}
         return value
 
     def _drop_kept(self) -> None:
@@ -96,20 +89,24 @@ def require_finite(outputs: Any) -> None:
 
 
 @torch.no_grad()
-def relative_deviation(layer: nn.Module, other: nn.Module, shape: tuple[int, ...], like: Tensor) -> float:
-    """Return the largest |difference| of two layers in eval mode, relative to the largest |output| of `other`.
+def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
+    """Check that a layer equals a plain one: in eval mode and float64, on standard normal input of this shape.
 
-    The input is standard normal, with the given shape and the device and dtype of `like`.
+    Raises: ValueError with the largest |difference|, relative to the largest |output|, if it is above `atol`.
     """
-    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
-    with eval_mode(layer), eval_mode(other):  # dropout would differ from itself
-        expected, actual = other(probe), layer(probe)
-    return relative_difference(actual, expected)
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest |difference|, relative to the largest |expected|; 0 for zeros, and on the meta device."""
+    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(plain.parameters()).device)
+    outputs = []
+    for module in (layer, plain):
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        exact = {name: tensor.double() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        with eval_mode(module):  # dropout would differ from itself
+            outputs.append(torch.func.functional_call(module, exact, (probe.double(),)))
+    actual, expected = outputs
     if expected.is_meta:
-        return 0.0
-    largest = expected.abs().max()
-    return ((actual - expected).abs().max() / largest.clamp(min=torch.finfo(largest.dtype).tiny)).item()
+        return
+    deviation = ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+    if not deviation <= atol:
+        raise ValueError(
+            f"this {type(layer).__name__} does not equal a {type(plain).__name__}: the relative deviation is "
+            f"{deviation:.2g}, above {atol:g}; {advice}"
+        )

@@ -1,15 +1,24 @@
-"""Geometry of rectangular, strided and padded grids: offsets between queries and keys, and the taps of a window.
+"""Geometry of rectangular, strided and padded grids: offsets of queries and keys, taps of a window, shapes of calls.
 
 All attention layers describe a key by its offset `delta = key - query`, in steps of the key grid. Offsets split by
 axis (rows, then columns), and so do the quadratic position scores built on them: their softmax over an H x W grid is
 the outer product of a softmax over H and a softmax over W.
 """
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+GridSize = tuple[int, int]
+"""Height and width."""
+Forward = Callable[[Any, Tensor], Tensor]
 
 
 def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> int:
@@ -26,20 +35,14 @@ def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> 
 
 
 def axis_offsets(
-    num_queries: int,
-    num_keys: int,
-    start: float = 0,
-    stride: float = 1,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
+    queries: int, keys: int, start: float = 0, stride: float = 1, device: Any = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the offsets key - query along one axis, for queries at the key positions `start + i * stride`.
 
-    Shape: -> (num_queries, num_keys)
+    Shape: -> (queries, keys)
     """
-    queries = start + stride * torch.arange(num_queries, device=device, dtype=dtype)
-    keys = torch.arange(num_keys, device=device, dtype=dtype)
-    return keys - queries[:, None]
+    places = start + stride * torch.arange(queries, device=device, dtype=dtype)
+    return torch.arange(keys, device=device, dtype=dtype) - places[:, None]
 
 
 def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
@@ -48,17 +51,6 @@ def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
     if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
         raise ValueError(f"window {height} x {width} has no centre; use odd numbers above 0")
     return height, width
-
-
-def square_window(num_taps: int) -> tuple[int, int]:
-    """Return the height and width of a square window of `num_taps` taps.
-
-    Raises: ValueError if num_taps is not a square number.
-    """
-    size = math.isqrt(num_taps)
-    if size * size != num_taps:
-        raise ValueError(f"{num_taps} heads do not form a square window; use a square number (1, 4, 9, 16, ...)")
-    return size, size
 
 
 def squarest_window(num_taps: int) -> tuple[int, int]:
@@ -76,3 +68,80 @@ def window_centres(window: tuple[int, int]) -> Tensor:
     """
     rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
     return torch.cartesian_prod(rows, columns)  # (height width, 2)
+
+
+def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[GridSize, int]:
+    """Return the grid (H, W) of `count` tokens, and the number of tokens before it: `prefix`, or else none or one.
+
+    `shapes` are sizes of windows, feature maps or an image, one of which the tokens cover evenly. A shape with as many
+    positions is the grid; otherwise the grid has the sides of the first possible shape, scaled, to within one position.
+    Without shapes it is a square.
+
+    Raises: ValueError if there is no such grid.
+
+    >>> fit_grid(50, [(224, 224)], prefix=1)
+    ((7, 7), 1)
+    >>> fit_grid(60, [(7, 7), (96, 160)])
+    ((6, 10), 0)
+    """
+    if not isinstance(count, int) and shapes:  # a size that an export leaves open
+        return shapes[0], prefix
+    leads = list(dict.fromkeys((prefix, 0, 1)))
+    for shape, lead in itertools.product(shapes, leads):
+        if known_true(shape[0] * shape[1] == count - lead):
+            return shape, lead
+    for shape, lead in itertools.product(shapes or [(1, 1)], leads):
+        if grid := _proportional_grid(count - lead, shape):
+            return grid, lead
+    sizes = " or ".join(f"{H} x {W}" for H, W in shapes)
+    raise ValueError(
+        f"{count} tokens do not fill a {'square grid' if not shapes else f'grid of the proportions of {sizes}'}; "
+        "give grid_size=(height, width)"
+    )
+
+
+def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:
+    """Return the H x W grid of `count` positions whose sides are those of `shape` scaled, to within one, or None."""
+    if count < 1:
+        return None
+    step = math.sqrt(shape[0] * shape[1] / count)
+    ideal = (shape[0] / step, shape[1] / step)
+    pairs = [(n, count // n) for n in range(max(1, int(ideal[0]) - 1), int(ideal[0]) + 3) if count % n == 0]
+    fitting = [pair for pair in pairs if all(abs(a - b) <= 1 for a, b in zip(pair, ideal, strict=True))]
+    return min(fitting, key=lambda pair: abs(pair[0] - ideal[0]), default=None)
+
+
+def grid_places(grid_size: GridSize) -> Tensor:
+    """Return the (row, column) of every position of a grid, row by row. Shape: -> (H W, 2)"""
+    H, W = grid_size
+    return torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))
+
+
+def fill_grid(tokens: int, grid_size: GridSize, prefix: int = 0) -> GridSize:
+    """Return the grid of a call. Raises: ValueError if the tokens after the prefix do not fill it."""
+    H, W = grid_size
+    if tokens != prefix + H * W:
+        after = f" after {prefix} prefix tokens" if prefix else ""
+        raise ValueError(f"{tokens} tokens do not fill the {H} x {W} grid{after}; pass grid_size=(height, width)")
+    return H, W
+
+
+def no_mask(layer: object, attn_mask: Tensor | None, is_causal: bool) -> None:
+    """Raise ValueError for a mask, where a layer is called as timm's Attention and cannot obey one."""
+    if attn_mask is not None or is_causal:
+        raise ValueError(f"{type(layer).__name__} does not support attn_mask or is_causal; leave them out")
+
+
+def batched(forward: Forward) -> Forward:
+    """Decorate a forward that reads feature maps (B, C, H, W) so that it reads one map (C, H, W) too."""
+
+    @wraps(forward)
+    def call(self: Any, x: Tensor) -> Tensor:
+        return forward(self, x[None])[0] if x.ndim == 3 else forward(self, x)
+
+    return call
+
+
+def known_true(condition: Any) -> bool:
+    """Return True if a condition on sizes holds for all sizes of a graph; those of `torch.jit` are tensors."""
+    return bool(condition) if isinstance(condition, Tensor) else statically_known_true(condition)

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.eager import is_eager, is_functorch_tensor
-from isomorph.layers.gated.positions import axis_scores, gated_mix, geometry_dtype, kronecker, mix_weights
-from isomorph.layers.gated.token_heads import PositionGates
-from isomorph.layers.grid import squarest_window, window_centres
-from isomorph.layers.map_grid import GridSize, fit_grid
+from isomorph.layers.gated.positions import axis_scores, gated_mix, geometry_dtype, image_axis, kronecker, mix_weights
+from isomorph.layers.gated.token_heads import TokenPositions
+from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
 BLOCKED_SCORE = -100.0
@@ -78,13 +77,8 @@ def merge_queries(mask: Tensor) -> Tensor:
     return merged if same else mask
 
 
-def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the softmax over the keys. Shape: scores (.., Nq, Nk), mask, True for allowed or added to them, or None"""
-    if mask is None:
-        return scores.softmax(-1)
-    if mask.dtype != torch.bool:
-        return (scores + mask).softmax(-1)
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+def _masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1)
 
 
 def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
@@ -165,7 +159,7 @@ class RefinedMap(nn.Module):
         return torch.where(queries, refined, maps)
 
 
-class GatedMap(PositionGates):
+class GatedMap(TokenPositions):
     """Mix the attention map of any layer with position attention: A' = (1 - s) A + s P, s = sigmoid(gate) (ConViT).
 
     P is the position attention of `GPSA` on the grid of queries and keys: of the image, of the window in which the
@@ -191,20 +185,16 @@ class GatedMap(PositionGates):
         self._set_position(self.tap_offsets(), locality)
         self.set_gating(gate=gate)
 
-    def tap_offsets(self) -> Tensor:
-        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
-        return window_centres(squarest_window(self.num_heads))
-
     def position_map(self, queries: GridSize, keys: GridSize, allowed: Tensor | None = None) -> Tensor:
         """Return position attention between two grids on the same image, to the allowed keys only.
 
         Shape: allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
         """
-        rows, columns = axis_scores(self.position, queries, keys)
+        rows, columns = axis_scores(self.position, *map(image_axis, queries, keys))
         if allowed is None:
             return kronecker(rows.softmax(-1), columns.softmax(-1))
         scores = rows[:, :, None, :, None] + columns[:, None, :, None]  # (nh, Hq, Wq, H, W)
-        return masked_softmax(scores.flatten(3).flatten(1, 2), allowed)  # (B, nh, Nq, Nk)
+        return _masked_softmax(scores.flatten(3).flatten(1, 2), allowed)  # (B, nh, Nq, Nk)
 
     def scaled_map(
         self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None
@@ -225,7 +215,7 @@ class GatedMap(PositionGates):
         rows, columns = (keys.to(**kind) - queries.to(**kind)[:, None]).unbind(-1)  # (Nq, Nk) each
         along_x, along_y, square = self.position.to(rows.dtype)[:, :, None, None].unbind(1)  # (nh, 1, 1) each
         scores = along_x * columns + along_y * rows + square * (rows.square() + columns.square())
-        return masked_softmax(scores, allowed)
+        return scores.softmax(-1) if allowed is None else _masked_softmax(scores, allowed)
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
         if call.places is not None:

@@ -27,19 +27,6 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         inputs = zip((query, key, value), weights, biases, strict=True)
         return [F.linear(x, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w, b in inputs]
 
-    def _mask(self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return the sum of both masks, -inf where attention is forbidden. Shape: -> broadcast to (B, nh, Nq, Nk)"""
-        masks = []
-        if attn_mask is not None:
-            mask = F._canonical_mask(attn_mask, "attn_mask", None, "", q.dtype)
-            assert mask is not None
-            masks.append(mask.unflatten(0, (-1, self.num_heads)) if mask.ndim == 3 else mask)
-        if key_padding_mask is not None:
-            mask = F._canonical_mask(key_padding_mask, "key_padding_mask", None, "", q.dtype)
-            assert mask is not None
-            masks.append(mask.reshape(-1, 1, 1, mask.shape[-1]))
-        return sum(masks[1:], masks[0]) if masks else None
-
     def forward(
         self,
         query: Tensor,
@@ -58,7 +45,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
         elif not self.batch_first:
             tokens = [x.transpose(0, 1) for x in tokens]
         q, k, v = self._project(*tokens)
-        mask = self._mask(key_padding_mask, attn_mask, q)
+        mask = joint_mask(attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
         maps = None
         if need_weights:
@@ -117,17 +104,14 @@ class MultiheadLinears(UnfusedMultiheadAttention):
         packed = nn.MultiheadAttention(
             self.embed_dim, self.num_heads, self.dropout, biased, False, False, self.kdim, self.vdim, self.batch_first
         ).to(projections[0].weight)
-        same = self.kdim == self.vdim == self.embed_dim
-        targets: Any = (
-            packed.in_proj_weight.chunk(3)
-            if same
-            else (packed.q_proj_weight, packed.k_proj_weight, packed.v_proj_weight)
-        )
-        for target, layer in zip((*targets, packed.out_proj.weight), projections, strict=True):
-            target.copy_(layer.weight)
+        weights = [layer.weight for layer in projections]
+        same, names = self.kdim == self.vdim == self.embed_dim, ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        state = {"in_proj_weight": torch.cat(weights[:3])} if same else dict(zip(names, weights, strict=False))
+        state["out_proj.weight"] = weights[3]
         if biased:
-            packed.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections[:3]]))
-            packed.out_proj.bias.copy_(projections[3].bias)
+            joint = torch.cat([layer.bias for layer in projections[:3]])
+            state |= {"in_proj_bias": joint, "out_proj.bias": projections[3].bias}
+        packed.load_state_dict(state)
         return packed.requires_grad_(projections[0].weight.requires_grad).train(self.training)
 
 
@@ -176,25 +160,32 @@ def plain_linears(module: nn.Module, names: Sequence[str]) -> list[Any]:
     return [getattr(module, name) for name in names]
 
 
-def allowed_by_masks(_: nn.Module, given: dict[str, Any]) -> Tensor | None:
+def joint_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the sum of both masks, -inf where attention is forbidden. Shape: -> broadcast to (B, nh, Nq, Nk)"""
+    masks = []
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        scores: Any = F._canonical_mask(mask, name, None, "", dtype)
+        if name == "key_padding_mask" and scores is not None:
+            scores = scores.reshape(-1, 1, 1, scores.shape[-1])
+        elif scores is not None:
+            scores = scores.unflatten(0, (-1, heads)) if scores.ndim == 3 else scores[None, None]
+        masks += [] if scores is None else [scores]
+    return sum(masks[1:], masks[0]) if masks else None
+
+
+def allowed_by_masks(layer: Any, given: dict[str, Any]) -> Tensor | None:
     """Return where the masks of a call of `nn.MultiheadAttention`, by the names of its arguments, allow attention.
 
     Shape: -> broadcast to (B, nh, Nq, Nk), or None
     Raises: ValueError for a mask for each head.
     """
-    allowed = None
-    for name in ("attn_mask", "key_padding_mask"):
-        mask = given.get(name)
-        if mask is None:
-            continue
-        inside = ~mask if mask.dtype == torch.bool else mask > -torch.inf
-        if name == "attn_mask" and inside.ndim == 3:
-            raise ValueError(
-                "an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)"
-            )
-        inside = inside[None, None] if name == "attn_mask" else inside.reshape(-1, 1, 1, inside.shape[-1])
-        allowed = inside if allowed is None else allowed & inside
-    return allowed
+    attn_mask = given.get("attn_mask")
+    if attn_mask is not None and attn_mask.ndim == 3:
+        raise ValueError("an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)")
+    mask = joint_mask(attn_mask, given.get("key_padding_mask"), 1, layer.out_proj.weight.dtype)
+    return None if mask is None else mask > -torch.inf
 
 
 def multihead_reason(layer: nn.MultiheadAttention) -> str | None:

@@ -118,7 +118,7 @@ def _check_arguments(local_up_to_layer: int, kwargs: dict[str, Any]) -> None:
     if not isinstance(local_up_to_layer, int) or not 0 <= local_up_to_layer <= depth:
         raise UserError(f"local_up_to_layer {local_up_to_layer} must be from 0 to {depth}, the number of blocks")
     if local_up_to_layer and round(heads**0.5) ** 2 != heads:
-        raise UserError(f"num_heads {heads} is not a square number, which GPSA needs; use 1, 4, 9, 16, ...")
+        raise UserError(f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...")
     if local_up_to_layer == depth and kwargs.get("class_token", True):
         raise UserError(
             f"local_up_to_layer {depth} of {depth} leaves no block for the class token; "

@@ -1,7 +1,7 @@
 """What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
 from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
-from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, see_call, tensors_in, value_of
+from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, tensors_in, value_of
 from isomorph.operations.maps import EditMaps, FusedCall, MapLayout, from_standard_map, to_standard_map, usual_layout
 from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, records_outputs, unwrap, wrappers_of
 
@@ -24,7 +24,6 @@ __all__ = [
     "is_compiled",
     "records_outputs",
     "see",
-    "see_call",
     "tensors_in",
     "to_standard_map",
     "unwrap",

@@ -5,7 +5,7 @@ that forms its map itself the matrix is recorded that it multiplies its values b
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,30 +15,6 @@ from isomorph.operations.maps import FollowMaps, FusedCall, MapLayout, to_standa
 
 MAX_MAP_ENTRIES = 2**22
 """Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
-
-
-class AppliedAttention(Protocol):
-    """Attention as a layer applies it; `logits` is the input of its softmax, or None if it is not known."""
-
-    @property
-    def logits(self) -> "Scores | None": ...
-
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """Numbers of queries and keys, or None if they are not known without forming a map."""
-        ...
-
-    def map(self) -> Tensor:
-        """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        ...
-
-    def row(self, query: int) -> Tensor:
-        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
-        ...
-
-    def chunks(self) -> Iterator[Tensor]:
-        """Yield the maps of a few images at a time. Shape: (b, nh, Nq, Nk) each"""
-        ...
 
 
 def images_per_chunk(heads: int, queries: int, keys: int) -> int:
@@ -113,6 +89,16 @@ class FormedMap(NamedTuple):
 
     def chunks(self) -> Iterator[Tensor]:
         yield from self.maps.split(images_per_chunk(*self.maps.shape[1:]))
+
+
+AppliedAttention = Scores | FormedMap
+"""Attention as a layer applies it. It has:
+
+- `logits`: the input of its softmax, or None if it is not known.
+- `shape`: numbers of queries and keys.
+- `map()`: the attention map (B, nh, Nq, Nk); `row(query)`: that of one query (B, nh, Nk).
+- `chunks()`: the maps of a few images at a time.
+"""
 
 
 class _Frame:

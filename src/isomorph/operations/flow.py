@@ -6,6 +6,8 @@ A value is a tensor at a version: an operation in place makes a new one.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,10 +70,10 @@ class Flow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         name = func.__self__.__name__ if name == "__get__" else name
-        read = _tensors(args[:1] if name in _AS else (args, kwargs))
+        read = tensors_in(args[:1] if name in _AS else (args, kwargs))
         inputs = tuple(map(value_of, read))
         out = func(*args, **(kwargs or {}))
-        made = _tensors(out)
+        made = tensors_in(out)
         outputs = tuple(map(value_of, made))
         constant = bool(inputs) and self.constant.issuperset(inputs) and "drop" not in name and "rand" not in name
         if name in _DECISIONS and inputs and not constant and not (name == "where" and len(args) > 1):
@@ -86,6 +88,14 @@ class Flow(TorchFunctionMode):
         self.tensors |= dict(zip((*inputs, *outputs), (*read, *made), strict=True))
         return out
 
+    def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running.append(name)
+        self.inputs[name].append(tuple(map(value_of, tensors_in(args, kwargs))))
+
+    def leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.running.pop()
+        self.outputs[name].append(tuple(map(value_of, tensors_in(output))))
+
     def readers(self, value: Value) -> Iterator[Operation]:
         """Yield the operations that read a value, also as a view of it."""
         for operation in self.reads[value]:
@@ -99,12 +109,8 @@ class Flow(TorchFunctionMode):
         calls = self.outputs[layer]
         if len(calls) != 1 or len(calls[0]) != 1:
             return None
-        readers = [each for each in self.readers(calls[0][0]) if not self._inside(each, layer)]
+        readers = [each for each in self.readers(calls[0][0]) if not f"{each.module}.".startswith(f"{layer}.")]
         return readers[0].module if [each.name for each in readers] == ["batch_norm"] else None
-
-    @staticmethod
-    def _inside(operation: Operation, layer: str) -> bool:
-        return f"{operation.module}.".startswith(f"{layer}.")
 
 
 def value_of(tensor: Tensor) -> Value:
@@ -112,57 +118,37 @@ def value_of(tensor: Tensor) -> Value:
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
-def _tensors(*parts: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors among values, and in lists, dicts and data classes of them."""
+    tensors: list[Tensor] = []
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, Mapping):
+            tensors += tensors_in(*value.values())
+        elif is_dataclass(value):
+            tensors += tensors_in(*vars(value).values())
+    return tensors
 
 
-def _values(*parts: Any) -> tuple[Value, ...]:
-    return tuple(map(value_of, _tensors(parts)))
-
-
-def see(model: nn.Module, *args: Any, **kwargs: Any) -> Flow:
-    """Return what a model computes in one call: which operations read every value, and which modules run.
+@torch.no_grad()
+def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
+    """Return what happens in a call of a model or of one of its methods: who reads every value, which modules run.
 
     Modules stay in the mode that they are in.
 
     Example:
         >>> unit = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()).eval()
-        >>> flow = see(unit, torch.randn(1, 3, 8, 8))
+        >>> flow = see(unit, lambda: unit(torch.randn(1, 3, 8, 8)))
         >>> flow.norm_after("0"), len(flow.outputs["2"])
         ('1', 1)
-    """
-    return see_call(model, lambda: model(*args, **kwargs))
-
-
-@torch.no_grad()
-def see_call(model: nn.Module, call: Callable[[], Any]) -> Flow:
-    """Return what happens in a call of a model or of one of its methods, as `see` does.
-
-    Example:
-        >>> unit = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
-        >>> [each.name for each in see_call(unit, lambda: unit(torch.randn(1, 3))).operations]
-        ['linear', 'relu']
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     flow, handles = Flow(dict(tensors)), []
 
-    def enter(name: str) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            flow.running.append(name)
-            flow.inputs[name].append(_values(args, kwargs))
-
-        return hook
-
-    def leave(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            flow.running.pop()
-            flow.outputs[name].append(_values(output))
-
-        return hook
-
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(enter(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(leave(name)))
+        handles.append(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(flow.leave, name)))
     try:
         with flow:
             flow.result = call()
@@ -193,7 +179,7 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
         return call
 
     modules = {name: model.get_submodule(name) for name in names}
-    own = {name: module.forward for name, module in modules.items() if "forward" in vars(module)}
+    own = {name: vars(module).get("forward") for name, module in modules.items()}
     try:
         for name, module in modules.items():
             vars(module)["forward"] = counted(name, module.forward)
@@ -201,16 +187,4 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
     finally:
         for name, module in modules.items():
             vars(module).pop("forward", None)
-            if name in own:
-                vars(module)["forward"] = own[name]
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """Return the tensors of an output: of a tensor, and of any lists, dicts and other objects of tensors."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        parts = list(output.values())
-    else:
-        parts = list(output) if isinstance(output, list | tuple) else list(getattr(output, "__dict__", {}).values())
-    return [tensor for part in parts for tensor in tensors_in(part)]
+            vars(module).update({"forward": own[name]} if own[name] else {})

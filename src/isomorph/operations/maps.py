@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from isomorph.operations.flow import tensors_in
+
 MapLayout = Literal["heads", "windows", "joint", "queries"]
 """What comes after the batch axis of a map.
 
@@ -146,13 +148,13 @@ class FollowMaps(TorchFunctionMode):
                 first = self.follows(a)
                 self.maps = []
                 return func(self.at_product(a), b) if first else func(a, self.at_product(b.mT).mT)
-        elif func is torch.einsum and self._are_map_and_values(*_tensors(*args[1:])):
-            edited = [self.at_product(x) if self.follows(x) else x for x in _tensors(*args[1:])]
+        elif func is torch.einsum and self._are_map_and_values(*tensors_in(*args[1:])):
+            edited = [self.at_product(x) if self.follows(x) else x for x in tensors_in(*args[1:])]
             self.maps = []
             return func(args[0], *edited)
         out = func(*args, **given)
-        if any(map(self.follows, _tensors(*args))):
-            self.maps += _tensors(out)
+        if any(map(self.follows, tensors_in(*args))):
+            self.maps += tensors_in(out)
         return out
 
     def follows(self, x: Any) -> bool:
@@ -178,14 +180,6 @@ class FollowMaps(TorchFunctionMode):
     def at_product(self, maps: Tensor) -> Tensor:
         """Return what multiplies the values instead of a map. Shape: (..., Nq, Nk) in the layout of the layer"""
         return maps
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    """Return the tensors among values and among the items of those that are sequences."""
-    items: list[Any] = []
-    for value in values:
-        items += value if isinstance(value, tuple | list) else [value]
-    return [item for item in items if isinstance(item, Tensor)]
 
 
 def _is_over_keys(out: Tensor, dim: Any = None, *_: Any, **kwargs: Any) -> bool:

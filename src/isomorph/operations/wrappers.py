@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 import torch
-from timm.utils.model_ema import ModelEma, ModelEmaV2, ModelEmaV3
-from torch import Tensor, nn
+from timm.utils.model_ema import ModelEmaV2, ModelEmaV3
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from isomorph.errors import UserError, first_line
@@ -17,7 +17,10 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WRAPPERS = (*_PARALLEL, AveragedModel, ModelEmaV2, ModelEmaV3)
 """Classes that keep their model as `module`; a compiled model is the `_orig_mod` of its wrapper."""
 
-_PERMANENT_HINT = "make pruning and weight norms permanent first (prune.remove, remove_weight_norm)"
+_PERMANENT_HINT = (
+    "make pruning and weight norms permanent first (prune.remove, remove_weight_norm); if a layer keeps a result of "
+    "its last call, as timm's LeViT does, call model.train(), and call it under torch.no_grad()"
+)
 
 
 def hooks_on(module: nn.Module) -> list[str]:
@@ -52,7 +55,7 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
         >>> unwrap(torch.nn.DataParallel(torch.compile(cnn))) is cnn
         True
     """
-    if not isinstance(model, nn.Module | ModelEma):
+    if not isinstance(model, nn.Module):
         return model
     model = _innermost(model, _WRAPPERS)
     if not to_copy:
@@ -75,7 +78,7 @@ def unwrap(model: Any, to_copy: bool = True) -> Any:
 def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
     """Return the wrappers around a model, the outermost first, and the model last."""
     name = "module" if isinstance(module, kinds) else "_orig_mod"
-    inner = module.ema if isinstance(module, ModelEma) else dict(module.named_children()).get(name)
+    inner = dict(module.named_children()).get(name)
     return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
 
 
@@ -111,18 +114,4 @@ def copy_module(model: nn.Module) -> nn.Module:
         with torch.inference_mode(False):  # the copy can be trained
             return copy.deepcopy(model)
     except RuntimeError as error:
-        kept = _result_of_call(model)
-        advice = f"{kept} keeps a result of its last call: call model.train(), and call it under torch.no_grad()"
-        reason = first_line(error)[:120]
-        raise UserError(f"the model cannot be copied ({reason}); {advice if kept else _PERMANENT_HINT}") from None
-
-
-def _result_of_call(model: nn.Module) -> str | None:
-    """Return the name of a layer that stores what a call computed, as timm's LeViT does; not a weight's own value."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            held = value.values() if isinstance(value, dict) else (value,)
-            computed = any(isinstance(each, Tensor) and not each.is_leaf for each in held)
-            if computed and not {f"{key}_orig", f"{key}_g"} & module._parameters.keys():  # not a pruned weight
-                return name or type(model).__name__
-    return None
+        raise UserError(f"the model cannot be copied ({first_line(error)[:120]}); {_PERMANENT_HINT}") from None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from isomorph.layers.map_grid import GridSize, fit_grid, grid_places
+from isomorph.layers.grid import GridSize, fit_grid, grid_places
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
 from isomorph.operations import MapLayout
 

@@ -15,8 +15,8 @@ from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isomorph.layers.grid import GridSize
 from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
-from isomorph.layers.map_grid import GridSize
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.attention_layers import (
     AttentionFacts,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -148,7 +149,8 @@ def conv_and_norm(module: nn.Module) -> tuple[str, str] | None:
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
     try:
-        flow = see(unit, _example_input(children[layers[0]]).to(next(unit.parameters())))
+        x = _example_input(children[layers[0]]).to(next(unit.parameters()))
+        flow = see(unit, partial(unit, x))
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, IndexError):  # it takes other inputs
         return None
     return (layers[0], norms[0]) if flow.norm_after(layers[0]) == norms[0] else None

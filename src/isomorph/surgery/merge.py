@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
-from isomorph.operations import see_call, tensors_in
+from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, Part, Plan, Window
 from isomorph.surgery.model_inputs import Inputs, describe_shape, run_model
 from isomorph.surgery.rule import Rule
@@ -188,7 +188,7 @@ class Cases:
         first, *others = [cast_floats(x, torch.float64) for x in (given if given[1:] else (*given, *_crops(given[0])))]
         self._first, self._calls = first, list[tuple[str, Inputs, list[Tensor], list[Any]]]()
         with FlopCounterMode(display=False) as counter:  # raises DoesNotRun with the reason where it does not run
-            deciding = see_call(model, lambda: run_model(model, _copy(first))).deciding
+            deciding = see(model, lambda: run_model(model, _copy(first))).deciding
         self.macs = counter.get_total_flops() // 2
         parents = [(name, model.get_submodule(name)) for name in deciding]
         self._watched = [
@@ -240,7 +240,7 @@ class Cases:
         """Yield what each call shows; sizes beyond the second are for the comparison."""
         for entry, inputs, *_ in self._calls:
             if describe_shape(inputs) in self.sizes[:2]:
-                yield Plan(model, see_call(model, partial(_call, model, entry, inputs)), affine)
+                yield Plan(model, see(model, partial(_call, model, entry, inputs)), affine)
 
     def difference(self, model: nn.Module) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.

@@ -11,6 +11,7 @@ Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p pre
 """
 
 import copy
+import math
 from typing import ClassVar
 
 import torch
@@ -18,10 +19,9 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.eval_mode import relative_deviation
-from isomorph.layers.gated.positions import attend_positions, gated_mix, kronecker, mix_positions
-from isomorph.layers.gated.token_heads import PositionGates, TokenHeads, ViTCall, softmax_map
-from isomorph.layers.grid import squarest_window, window_centres
+from isomorph.layers.eval_mode import require_same
+from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix, kronecker
+from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
 
 
 @register_notrace_module
@@ -32,7 +32,7 @@ class PositionalAttention(TokenHeads):
 
     It is `GPSA` with all gates at 1. Prefix tokens (class token, registers) have no position and attend by content
     still: `q` are their queries, `k` the keys of all tokens. Arguments, `position`, `locality` and `centre` are those
-    of `GPSA`, but the number of heads need not be a square.
+    of `GPSA`.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 7 with gate 1
@@ -48,27 +48,18 @@ class PositionalAttention(TokenHeads):
         self.q = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
         self.k = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
 
-    def tap_offsets(self) -> Tensor:
-        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
-        return window_centres(squarest_window(self.num_heads))
-
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: 1. Shape: -> (nh,)"""
-        return torch.ones_like(self.position[:, 0])
-
     def prefix_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries of the prefix tokens and keys of all. Shape: x (B, N, C) -> (B, nh, p, hd), (B, nh, N, hd)"""
         assert self.q is not None
         assert self.k is not None
         q, k = self.split_heads(self.q(x[:, : self.prefix_tokens])), self.split_heads(self.k(x))
-        return self.normalise(q.transpose(1, 2), k.transpose(1, 2))
+        return self.q_norm(q.transpose(1, 2)), self.k_norm(k.transpose(1, 2))
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
         rows, columns = self.keep((self.position,), self.positions, grid_size, v.dtype)
-        attended = attend_positions(v[:, p:], rows, columns)  # (B, H W, nh, hd)
+        attended = attend_by_axis(rows, columns, v[:, p:])  # (B, H W, nh, hd)
         if p:
             q, k = self.prefix_queries_keys(x)
             prefix = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, p, nh, hd)
@@ -103,7 +94,7 @@ class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc
 
 
 @register_notrace_module
-class GPSA(TokenHeads, PositionGates):
+class GPSA(TokenHeads):
     """Self-attention that a transformer can start training with as if it were a convolution (ConViT).
 
     Each head mixes content attention (which tokens are similar) with position attention (which tokens are near a fixed
@@ -113,14 +104,15 @@ class GPSA(TokenHeads, PositionGates):
 
     Gating parameters, per head: `gate` sets the share of position attention, `locality` how sharply it peaks, `centre`
     the offset (row, column) where it peaks. At initialisation head h attends to tap h of a sqrt(nh) x sqrt(nh) window,
-    as a convolution does. The parameter `position` holds v_pos, from which `locality` and `centre` are read.
+    as a convolution does, or of the rectangle closest to a square (3 heads: 1 x 3, 12: 3 x 4). The parameter `position`
+    holds v_pos, from which `locality` and `centre` are read.
 
     `grid_size` (H, W) is the grid of the tokens; pass another one to `forward` at any call. `prefix_tokens` (class
     token, registers) lead the sequence and have no position: they attend, and are attended to, by content only.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 5 and 7; differs: 1/sqrt(hd) as in its code, taps row-major, any rectangle, prefix tokens
-    Raises: ValueError if the number of heads is not a square or does not divide C, or if N is not prefix_tokens + H W.
+    Raises: ValueError if the number of heads does not divide C, or if N is not prefix_tokens + H W.
 
     Example:
         >>> layer = iso.layers.GPSA(dim=32, num_heads=4, grid_size=(6, 8))
@@ -140,19 +132,13 @@ class GPSA(TokenHeads, PositionGates):
         super()._add_content(dim, qkv_bias)
         self.gate = nn.Parameter(torch.empty(self.num_heads))
 
-    @torch.no_grad()
-    def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
-        """Centre every head on its tap, set locality and gate, and set the values to the identity (ConViT eq. 5)."""
-        super().reset_attention(locality)
-        self.set_gating(gate=gate)
-
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
         rows, columns, weights = self.keep((self.position, self.gate), self.positions, grid_size, v.dtype)
         content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
-        mixed = mix_positions(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
+        mixed = MixPositions.apply(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
         return self.proj_drop(self.proj(mixed.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
@@ -179,8 +165,7 @@ class GPSA(TokenHeads, PositionGates):
                     getattr(part, kind).copy_(rows)
         layer.position.copy_(self.position)
         for name in ("v", "proj", "proj_drop", *(("q_norm", "k_norm") if self.prefix_tokens else ())):
-            if hasattr(self, name):
-                setattr(layer, name, copy.deepcopy(getattr(self, name)))
+            setattr(layer, name, copy.deepcopy(getattr(self, name)))
         return layer.train(self.training)
 
 
@@ -188,10 +173,9 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
     """Gated positional self-attention to replace timm's Attention in a ViT, which can make a trained ViT more local.
 
     With open gates (gate far below 0) it computes the same as the attention that it replaces; training can close the
-    gates. The formula and the gating parameters are those of `GPSA`. The number of heads need not be a square: heads
-    start at the taps of the rectangle closest to a square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm`
-    are those of the attention. In a recast model every call gets the grid of its image; `grid_size` is used for other
-    calls and can be set.
+    gates. The formula and the gating parameters are those of `GPSA`. `q_norm` and `k_norm` are those of the
+    attention. In a recast model every call gets the grid of its image; `grid_size` is used for other calls and can be
+    set.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 7; differs: as GPSA, and prefix tokens attend by content only
@@ -208,10 +192,6 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
 
     positional_class = ViTPositionalAttention
 
-    def tap_offsets(self) -> Tensor:
-        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
-        return window_centres(squarest_window(self.num_heads))
-
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals.
@@ -227,19 +207,7 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
             attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
         for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(attention, name, copy.deepcopy(getattr(self, name)))
-        deviation = self.deviation_from(attention)
-        if not deviation <= atol:
-            raise ValueError(
-                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; "
-                "keep it, or open the gates with set_gating(gate=-15)"
-            )
+        shape = (1, self.prefix_tokens + math.prod(self.grid_size), dim)
+        require_same(self, attention, shape, atol, "keep it, or open the gates with set_gating(gate=-15)")
         attention.qkv.requires_grad_(self.qk.weight.requires_grad)
         return attention
-
-    def deviation_from(self, attention: nn.Module) -> float:
-        """Return the largest |difference| to `attention`, relative to the largest |output| of `attention`.
-
-        Both run on standard normal tokens.
-        """
-        H, W = self.grid_size
-        return relative_deviation(self, attention, (1, self.prefix_tokens + H * W, self.v.in_features), self.v.weight)

@@ -12,7 +12,7 @@ Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads (one per 
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,9 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.eager import constant, on_cpu
-from isomorph.layers.gated.positions import attend_shared_values, compute_dtype, gated_mix, kronecker, mix_weights
+from isomorph.layers.gated.positions import compute_dtype, gated_mix, kronecker, mix_weights
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
-from isomorph.layers.grid import axis_offsets
-from isomorph.layers.map_grid import GridSize
-from isomorph.layers.shapes import batched, known_true
-
-MAX_DENSE_PAIRS = 512 * 512
-"""Most query-key pairs for which the map is formed. Above, and for sizes that an export leaves open, no map is formed
-(measured by benchmarks/gpsa.py)."""
+from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
 
 
 def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
@@ -46,43 +40,34 @@ def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.devi
     return torch.cat([q, k, torch.arange(2 * channels, zero, device=device)])
 
 
-def window_mask(
-    queries: GridSize,
-    keys: GridSize,
-    start: int,
-    stride: GridSize,
-    window: GridSize,
-    device: torch.device,
-    query: int | None = None,
-) -> Tensor:
-    """Return True for the keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
-    axes = zip(queries, keys, stride, window, strict=True)
-    rows, columns = (axis_offsets(n, m, start, step, device).abs() <= size // 2 for n, m, step, size in axes)
-    if query is not None:
-        rows, columns = rows[query // queries[1], None], columns[query % queries[1], None]
-    return rows[:, None, :, None] & columns[None, :, None, :]
+class Windows(NamedTuple):
+    """The keys of a padded map, and the window of them around every query, or None for the whole map."""
+
+    queries: GridSize
+    keys: GridSize
+    start: int
+    stride: GridSize
+    size: GridSize | None
+
+    def mask(self, device: torch.device, query: int | None = None) -> Tensor:
+        """Return True for the keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
+        if self.size is None:
+            return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
+        axes = zip(self.queries, self.keys, self.stride, self.size, strict=True)
+        near = (axis_offsets(n, m, self.start, step, device).abs() <= size // 2 for n, m, step, size in axes)
+        rows, columns = near
+        if query is not None:
+            rows, columns = rows[query // self.queries[1], None], columns[query % self.queries[1], None]
+        return rows[:, None, :, None] & columns[None, :, None, :]
 
 
-def _key_scores(
-    queries: GridSize,
-    keys: GridSize,
-    start: int,
-    stride: GridSize,
-    padding: GridSize,
-    window: GridSize | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def _key_scores(windows: Windows, padding: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the score of each key: 0 in the window, -inf outside, and log(number of padded keys in it) for the last.
 
     Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
     """
-    (H, W), (ph, pw), padded = keys, padding, (keys[0] + 2 * padding[0], keys[1] + 2 * padding[1])
-    if window is None:
-        mask = torch.ones(1, 1, *padded, dtype=torch.bool, device=device)
-    else:
-        mask = window_mask(queries, padded, start, stride, window, device)
-    inside = mask[:, :, ph : ph + H, pw : pw + W].flatten(2).flatten(0, 1)  # (Nq, H W)
+    (height, width), (ph, pw), mask = windows.keys, padding, windows.mask(device)
+    inside = mask[:, :, ph : height - ph, pw : width - pw].flatten(2).flatten(0, 1)  # (Nq, H W)
     outside = mask.sum((2, 3)).flatten()[:, None] - inside.sum(1, keepdim=True)
     numbers = torch.cat([inside, outside], 1).to(torch.promote_types(dtype, torch.float32))
     return numbers.log().to(dtype)  # log 0 is -inf
@@ -168,6 +153,10 @@ class GPSA2d(TapHeads):
     content_window: GridSize | None = None
     """Height and width of the window of keys around a query that content attention reads; None reads the whole map."""
 
+    max_dense_pairs: ClassVar[int] = 512 * 512
+    """Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and for sizes that an
+    export leaves open, no map is formed."""
+
     def _add_content(self) -> None:
         C = self.in_channels
         self.query = nn.Linear(C, C, bias=False)
@@ -185,17 +174,24 @@ class GPSA2d(TapHeads):
         if self.value is not None:
             nn.init.eye_(self.value.weight)
 
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
-        return torch.sigmoid(self.gate)
-
     @batched
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        small = known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_DENSE_PAIRS)
-        gather = self.soft_patches_dense if small else self.soft_patches_by_axis
-        return self.apply_filters(gather(*self.queries_keys_values(x), H, W), H, W)
+        pairs = math.prod(self.query_grid(H, W)) * H * W
+        q, k, v = self.queries_keys_values(x)
+        if known_true(pairs <= self.max_dense_pairs):
+            return self.apply_filters(self.soft_patches(q, k, v, H, W), H, W)
+        position = self.position_taps(v.unflatten(2, (H, W)), self.position_share)
+        return position + self.content_taps(q, k, v, H, W)
+
+    def apply_filters(self, patches: Tensor, H: int, W: int, share: Tensor | None = None) -> Tensor:
+        """Apply each head's filter, scaled by a share, to what it has gathered, and add the bias.
+
+        Shape: patches (B, C nh, Nq), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share  # (C_out, C / groups, nh)
+        y = F.conv1d(patches, filters.flatten(1)[:, :, None], self.bias, groups=self.groups)
+        return y.unflatten(-1, self.query_grid(H, W))
 
     def joint_weight(self) -> Tensor:
         """Return W_qry and W_key with their rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
@@ -228,19 +224,19 @@ class GPSA2d(TapHeads):
         """Return the axis maps of an H x W map without padded keys, and the weights of the mix."""
         return *self.axis_positions(H, W, dtype), mix_weights(self.gate).to(dtype)
 
-    def kept_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return `positions`, which eval mode keeps."""
-        return self.keep((self.centre, self.raw_locality, self.gate), self.positions, H, W, dtype)
-
     def key_scores(self, H: int, W: int, like: Tensor) -> Tensor:
         """Return the score added to each key, and to the one key that stands for the padding.
 
         Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
         """
-        windows = (self.query_grid(H, W), (H, W), self.kernel_size // 2, self.stride, self.padding, self.content_window)
-        return constant(_key_scores, like, *windows, like.dtype)
+        return constant(_key_scores, like, self.windows(H, W), self.padding, like.dtype)
 
-    def soft_patches_dense(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+    def windows(self, H: int, W: int) -> Windows:
+        """Return the keys of an H x W map with its padding, and the windows of its queries."""
+        padded = (H + 2 * self.padding[0], W + 2 * self.padding[1])
+        return Windows(self.query_grid(H, W), padded, self.kernel_size // 2, self.stride, self.content_window)
+
+    def soft_patches(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
         """Return the soft patches as one product of the mixed map of all heads with the values that they share.
 
         Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C nh, Nq)
@@ -249,28 +245,24 @@ class GPSA2d(TapHeads):
         q, k = (q * hd**-0.5).flatten(0, 1), F.pad(k, (0, 1)).flatten(0, 1)  # (B nh, hd, Nq), (B nh, hd, H W + 1)
         scores = torch.baddbmm(self.key_scores(H, W, q), q.mT, k)
         content = scores.softmax(-1).unflatten(0, (B, nh))[..., :-1].to(values.dtype)  # (B, nh, Nq, H W)
-        rows, columns, weights = self.kept_positions(H, W, values.dtype)
+        parameters = (self.centre, self.raw_locality, self.gate)
+        rows, columns, weights = self.keep(parameters, self.positions, H, W, values.dtype)
         patches = _SoftPatches.apply(values, content, rows, columns, self.gate, weights)
         return patches.view(B, self.in_channels * nh, Nq)
 
-    def soft_patches_by_axis(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
-        """Return the soft patches without forming a map: fused content attention, and position attention by axis.
+    def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        """Return the sum over heads of content attention times values times filter, by its share, without forming maps.
 
-        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C nh, Nq)
+        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C_out, Hq, Wq)
         """
         B, nh, hd, Nq = q.shape
-        values, width = values.mT, self.in_channels - hd  # (B, H W, C)
-        shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
-        width = width if on_cpu(q) and width > 0 else 0  # the fused kernel of a CPU needs q, k and v of one width
+        shared = F.pad(values.mT, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
+        # the fused kernel of a CPU needs q, k and v of one width
+        width = max(self.in_channels - hd, 0) if on_cpu(q) else 0
         bias = self.key_scores(H, W, q).expand(1, 1, Nq, -1)
-        q, k = (
-            F.pad(q.mT, (0, width)).contiguous(),
-            F.pad(k.mT, (0, width, 0, 1)),
-        )  # (B, nh, Nq, C), (B, nh, H W + 1, C)
+        q, k = F.pad(q.mT, (0, width)).contiguous(), F.pad(k.mT, (0, width, 0, 1))
         content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)  # (B, nh, Nq, C)
-        rows, columns, _ = self.kept_positions(H, W, values.dtype)
-        mixed = gated_mix(content, attend_shared_values(rows, columns, values), self.gate)
-        return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
+        return self.apply_filters(content.permute(0, 3, 1, 2).flatten(1, 2), H, W, torch.sigmoid(-self.gate))
 
     def folded_filters(self) -> Tensor:
         """Return the filter of every head times the values, weight_h W_val, in float64.
@@ -293,25 +285,9 @@ class GPSA2d(TapHeads):
         keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
         bias = None
         if self.content_window is not None:
-            windows = (
-                self.query_grid(H, W),
-                (H + 2 * ph, W + 2 * pw),
-                self.kernel_size // 2,
-                self.stride,
-                self.content_window,
-            )
-            mask = window_mask(*windows, x.device, query).flatten(2).flatten(0, 1)  # (Nq, keys)
+            mask = self.windows(H, W).mask(x.device, query).flatten(2).flatten(0, 1)  # (Nq, keys)
             bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
         return q * q.shape[-1] ** -0.5, keys.flatten(3).mT, bias
-
-    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
-        self.check_map(x, query)
-        q, keys, bias = self.content_scores(x, query)
-        return torch.softmax(q @ keys.mT if bias is None else q @ keys.mT + bias, dim=-1)
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
@@ -320,7 +296,9 @@ class GPSA2d(TapHeads):
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        content = self.content_attention(x, query)
+        self.check_map(x, query)
+        q, keys, bias = self.content_scores(x, query)
+        content = torch.softmax(q @ keys.mT if bias is None else q @ keys.mT + bias, dim=-1)
         return gated_mix(content, self.position_attention(x, query).to(content.dtype), self.gate)
 
     @torch.no_grad()

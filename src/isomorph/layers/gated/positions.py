@@ -20,7 +20,6 @@ from torch import Tensor
 
 from isomorph.layers.eager import constant, is_eager, on_cpu
 from isomorph.layers.grid import axis_offsets
-from isomorph.layers.map_grid import GridSize, key_offsets
 
 
 def geometry_dtype(parameter: Tensor) -> torch.dtype:
@@ -61,53 +60,39 @@ def mix_weights(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate * constant(_signs, gate))
 
 
-def _axis_features(queries: GridSize, keys: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (dx, dy, dx^2 + dy^2) along the rows, where dx is 0, then along the columns. Shape: -> (Hq H + Wq W, 3)"""
-    dy, dx = (key_offsets(*axis, device, dtype).flatten() for axis in zip(queries, keys, strict=True))
+Axis = tuple[int, int, float, float]
+"""Queries and keys along an axis, the place of the first query among the keys, and the step from query to query."""
+
+
+def image_axis(queries: int, keys: int) -> Axis:
+    """Return an axis of two grids on the same image: the middles of the areas that they stand for are compared."""
+    return queries, keys, (keys / queries - 1) / 2, keys / queries
+
+
+def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return (dx, dy, dx^2 + dy^2) along the rows, where dx is 0, then along the columns.
+
+    Those of taps are (2 dy, 2 dx, -dx^2 - dy^2). Shape: -> (Hq H + Wq W, 3)
+    """
+    dy, dx = (axis_offsets(*axis, device, dtype).flatten() for axis in axes)
     rows, columns = (torch.stack(each, 1) for each in ((0 * dy, dy, dy.square()), (dx, 0 * dx, dx.square())))
-    return torch.cat([rows, columns])
+    features = torch.cat([rows, columns])
+    return features[:, [1, 0, 2]] * torch.tensor([2, 2, -1], device=device) if of_taps else features
 
 
-def axis_scores(position: Tensor, queries: GridSize, keys: GridSize) -> tuple[Tensor, Tensor]:
-    """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) between two grids on the same image, axis by axis.
+def axis_scores(position: Tensor, rows: Axis, columns: Axis, of_taps: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) of every query and key, axis by axis.
+
+    Those of taps are -locality |delta - centre|^2, without the constant locality |centre|^2, which cancels in the
+    softmax: their `position` is (locality centre, locality).
 
     Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
-    Source: ConViT eq. 4
+    Source: ConViT eq. 4; T-CNN eq. 4
     """
-    features = constant(_axis_features, position, queries, keys, geometry_dtype(position))
-    return _scores(position, features, queries, keys)
-
-
-def _scores(position: Tensor, features: Tensor, queries: GridSize, keys: GridSize) -> tuple[Tensor, Tensor]:
-    (Hq, Wq), (H, W) = queries, keys
+    features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
     scores = (position[:, None] * features).sum(-1)  # not a product of matrices, which may be in low precision
-    rows, columns = scores.split([Hq * H, Wq * W], dim=1)
-    return rows.unflatten(1, (Hq, H)), columns.unflatten(1, (Wq, W))
-
-
-def _tap_features(
-    queries: GridSize, keys: GridSize, start: int, stride: GridSize, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return (2 dy, 0, -dy^2) along the rows, then (0, 2 dx, -dx^2) along the columns. Shape: -> (Hq H + Wq W, 3)"""
-    axes = zip(queries, keys, stride, strict=True)
-    dy, dx = (axis_offsets(n, m, start, step, device, dtype).flatten() for n, m, step in axes)
-    rows, columns = ((2 * dy, 0 * dy, -dy.square()), (0 * dx, 2 * dx, -dx.square()))
-    return torch.cat([torch.stack(rows, 1), torch.stack(columns, 1)])
-
-
-def tap_scores(
-    centre: Tensor, locality: Tensor, queries: GridSize, keys: GridSize, start: int, stride: GridSize
-) -> tuple[Tensor, Tensor]:
-    """Return -locality |delta - centre|^2, axis by axis, for queries at the keys start, start + stride, ...
-
-    The constant locality |centre|^2 is left out, as it cancels in the softmax.
-
-    Shape: centre (nh, 2), locality (nh,) -> (nh, Hq, H), (nh, Wq, W)
-    Source: T-CNN eq. 4
-    """
-    position = torch.cat([locality[:, None] * centre, locality[:, None]], dim=1)  # (nh, 3)
-    features = constant(_tap_features, position, queries, keys, start, stride, position.dtype)
-    return _scores(position, features, queries, keys)
+    by_row, by_column = scores.split([rows[0] * rows[1], columns[0] * columns[1]], dim=1)
+    return by_row.unflatten(1, rows[:2]), by_column.unflatten(1, columns[:2])
 
 
 def without_subnormals(maps: Tensor) -> Tensor:
@@ -164,9 +149,8 @@ def attend_columns(columns: Tensor, grid: Tensor) -> Tensor:
     Shape: columns (nh, Wq, W), grid (nh, H, W, B, hd) -> (nh, H, Wq, B, hd)
     """
     nh, H = grid.shape[:2]
-    out = torch.bmm(
-        _matrix_per_row(columns[:, None].expand(-1, H, -1, -1)), _matrix_per_row(grid.flatten(3))
-    )  # (nh H, Wq, B hd)
+    lines = _matrix_per_row(columns[:, None].expand(-1, H, -1, -1))  # (nh H, Wq, W)
+    out = torch.bmm(lines, _matrix_per_row(grid.flatten(3)))  # (nh H, Wq, B hd)
     return out.unflatten(0, (nh, H)).unflatten(-1, grid.shape[3:])
 
 
@@ -179,58 +163,7 @@ def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     return from_head_grid(attend_columns(columns, attend_rows(rows, grid)))
 
 
-def attend_shared_values(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Apply the position attention of every head to the same values, one axis after the other.
-
-    Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, C) -> (B, nh, Hq Wq, C)
-    """
-    grid = values.unflatten(1, (rows.shape[2], columns.shape[2])).permute(1, 2, 0, 3).contiguous()  # (H, W, B, C)
-    each_head = grid.expand(rows.shape[0], -1, -1, -1, -1)  # (nh, H, W, B, C)
-    out = attend_columns(columns, attend_rows(rows, each_head))  # (nh, Hq, Wq, B, C)
-    return out.permute(3, 0, 1, 2, 4).flatten(2, 3)
-
-
-def _position_gradients(
-    grad: Tensor, values: Tensor, rows: Tensor, columns: Tensor, trained: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of the values, and of the axis maps if they are trained.
-
-    Shape: grad, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W) -> as values, rows, columns
-    """
-    dy = to_head_grid(grad, (rows.shape[1], columns.shape[1]))  # (nh, H, W, B, hd)
-    halfway = attend_columns(columns.mT, dy)
-    d_values = from_head_grid(attend_rows(rows.mT, halfway))
-    if not trained:
-        return d_values, None, None
-    v = to_head_grid(values, (rows.shape[2], columns.shape[2]))  # (nh, H, W, B, hd)
-    d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).mT)  # (nh, H, H)
-    left, right = (t.flatten(3).flatten(0, 1) for t in (dy, attend_rows(rows, v)))  # (nh H, W, B hd)
-    return d_values, d_rows, torch.bmm(left, right.mT).unflatten(0, dy.shape[:2]).sum(1)
-
-
-class _AttendPositions(torch.autograd.Function):
-    """Compute (rows (x) columns) values, in the layout of the values, keeping only the arguments.
-
-    Shape: values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W) -> as values
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        return attend_by_axis(rows, columns, values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, rows, columns = ctx.saved_tensors
-        return _position_gradients(grad, values, rows, columns, any(ctx.needs_input_grad[1:]))
-
-
-class _MixPositions(torch.autograd.Function):
+class MixPositions(torch.autograd.Function):
     """Mix content with (rows (x) columns) values by their weights; prefix tokens keep their content.
 
     The derivative by the gate is returned as a whole: `weights`, from which it is computed, get none of their own, but
@@ -258,17 +191,20 @@ class _MixPositions(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         content, values, rows, columns, _, weights = ctx.saved_tensors
         p, (share, rest) = ctx.prefix, weights
-        dy, trained = grad[:, p:], any(ctx.needs_input_grad[2:5])  # if not, position parameters and gates are frozen
-        scaled = rows * share[:, None, None]
-        d_values, d_rows, d_columns = _position_gradients(dy, values[:, p:], scaled, columns, trained)
-        d_content, d_gate = dy * rest[:, None], None
+        scaled, dy = rows * share[:, None, None], to_head_grid(grad[:, p:], (rows.shape[1], columns.shape[1]))
+        halfway = attend_columns(columns.mT, dy)  # (nh, H, W, B, hd)
+        d_values, d_content = from_head_grid(attend_rows(scaled.mT, halfway)), grad[:, p:] * rest[:, None]
         if p:
             d_content = torch.cat([grad[:, :p], d_content], dim=1)
             d_values = F.pad(d_values, (0, 0, 0, 0, p, 0))
-        if d_rows is not None:
-            d_rows = d_rows * share[:, None, None]
-            by_position, by_content = (rows * d_rows).sum((1, 2)), (dy * content[:, p:]).sum((0, 1, 3))
-            d_gate = torch.addcmul(by_position, share, by_content, value=-1) * rest
+        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+            return d_content, d_values, None, None, None, None, None
+        v = to_head_grid(values[:, p:], (rows.shape[2], columns.shape[2]))
+        d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).mT) * share[:, None, None]  # (nh, H, H)
+        left, right = (t.flatten(3).flatten(0, 1) for t in (dy, attend_rows(scaled, v)))  # (nh H, W, B hd)
+        d_columns = torch.bmm(left, right.mT).unflatten(0, dy.shape[:2]).sum(1)
+        by_position, by_content = (rows * d_rows).sum((1, 2)), (grad[:, p:] * content[:, p:]).sum((0, 1, 3))
+        d_gate = torch.addcmul(by_position, share, by_content, value=-1) * rest
         return d_content, d_values, d_rows, d_columns, d_gate, None, None
 
 
@@ -279,21 +215,3 @@ def gated_mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """
     share, rest = mix_weights(gate).to(content.dtype)[:, :, None, None]
     return torch.addcmul(position * share, content, rest)
-
-
-def mix_positions(
-    content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor, prefix: int = 0
-) -> Tensor:
-    """Return (1 - sigma(gate)) content + sigma(gate) (rows (x) columns) values; `weights` are those of the gate.
-
-    The first `prefix` tokens keep their content.
-
-    Shape: content, values (B, p + H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,), weights (2, nh)
-        -> as content
-    """
-    return _MixPositions.apply(content, values, rows, columns, gate, weights, prefix)
-
-
-def attend_positions(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return (rows (x) columns) values. Shape: values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W)"""
-    return _AttendPositions.apply(values, rows, columns)

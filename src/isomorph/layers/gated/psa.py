@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
-from isomorph.layers.gated.positions import axis_scores
+from isomorph.layers.gated.positions import axis_scores, image_axis
 from isomorph.layers.gated.token_heads import TokenHeads
 
 
@@ -25,14 +25,14 @@ class PSA(TokenHeads):
 
         y = proj(softmax(q k^T / sqrt(hd) + v_pos . (dx, dy, dx^2 + dy^2)) v)
 
-    Parameters, arguments and initialisation are those of GPSA without gates and prefix tokens: `position` holds v_pos,
-    and head h starts at tap h of a sqrt(nh) x sqrt(nh) window with sharpness `locality`. `grid_size` (H, W) is the grid
-    of the tokens; pass another one to `forward` at any call.
+    Parameters, arguments and initialisation are those of GPSA without gates: `position` holds v_pos, and head h starts
+    at tap h of a window with sharpness `locality`. `grid_size` (H, W) is the grid of the tokens; pass another one to
+    `forward` at any call. Scores from and to prefix tokens are by content only.
 
-    Shape: x (B, N, C) -> (B, N, C) with N = H W
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 4 and 5; differs: 1/sqrt(hd) as in GPSA; W_qry and W_key keep their usual initialisation, since
     at 0 the gradient of each is 0 and they would stay there; taps row-major, any rectangle
-    Raises: ValueError if the number of heads is not a square or does not divide C, or if N is not H W.
+    Raises: ValueError if the number of heads does not divide C, or if the tokens do not fill the grid.
 
     Example:
         >>> layer = iso.layers.PSA(dim=32, num_heads=4, grid_size=(6, 8))
@@ -42,21 +42,15 @@ class PSA(TokenHeads):
         torch.Size([1, 4, 20, 20])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        grid_size: tuple[int, int] = (14, 14),
-        qkv_bias: bool = False,
-        proj_drop: float = 0.0,
-    ) -> None:
-        super().__init__(dim, num_heads, grid_size, qkv_bias, proj_drop=proj_drop)
-
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return v_pos . r for every query and key, which is the same for all images. Shape: -> (1, nh, N, N)"""
-        rows, columns = axis_scores(self.position, grid_size, grid_size)
+        """Return v_pos . r for every query and key, 0 from and to prefix tokens, the same for all images.
+
+        Shape: -> (1, nh, N, N)
+        """
+        rows, columns = axis_scores(self.position, *map(image_axis, grid_size, grid_size))
         bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
-        return bias.flatten(3).flatten(1, 2)[None].to(dtype)
+        bias = bias.flatten(3).flatten(1, 2)[None].to(dtype)
+        return F.pad(bias, (self.prefix_tokens, 0) * 2) if self.prefix_tokens else bias
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.layers.eval_mode import KeepsInEval
-from isomorph.layers.gated.positions import axis_scores, mix_weights, without_subnormals
-from isomorph.layers.grid import square_window, window_centres
+from isomorph.layers.gated.positions import axis_scores, image_axis, mix_weights, without_subnormals
+from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window, window_centres
 
 
 class TokenPositions(KeepsInEval):
-    """Base of the layers whose heads attend by position: the parameter `position`, read per head.
+    """Base of the layers whose heads attend by position: parameters `position` and, where there is content, `gate`.
 
-    It holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
+    `position` holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
 
-    Source: ConViT eq. 4 and 5
+    Source: ConViT eq. 4, 5 and 7
     """
 
     num_heads: int
@@ -27,7 +27,7 @@ class TokenPositions(KeepsInEval):
 
     def tap_offsets(self) -> Tensor:
         """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
-        return window_centres(square_window(self.num_heads))
+        return window_centres(squarest_window(self.num_heads))
 
     @torch.no_grad()
     def _set_position(self, centre: Tensor, locality: float) -> None:
@@ -46,34 +46,29 @@ class TokenPositions(KeepsInEval):
         locality = self.locality[:, None]
         return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
-    def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: sigmoid(gate), 1 without gates. Shape: -> (nh,)"""
+        gate = self._parameters.get("gate")
+        return torch.ones_like(self.position[:, 0]) if gate is None else torch.sigmoid(gate)
+
+    def axis_maps(self, grid_size: GridSize) -> tuple[Tensor, Tensor]:
         """Return position attention along rows and along columns, softmax(v_pos . r). Shape: -> (nh, H, H), (nh, W, W)
 
         Source: ConViT eq. 4
         """
-        rows, columns = axis_scores(self.position, grid_size, grid_size)
+        rows, columns = axis_scores(self.position, *map(image_axis, grid_size, grid_size))
         return rows.softmax(-1), columns.softmax(-1)
 
-    def positions(self, grid_size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what position attention on a grid consists of: the axis maps."""
-        rows, columns = self.axis_maps(grid_size)
-        return without_subnormals(rows).to(dtype), without_subnormals(columns).to(dtype)
+    def positions(self, grid_size: GridSize, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what position attention on a grid consists of: the axis maps, and the weights of the mix, if any."""
+        maps = tuple(without_subnormals(each).to(dtype) for each in self.axis_maps(grid_size))
+        gate = self._parameters.get("gate")
+        return maps if gate is None else (*maps, mix_weights(gate).to(dtype))
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
-        return {"position", "gate"} & set(self._parameters)
-
-
-class PositionGates(TokenPositions):
-    """Base of the layers that mix content and position attention: parameters `gate` and `position`, read per head.
-
-    Source: ConViT eq. 4, 5 and 7
-    """
-
-    gate: nn.Parameter
-
+    @torch.no_grad()
     def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set the locality and the gate of every head; None leaves a parameter unchanged.
+        """Set the locality and the gate of every head; None leaves a parameter unchanged, and so does a missing gate.
 
         Centres are unchanged; a head that has lost its centre (locality not positive) is centred on its initial tap
         again.
@@ -83,19 +78,14 @@ class PositionGates(TokenPositions):
         if locality is not None:
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
-            centre = self.centre.detach()
-            self._set_position(torch.where(centre.isfinite(), centre, self.tap_offsets().to(centre)), locality)
-        if gate is not None:
-            nn.init.constant_(self.gate, gate)
+            centre = torch.where(self.centre.isfinite(), self.centre, self.tap_offsets().to(self.centre))
+            self._set_position(centre, locality)
+        if gate is not None and (own := self._parameters.get("gate")) is not None:
+            own.fill_(gate)
 
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
-        return torch.sigmoid(self.gate)
-
-    def positions(self, grid_size: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what gated position attention on a grid consists of: the axis maps, and the weights of the mix."""
-        return *super().positions(grid_size, dtype), mix_weights(self.gate).to(dtype)
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
+        return {"position", "gate"} & set(self._parameters)
 
 
 class TokenHeads(TokenPositions):
@@ -108,7 +98,7 @@ class TokenHeads(TokenPositions):
         self,
         dim: int,
         num_heads: int,
-        grid_size: tuple[int, int] = (14, 14),
+        grid_size: GridSize = (14, 14),
         qkv_bias: bool = False,
         prefix_tokens: int = 0,
         proj_drop: float = 0.0,
@@ -122,6 +112,8 @@ class TokenHeads(TokenPositions):
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
         self.reset_attention()
 
     def _add_content(self, dim: int, qkv_bias: bool) -> None:
@@ -129,33 +121,24 @@ class TokenHeads(TokenPositions):
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
 
     @torch.no_grad()
-    def reset_attention(self, locality: float = 1.0) -> None:
-        """Centre every head on its tap with the given locality, and set the values to the identity (ConViT eq. 5)."""
+    def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
+        """Centre every head on its tap, set locality and gate, and set the values to the identity (ConViT eq. 5)."""
         nn.init.eye_(self.v.weight)
         self._set_position(self.tap_offsets(), locality)
+        self.set_gating(gate=gate)
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
-        return self.normalise(self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2))
+        return self.q_norm(self.split_heads(q).transpose(1, 2)), self.k_norm(self.split_heads(k).transpose(1, 2))
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
         return x.unflatten(-1, (self.num_heads, -1))
 
-    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as they are; `ViTCall` normalises them."""
-        return q, k
-
-    def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+    def check_grid(self, x: Tensor, grid_size: GridSize | None) -> GridSize:
         """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
-        H, W = grid_size or self.grid_size
-        if x.shape[1] != self.prefix_tokens + H * W:
-            prefix = f" after {self.prefix_tokens} prefix tokens" if self.prefix_tokens else ""
-            raise ValueError(
-                f"{x.shape[1]} tokens do not fill the {H} x {W} grid{prefix}; pass grid_size=(height, width)"
-            )
-        return H, W
+        return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)
 
     def extra_repr(self) -> str:
         prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""
@@ -168,40 +151,20 @@ def softmax_map(q: Tensor, k: Tensor) -> Tensor:
 
 
 class ViTCall(TokenHeads):
-    """Base of layers that are called as timm's Attention is, with its norms of queries and keys.
+    """Base of layers that are called as timm's Attention is, with its norms of queries and keys (`q_norm`, `k_norm`).
 
     It comes before the layer of gated attention among the bases of a class.
 
     Raises: ValueError for a mask, which position attention cannot obey.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-
-    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalised queries and keys."""
-        return self.q_norm(q), self.k_norm(k)
-
     def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid_size: tuple[int, int] | None = None,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
     ) -> Tensor:
-        if attn_mask is not None or is_causal:
-            raise ValueError(f"{type(self).__name__} does not support attn_mask or is_causal; leave them out")
+        no_mask(self, attn_mask, is_causal)
         return super().forward(x, grid_size)
 
-    def attention(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid_size: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def attention(self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         return super().attention(x, grid_size)  # type: ignore[misc]
 

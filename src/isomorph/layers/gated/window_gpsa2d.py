@@ -1,29 +1,88 @@
 """Gated attention on feature maps whose content attention reads a window around every query.
 
 The layer computes y = sum_h A_h V weight_h + bias in two sums, position and content, each scaled by its share in the
-gate. Heads without query rows (where there are more taps than channels) attend uniformly: they are one head, whose
-filter is the sum of theirs.
+gate. Content is computed in tiles: t x t queries need the keys of one rectangle, little larger than the tile and the
+window, in which the keys outside of a query's window are masked. The backward pass computes the maps again. Work and
+memory are linear in the number of queries.
+
+Letters: B batch, R S tiles, T = R S, n queries and m keys of a tile, nh heads, hd head width, C channels.
 """
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
+from isomorph.layers.eager import constant, is_eager, recomputed
 from isomorph.layers.gated.gpsa2d import GPSA2d
-from isomorph.layers.gated.positions import compute_dtype
-from isomorph.layers.gated.window_tiles import axis_tiles, window_taps
 from isomorph.layers.grid import odd_window
-from isomorph.layers.shapes import batched, known_true
 
 WINDOW = 7
 """Default height and width of the window."""
 
-MAX_MASKED_PAIRS = 256 * 256
-"""Most query-key pairs for which a masked map is faster than windows in tiles (benchmarks/gpsa_stages.py)."""
+TILE = 4
+"""Queries of a tile along an axis (measured by benchmarks/gpsa_stages.py)."""
+
+MAX_ENTRIES = 2**26
+"""Most entries of maps that are in memory at the same time, of one image at least."""
+
+
+class AxisTiles(NamedTuple):
+    """Tiles along an axis: their number, first key, step and number of keys; and padding and keys of the map."""
+
+    count: int
+    first: int
+    step: int
+    length: int
+    padding: int
+    keys: int
+
+
+def _inside(tiles: AxisTiles, stride: int, window: int, device: torch.device) -> Tensor:
+    """Return the keys of a tile that are in the window of a query, and in the padded map. Shape: -> (tiles, t, keys)"""
+    count, first, step, length, padding, keys = tiles
+    near = first + step * torch.arange(count, device=device)[:, None] + torch.arange(length, device=device)
+    queries = near[:, : stride * (TILE - 1) + 1 : stride] + window // 2  # (tiles, t)
+    inside = (near[:, None] - queries[..., None]).abs() <= window // 2
+    return inside & ((near >= -padding) & (near < keys + padding))[:, None]
+
+
+def _tile_bias(
+    axes: tuple[AxisTiles, AxisTiles],
+    stride: tuple[int, int],
+    window: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return the score added to every key of a tile: 0 inside of the window, very low outside. Shape: -> (T, 1, n, m)
+
+    It is finite: a softmax over low scores only would not be.
+    """
+    rows, columns = (_inside(*axis, device) for axis in zip(axes, stride, window, strict=True))
+    inside = rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]  # (R, S, t, t, keys, keys)
+    outside = ~inside.flatten(4).flatten(2, 3).flatten(0, 1)[:, None]
+    return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill(outside, torch.finfo(dtype).min / 2)
+
+
+def _attend_tiles(q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, lengths: Any, steps: Any) -> Tensor:
+    """Return the sum over heads of softmax(q k^T + bias) v filter_h for every tile.
+
+    Shape: q (B, nh hd, R t, S t), keys_values (B, nh hd + C, height, width), bias (T, 1, n, m),
+        filters (C_out, C / groups, nh) -> (B, C_out, R t, S t)
+    """
+    _, within, nh = filters.shape
+    grid, tiles = q.shape[2:], F.unfold(keys_values, lengths, stride=steps)
+    tiles = tiles.unflatten(1, (keys_values.shape[1], -1)).permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
+    k, v = tiles.split([q.shape[1], tiles.shape[2] - q.shape[1]], 2)
+    q = F.unfold(q, TILE, stride=TILE).unflatten(1, (nh, -1, TILE**2)).permute(0, 4, 1, 3, 2)  # (B, T, nh, n, hd)
+    maps = (q @ k.unflatten(2, (nh, -1)) + bias).softmax(-1).to(v.dtype)  # (B, T, nh, n, m)
+    read = maps.flatten(2, 3) @ v.mT  # (B, T, nh n, C)
+    patches = read.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3).flatten(3).flatten(1, 2)  # (B, C nh, T n)
+    y = F.conv1d(patches, filters.flatten(1)[:, :, None], None, groups=v.shape[2] // within)
+    y = y.unflatten(2, (-1, grid[1] // TILE, TILE, TILE)).transpose(3, 4)  # (B, C_out, R, t, S, t)
+    return y.flatten(4).flatten(2, 3)
 
 
 @register_notrace_module
@@ -51,37 +110,34 @@ class WindowGPSA2d(GPSA2d):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
+    max_dense_pairs = 256 * 256
+
     def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.window = self.content_window = odd_window(window)
 
-    @batched
-    def forward(self, x: Tensor) -> Tensor:
-        H, W = self.check_map(x)
-        if known_true(math.prod(self.query_grid(H, W)) * H * W <= MAX_MASKED_PAIRS):
-            return super().forward(x)
-        tokens, value = x.flatten(2), self.value
-        values = (tokens.to(compute_dtype(x)) if value is None else value.weight @ tokens).unflatten(-1, (H, W))
-        position = self.position_taps(values, self.position_share)
-        return self.with_bias(position + self.content_taps(x, values, torch.sigmoid(-self.gate)))
+    def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        """Return the sum over heads of content attention times values times filter, by its share, without forming maps.
 
-    def content_taps(self, x: Tensor, values: Tensor, share: Tensor) -> Tensor:
-        """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
-
-        Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C_out, Hq, Wq)
         """
-        (H, W), (ph, pw), nh = x.shape[-2:], self.padding, self.num_heads
-        axes = zip(self.query_grid(H, W), (H, W), self.padding, self.stride, self.window, strict=True)
-        rows, columns = (
-            axis_tiles(n, size + 2 * padding, self.kernel_size // 2, stride, window, x.device)
-            for n, size, padding, stride, window in axes
-        )
-        own = min(self.in_channels, nh - 1)  # the heads after these have no query rows: they are one head
-        width, (w_qry, w_key) = self.head_width, self.joint_weight()[:, :, 0][: 2 * nh * self.head_width].chunk(2)
-        w_qry, w_key = w_qry[: (own + 1) * width], w_key[: (own + 1) * width]
-        filters = self.weight.flatten(2) * share
-        if own < nh - 1:
-            filters = torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], dim=-1)
-        tokens, v = (F.pad(t, (pw, pw, ph, ph)).permute(0, 2, 3, 1).contiguous() for t in (x, values))  # (B, H, W, C)
-        q = F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), w_qry * width**-0.5)
-        return window_taps(q, F.linear(tokens, w_key), v, (rows, columns), filters)
+        Hq, Wq = self.query_grid(H, W)
+        sizes = zip((Hq, Wq), (H, W), self.stride, self.padding, self.window, strict=True)
+        axes = tuple(self._axis_tiles(*each) for each in sizes)
+        after = [axis.first + axis.step * (axis.count - 1) + axis.length - axis.keys for axis in axes]
+        pads = (-axes[1].first, after[1], -axes[0].first, after[0])
+        joint = F.pad(torch.cat([k.flatten(1, 2), values], 1).unflatten(2, (H, W)), pads)
+        queries = (q * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
+        queries = F.pad(queries, (0, -Wq % TILE, 0, -Hq % TILE))
+        bias = constant(_tile_bias, q, axes, self.stride, self.window, q.dtype)
+        filters = (self.weight.flatten(2) * torch.sigmoid(-self.gate)).to(values.dtype)
+        lengths, steps = [axis.length for axis in axes], [axis.step for axis in axes]
+        count = max(1, MAX_ENTRIES // (bias.numel() * self.num_heads)) if is_eager() else len(q)
+        parts = zip(queries.split(count), joint.split(count), strict=True)
+        y = torch.cat([recomputed(_attend_tiles, *part, bias, filters, lengths, steps) for part in parts])
+        return self.with_bias(y[:, :, :Hq, :Wq])
+
+    def _axis_tiles(self, queries: int, keys: int, stride: int, padding: int, window: int) -> AxisTiles:
+        count = (queries + TILE - 1) // TILE  # rounded up without negative numbers, which ONNX rounds towards 0
+        first = self.kernel_size // 2 - padding - window // 2
+        return AxisTiles(count, first, stride * TILE, stride * (TILE - 1) + window, padding, keys)

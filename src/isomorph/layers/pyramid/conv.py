@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
+from isomorph.layers.grid import batched
 from isomorph.layers.pyramid.base import Pyramid, Rectify
 from isomorph.layers.pyramid.closed_form import Chains, collapse
 from isomorph.layers.pyramid.moments import autocast_dtype, cast_clamped, disable_autocast, measure_moments, sync_group
 from isomorph.layers.pyramid.tokens import Window
-from isomorph.layers.shapes import batched
 
 
 class PyramidConv2d(Pyramid):

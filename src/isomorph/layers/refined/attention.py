@@ -9,20 +9,17 @@ to the convolution, so real tokens get the same output as without the padding.
 Letters: B batch, H heads, M = ratio H maps, N tokens, k kernel size, C channels, hd head width.
 """
 
-import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs
-from isomorph.layers.eager import is_functorch_tensor, on_cpu
-from isomorph.layers.eval_mode import relative_deviation
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
+from isomorph.layers.eager import on_cpu, recomputed
+from isomorph.layers.grid import fill_grid
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
 
@@ -41,31 +38,6 @@ def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tenso
         given = f"attn_mask is {attn_mask.dtype} of shape {tuple(attn_mask.shape)}"
         raise ValueError(f"{given}; give a boolean padding mask of shape ({B}, {N}), True for real tokens")
     return attn_mask.view(B, 1, N)
-
-
-ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
-"""The submodules of timm's Attention."""
-
-
-def _check_refiner_heads(refine: nn.Module, num_heads: int) -> None:
-    """Check that a refiner is for `num_heads` heads. Raises: ValueError if it is for another number."""
-    refiner_heads = getattr(refine, "num_heads", num_heads)
-    if refiner_heads != num_heads:
-        raise ValueError(f"refine is for {refiner_heads} heads, num_heads is {num_heads}; give both the same number")
-
-
-def copy_parts(source: Attention, target: Attention) -> None:
-    """Copy the submodules of an attention layer to another of the same widths."""
-    for name in ATTENTION_PARTS:
-        setattr(target, name, copy.deepcopy(getattr(source, name)))
-
-
-def attention_kwargs(attention: Attention) -> dict[str, Any]:
-    """Return the arguments that create an attention layer of the same widths."""
-    kind = dict(device=attention.qkv.weight.device, dtype=attention.qkv.weight.dtype)
-    sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features)
-    sizes |= dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
-    return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
 @register_notrace_module
@@ -105,7 +77,8 @@ class RefinedAttention(AttentionBase):
         self.refine = self.default_refiner(num_heads, **factory_kwargs(kwargs)) if refine is None else refine
         self.recompute = recompute
         self.is_revertible = True
-        _check_refiner_heads(self.refine, num_heads)
+        if (given := getattr(self.refine, "num_heads", num_heads)) != num_heads:
+            raise ValueError(f"refine is for {given} heads, num_heads is {num_heads}; give both the same number")
 
     def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
         """Return the refined maps. Shape: q, k (B, H, N, hd), token_mask (B, 1, N) or None -> (B, H, N, N)"""
@@ -116,9 +89,9 @@ class RefinedAttention(AttentionBase):
         maps = logits.masked_fill(~token_mask[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
         return self.refine(self.attn_drop(maps)).masked_fill(~pair, 0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
         """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
-        return self.refined_maps(q, k, token_mask) @ v
+        return self.refined_maps(q, k, token_mask, **more) @ v
 
     def forward(
         self,
@@ -137,18 +110,21 @@ class RefinedAttention(AttentionBase):
         if return_maps:
             maps = self.refined_maps(q, k, token_mask, **more)
             return self.project_output(maps @ v, x), maps
-        # torch.compile handles a method better than a partial
-        attend: Callable[..., Tensor] = partial(self.attend, **more) if more else self.attend
-        if self.recompute and torch.is_grad_enabled() and not is_functorch_tensor(q):  # torch.func has no checkpoint
-            return self.project_output(checkpoint(attend, q, k, v, token_mask, use_reentrant=False), x)
-        return self.project_output(attend(q, k, v, token_mask), x)
+        given = (q, k, v, token_mask)
+        mixed = recomputed(self.attend, *given, **more) if self.recompute else self.attend(*given, **more)
+        return self.project_output(mixed, x)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **more: Any,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
-        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal))
+        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), **more)
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
@@ -162,21 +138,7 @@ class RefinedAttention(AttentionBase):
                 "this layer is part of a Refined-ViT and was not recast; "
                 "for plain attention create the model with ratio=0, kernel=0, share=0"
             )
-        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
-            raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
-        atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)
-        plain = Attention(**attention_kwargs(self))
-        copy_parts(self, plain)
-        self.reduce_projection(plain)
-        deviation = relative_deviation(self, plain, (1, self.num_probe_tokens(), self.qkv.in_features), self.qkv.weight)
-        if not deviation <= atol:
-            raise ValueError(
-                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; keep it"
-            )
-        return plain.train(self.training)
-
-    def reduce_projection(self, plain: Attention) -> None:
-        """Adapt the projection of plain attention where this layer's is wider; subclasses override it."""
+        return plain_attention(self, self.num_probe_tokens(), atol, "keep it")
 
     def num_probe_tokens(self) -> int:
         """Return the number of tokens to compare the layer with plain attention on."""
@@ -218,36 +180,23 @@ class ExpandedAttention(RefinedAttention):
         width, bias = self.refine.ratio * self.attn_dim, kwargs.get("proj_bias", True)
         self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
         """Return the values weighed by every map of their head, concatenated. Shape: -> (B, ratio H, N, hd)"""
         maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        return_maps: bool = False,
-        **more: Any,
-    ) -> Any:
-        """Apply attention. Shape: x (B, N, C) -> (B, N, C). Raises: ValueError for `return_maps`."""
-        if return_maps:
-            raise ValueError("ExpandedAttention does not support return_maps: it has more maps than heads")
-        return super().forward(x, attn_mask, is_causal, **more)
 
     def reduce_projection(self, plain: Attention) -> None:
         """Set plain attention's projection to the sum of this one's parts of each head."""
         weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
         plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
 
-    def expand_projection(self, proj: nn.Linear) -> None:
-        """Copy a plain projection to the maps of each head, plus noise that cancels: equal copies would stay equal."""
-        weight = proj.weight.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, self.refine.ratio, -1)
-        noise = torch.randn_like(weight) * proj.weight.std()
-        self.proj.weight.copy_((weight / self.refine.ratio + noise - noise.mean(2, keepdim=True)).flatten(1))
-        if proj.bias is not None:
-            self.proj.bias.copy_(proj.bias)
+    def expand_projection(self) -> None:
+        """Expand a plain projection to the maps of each head, plus noise that cancels: equal ones would stay equal."""
+        plain, ratio = self.proj.weight, self.refine.ratio
+        weight = plain.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, ratio, -1)
+        noise = torch.randn_like(weight) * plain.std()
+        expanded = (weight / ratio + noise - noise.mean(2, keepdim=True)).flatten(1)
+        self.proj.weight, self.proj.in_features = nn.Parameter(expanded, plain.requires_grad), expanded.shape[1]
 
 
 class SpatialAttention(RefinedAttention):
@@ -274,12 +223,7 @@ class SpatialAttention(RefinedAttention):
     default_refiner = SpatialRefiner
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        grid_size: tuple[int, int] = (14, 14),
-        prefix_tokens: int = 0,
-        **kwargs: Any,
+        self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), prefix_tokens: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
@@ -288,34 +232,11 @@ class SpatialAttention(RefinedAttention):
         self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
     ) -> Tensor:
         """Return the refined maps. Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
-        H, W = grid_size or self.grid_size
         if token_mask is not None:
             raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
-        if k.shape[2] != self.prefix_tokens + H * W:
-            raise ValueError(
-                f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} prefix tokens; "
-                "pass grid_size=(height, width)"
-            )
+        H, W = fill_grid(k.shape[2], grid_size or self.grid_size, self.prefix_tokens)
         maps = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
         return self.refine(maps, (H, W), self.prefix_tokens)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
-    ) -> Tensor:
-        """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
-        return self.refined_maps(q, k, token_mask, grid_size) @ v
-
-    def attention(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        return_maps: bool = False,
-        grid_size: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
-        q, k, _ = self.queries_keys_values(x)
-        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), grid_size)
 
     def num_probe_tokens(self) -> int:
         """Return the number of tokens of the grid, prefix tokens included."""
@@ -351,7 +272,7 @@ class LocalAttention(RefinedAttention):
     default_refiner = MapConvolution
     forms_maps = False
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
         """Return the convolved maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         mask = None if token_mask is None else token_mask[..., None, :]  # (B, 1, 1, N)
         drop = self.attn_drop.p if self.training else 0.0

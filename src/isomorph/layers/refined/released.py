@@ -11,14 +11,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
-
-
-class Residual(nn.Sequential):
-    """Add the input to the output of the layers: x + f(x). Shape: as f"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 class ReleasedDLA(nn.Module):
@@ -43,12 +35,6 @@ class ReleasedDLA(nn.Module):
         y = F.relu6(self.bn1(self.conv_exp(maps)))  # (B, M, N, N)
         y = F.relu6(self.bn2(self.depth_sep_conv(y)))
         return maps + self.bn3(self.conv_pro(y))
-
-    def fuse(self) -> Residual:
-        """Return the same function in eval mode, with the norms folded into the convolutions."""
-        expand = fuse_conv_bn_eval(self.conv_exp, self.bn1)
-        local = fuse_conv_bn_eval(self.depth_sep_conv, self.bn2)
-        return Residual(expand, nn.ReLU6(), local, nn.ReLU6(), fuse_conv_bn_eval(self.conv_pro, self.bn3)).eval()
 
 
 class ReleasedAttention(Attention):

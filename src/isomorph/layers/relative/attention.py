@@ -13,18 +13,11 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module, trunc_normal_
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
 from isomorph.layers.eager import constant, is_eager, is_functorch_tensor
-from isomorph.layers.eval_mode import KeepsInEval, relative_deviation
-from isomorph.layers.grid import axis_offsets
-from isomorph.layers.map_grid import GridSize
-from isomorph.layers.refined.attention import attention_kwargs, copy_parts
-from isomorph.layers.shapes import known_true
-
-MIN_FLEX_TOKENS = 512
-"""Fewest tokens for which compiled inference on a GPU uses FlexAttention instead of an N x N bias."""
+from isomorph.layers.eval_mode import KeepsInEval
+from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
 
 
 def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
@@ -100,25 +93,6 @@ def trains_bias(bias: Tensor) -> bool:
     return is_eager() and torch.is_grad_enabled() and bias.requires_grad
 
 
-def uses_flex_attention(tokens: int, drop: float) -> bool:
-    """True in compiled inference, not in an export, if the map is large enough for FlexAttention to be faster."""
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return compiled and tokens >= MIN_FLEX_TOKENS and not drop and not torch.is_grad_enabled()
-
-
-def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the result of `attend_with_bias` without an N x N bias, by FlexAttention: fast if compiled for a GPU.
-
-    Shape: table (nh, 2 H - 1, 2 W - 1), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
-    """
-    H, W = grid_size
-
-    def add_bias(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + table[head, query // W - key // W + H - 1, query % W - key % W + W - 1]
-
-    return flex_attention(q, k, v, score_mod=add_bias)
-
-
 @register_notrace_module
 class RelativeAttention(AttentionBase, KeepsInEval):
     """Self-attention on feature maps that knows how far apart positions are, and accepts any image size (CoAtNet).
@@ -150,7 +124,7 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         if len(grid_size) != 2 or min(grid_size) < 1:
             raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
-        H, W = grid_size
+        self.grid_size, (H, W) = grid_size, grid_size
         self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs)))
         self.reset_bias()
 
@@ -160,41 +134,26 @@ class RelativeAttention(AttentionBase, KeepsInEval):
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would change without need: it would make all offsets equal."""
-        return {"relative_bias"}
-
-    @property
-    def grid_size(self) -> tuple[int, int]:
-        """The grid that the table was created for."""
-        _, rows, columns = self.relative_bias.shape
-        return (rows + 1) // 2, (columns + 1) // 2
+        return {name for name, _ in self.named_parameters(recurse=False)}
 
     @torch.no_grad()
     def set_grid_size(self, grid_size: tuple[int, int]) -> None:
         """Resize the table to another grid permanently."""
         table = resize_table(self.relative_bias, grid_size)
         self.relative_bias = nn.Parameter(table.clone(), self.relative_bias.requires_grad)
-
-    def resized_table(self, grid_size: tuple[int, int]) -> Tensor:
-        """Return the table P for a grid. Shape: -> (nh, 2 H - 1, 2 W - 1)"""
-        return resize_table(self.relative_bias, grid_size)
+        self.grid_size = grid_size
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions, which eval mode keeps. Shape: -> (nh, N, N)"""
-        return self.keep(self.bias_parameters(), self.expand_bias, grid_size, dtype)
-
-    def bias_parameters(self) -> tuple[Tensor, ...]:
-        """Return the parameters of the position bias."""
-        return (self.relative_bias,)
+        return self.keep(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions. Shape: -> (nh, N, N)"""
-        return expand_table(self.resized_table(grid_size), grid_size).to(dtype)
+        return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
-        if q.is_cuda and uses_flex_attention(q.shape[2], drop):
-            return attend_flex(self.resized_table(grid_size), grid_size, q, k, v)
         return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +167,11 @@ class RelativeAttention(AttentionBase, KeepsInEval):
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
         q, k, _ = self.queries_keys_values(x.flatten(1, 2))
-        return ((q * self.scale) @ k.mT + self.position_bias((x.shape[1], x.shape[2]), q.dtype)).softmax(-1)
+        return self.map(q, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype))
+
+    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        """Return the attention map. Shape: q, k (B, nh, N, hd), bias (nh, N, N) -> (B, nh, N, N)"""
+        return ((q * self.scale) @ k.mT + bias).softmax(-1)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
@@ -237,10 +200,9 @@ class PostRelativeAttention(RelativeAttention):
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the map that `forward` applies; its rows do not sum to 1. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
-        q, k, _ = self.queries_keys_values(x.flatten(1, 2))
-        return ((q * self.scale) @ k.mT).softmax(-1) + self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        """Return the map, whose rows do not sum to 1. Shape: q, k (B, nh, N, hd), bias (nh, N, N) -> (B, nh, N, N)"""
+        return ((q * self.scale) @ k.mT).softmax(-1) + bias
 
 
 def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
@@ -290,44 +252,18 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> None:
         super().__init__(dim, num_heads, grid_size, **kwargs)
         self.prefix_tokens = prefix_tokens
-        self.token_grid = grid_size
         like = self.relative_bias
         self.prefix_bias = nn.Parameter(like.new_zeros(3, num_heads)) if prefix_bias and prefix_tokens else None
 
     def reset_bias(self) -> None:
         """Set the table, and the bias of prefix tokens, to zero."""
-        nn.init.zeros_(self.relative_bias)
-        if getattr(self, "prefix_bias", None) is not None:  # not yet while the base class initialises
-            nn.init.zeros_(self.prefix_bias)  # type: ignore[arg-type]
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the table and the bias of prefix tokens."""
-        return super().no_weight_decay() | ({"prefix_bias"} if self.prefix_bias is not None else set())
-
-    @property
-    def grid_size(self) -> GridSize:
-        """The grid of the tokens of calls that do not give one."""
-        return self.token_grid
-
-    @grid_size.setter
-    def grid_size(self, grid_size: GridSize) -> None:
-        self.token_grid = grid_size
-
-    def bias_parameters(self) -> tuple[Tensor, ...]:
-        """Return the table and the bias of prefix tokens, if there is one."""
-        return (self.relative_bias,) if self.prefix_bias is None else (self.relative_bias, self.prefix_bias)
+        for parameter in self.parameters(recurse=False):
+            nn.init.zeros_(parameter)
 
     def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions, from and to prefix tokens 0 or their bias. Shape: -> (nh, N, N)"""
-        table = self.resized_table(grid_size)
+        table = resize_table(self.relative_bias, grid_size)
         return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
-        """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
-        if not self.prefix_tokens:
-            return super().attend(q, k, v, grid_size)
-        drop = self.attn_drop.p if self.training else 0.0
-        return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
@@ -342,23 +278,15 @@ class ViTRelativeAttention(RelativeAttention):
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
         q, k, _ = self.queries_keys_values(x)
-        return ((q * self.scale) @ k.mT + self.position_bias(grid_size, q.dtype)).softmax(-1)
+        return self.map(q, k, self.position_bias(grid_size, q.dtype))
 
     def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""
-        if attn_mask is not None or is_causal:
-            raise ValueError("ViTRelativeAttention does not support attn_mask or is_causal; leave them out")
-        H, W = grid_size or self.grid_size
-        if x.shape[1] != self.prefix_tokens + H * W:
-            raise ValueError(
-                f"{x.shape[1]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} prefix tokens; "
-                "pass grid_size=(height, width)"
-            )
-        return H, W
+        no_mask(self, attn_mask, is_causal)
+        return fill_grid(x.shape[1], grid_size or self.grid_size, self.prefix_tokens)
 
-    def extra_repr(self) -> str:  # the table's grid: that of the last image says nothing about the layer
-        grid_size = super().grid_size
-        return f"num_heads={self.num_heads}, grid_size={grid_size}, prefix_tokens={self.prefix_tokens}"
+    def extra_repr(self) -> str:  # without the grid, which is that of the last image
+        return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
@@ -367,15 +295,5 @@ class ViTRelativeAttention(RelativeAttention):
         Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
         largest |output|) if it is above `atol`: the bias is not zero any more.
         """
-        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
-            raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
-        plain = Attention(**attention_kwargs(self))
-        copy_parts(self, plain)
         tokens = self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
-        deviation = relative_deviation(self, plain, (1, tokens, self.qkv.in_features), self.qkv.weight)
-        if not deviation <= max(atol, torch.finfo(self.qkv.weight.dtype).eps):
-            raise ValueError(
-                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; "
-                "keep it, or call reset_bias()"
-            )
-        return plain.train(self.training)
+        return plain_attention(self, tokens, atol, "keep it, or call reset_bias()")

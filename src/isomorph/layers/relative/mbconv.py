@@ -11,14 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 
-def gelu_without_norm(width: int) -> nn.Module:
-    """Return a GELU: what remains of a norm with activation once the norm is folded into a convolution.
-
-    `width` is accepted because it replaces a norm layer's constructor.
-    """
-    return nn.GELU()
-
-
 class MaxPool(nn.Module):
     """Max pooling over 2 x 2 windows that also covers the last row and column of odd sizes.
 
@@ -28,9 +20,8 @@ class MaxPool(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if (
-            torch.compiler.is_exporting()
-        ):  # the same values; torch can derive this output size if the export leaves sizes open
+        # the same values; torch can derive this output size if the export leaves sizes open
+        if torch.compiler.is_exporting():
             return F.max_pool2d(F.pad(x, (0, 1, 0, 1), mode="replicate"), 2)
         return F.max_pool2d(x, 2, ceil_mode=True)
 
@@ -51,6 +42,8 @@ def make_shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
 
 class InvertedBottleneck(nn.Module):
     """Inverted bottleneck: expand, depthwise convolution, reweight the channels, project; subclasses choose the norm.
+
+    This class itself is what `MBConv.fuse` returns: norm is the identity, norm1 and norm2 are GELUs.
 
     y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
 
@@ -101,16 +94,6 @@ class InvertedBottleneck(nn.Module):
         return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
 
 
-class FusedMBConv(InvertedBottleneck):
-    """An MBConv block with its norms folded away, for inference: the result of `MBConv.fuse`.
-
-    Formula, shapes and source as `InvertedBottleneck`.
-    """
-
-    norm_layer = nn.Identity
-    norm_act_layer = staticmethod(gelu_without_norm)
-
-
 class MBConv(InvertedBottleneck):
     """The convolution block of CoAtNet, MobileNet's inverted bottleneck with BatchNorm before each convolution.
 
@@ -144,15 +127,13 @@ class MBConv(InvertedBottleneck):
 
         Recast layers inside are fused first; if they are still not convolutions after that, the norms stay.
         """
-        copied: Any = _fuse_inside(copy.deepcopy(self).double().eval())
-        if not _are_convolutions(copied.expand, copied.depthwise):
-            return copied.to(self.norm.weight.dtype)
-        fused = FusedMBConv(1)  # every submodule is replaced below
-        fused.expand = _fold_after(_fold_before(copied.norm, copied.expand), copied.norm1)
-        fused.depthwise = _fold_after(copied.depthwise, copied.norm2)
-        for name in ("se", "project", "drop_path", "shortcut"):
-            setattr(fused, name, getattr(copied, name))
-        return fused.to(self.norm.weight.dtype).eval()
+        block: Any = _fuse_inside(copy.deepcopy(self).double())
+        if isinstance(block.expand, nn.Conv2d) and isinstance(block.depthwise, nn.Conv2d):
+            block.expand = _fold_after(_fold_before(block.norm, block.expand), block.norm1)
+            block.depthwise = _fold_after(block.depthwise, block.norm2)
+            block.norm, block.norm1, block.norm2 = nn.Identity(), nn.GELU(), nn.GELU()
+            block.__class__ = InvertedBottleneck
+        return block.to(self.norm.weight.dtype)
 
 
 class LayerNormMBConv(InvertedBottleneck):
@@ -179,11 +160,6 @@ def _fuse_inside(module: nn.Module) -> nn.Module:
         fuse = getattr(child, "fuse", None)
         setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
     return module.eval()
-
-
-def _are_convolutions(*layers: nn.Module) -> bool:
-    """True if all layers are convolutions, so that norms next to them can be folded."""
-    return all(isinstance(layer, nn.Conv2d) for layer in layers)
 
 
 def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
@@ -226,12 +202,6 @@ class Stem(nn.Module):
         return self.conv2(self.norm(self.conv1(x)))
 
 
-class FusedStem(Stem):
-    """The stem without a norm, for inference."""
-
-    norm_act_layer = staticmethod(gelu_without_norm)
-
-
 class BatchNormStem(Stem):
     """The stem with BatchNorm, which `fuse` folds into the first convolution."""
 
@@ -240,12 +210,11 @@ class BatchNormStem(Stem):
     @torch.no_grad()
     def fuse(self) -> Stem:
         """Return the stem in eval mode with its norm folded in float64; recast layers inside are fused first."""
-        copied: Any = _fuse_inside(copy.deepcopy(self).double().eval())
-        if not _are_convolutions(copied.conv1):
-            return copied.to(self.norm.weight.dtype)
-        fused = FusedStem(1, 1)  # every submodule is replaced below
-        fused.conv1, fused.conv2 = _fold_after(copied.conv1, copied.norm), copied.conv2
-        return fused.to(self.norm.weight.dtype).eval()
+        stem: Any = _fuse_inside(copy.deepcopy(self).double())
+        if isinstance(stem.conv1, nn.Conv2d):
+            stem.conv1, stem.norm = _fold_after(stem.conv1, stem.norm), nn.GELU()
+            stem.__class__ = Stem
+        return stem.to(self.norm.weight.dtype)
 
 
 class LayerNormStem(Stem):

@@ -11,7 +11,7 @@ from timm.layers import Attention
 from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
-from isomorph.layers.refined.attention import ATTENTION_PARTS
+from isomorph.layers.attention_base import ATTENTION_PARTS
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import GridRule

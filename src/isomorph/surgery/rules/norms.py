@@ -9,15 +9,13 @@ from isomorph.layers import ConvNorm
 from isomorph.surgery.plain_layers import layer_mismatch
 from isomorph.surgery.rule import Rule, check_number, register_rule
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 @register_rule
 @dataclass(frozen=True)
 class ConvToConvNorm(Rule):
     """Give a convolution a BatchNorm that is the identity, to fine-tune or quantise a network whose norms were merged.
 
-    Accepts torch's convolutions of one, two and three dimensions, and classes derived from them that compute the same.
+    Accepts `nn.Conv2d`, and classes derived from it that compute the same.
     The norm has mean 0, variance 1 and weight sqrt(1 + eps), so that the function stays; its bias is that of the
     convolution. Then `iso.recalibrate(model, loader)` measures its statistics, and changes weight and bias so that the
     function still stays: train mode then computes nearly what eval mode does. `fuse` converts back.
@@ -36,17 +34,16 @@ class ConvToConvNorm(Rule):
     """What BatchNorm adds to the variance."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = _CONVOLUTIONS
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv2d,)
 
     def __post_init__(self) -> None:
         check_number("eps", self.eps, (1e-12, 1.0))
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        kind = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
-        if kind is None:
-            return f"{type(module).__name__} is not a convolution"
-        return layer_mismatch(module, kind, f"nn.{kind.__name__}")
+        if not isinstance(module, nn.Conv2d):
+            return f"{type(module).__name__} is not an nn.Conv2d"
+        return layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
 
     def build(self, module: nn.Module) -> ConvNorm:
         """Return the convolution with a norm. Raises: UserError with the reason if the module is not accepted."""

@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, RefinedMap, SpatialAttention
-from isomorph.layers.attention_base import factory_kwargs
-from isomorph.layers.refined.attention import attention_kwargs, copy_parts
+from isomorph.layers.attention_base import factory_kwargs, like_attention
 from isomorph.layers.refined.refiner import (
     CrossKernel,
     Expansion,
@@ -157,12 +156,9 @@ class AttentionToRefined(GridRule):
         if self._edits_map(module):
             return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
         assert isinstance(module, Attention)
-        refined = self.new_layer(**attention_kwargs(module))
-        proj = refined.proj
-        copy_parts(module, refined)
+        refined = like_attention(module, self.new_layer)
         if isinstance(refined, ExpandedAttention):
-            refined.proj = proj
-            refined.expand_projection(module.proj)
+            refined.expand_projection()
         return refined
 
     def _new_edit(self, heads: int, **kind: Any) -> RefinedMap:

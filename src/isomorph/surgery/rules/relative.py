@@ -8,7 +8,7 @@ from timm.layers import Attention
 from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
-from isomorph.layers.refined.attention import attention_kwargs, copy_parts
+from isomorph.layers.attention_base import like_attention
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.rule import check_bool, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch
@@ -69,6 +69,4 @@ class AttentionToRelative(GridRule):
         assert isinstance(module, Attention)
         assert self.grid_size is not None
         place: dict[str, Any] = dict(grid_size=self.grid_size, prefix_tokens=self.prefix_tokens)
-        relative = ViTRelativeAttention(**attention_kwargs(module), **place, prefix_bias=self.prefix_bias)
-        copy_parts(module, relative)
-        return relative
+        return like_attention(module, ViTRelativeAttention, **place, prefix_bias=self.prefix_bias)
