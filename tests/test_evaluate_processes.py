@@ -56,43 +56,32 @@ def test_robustness_equals_that_of_one_process_and_resumes_it(model, tmp_path):
     assert cells == others  # those of fog were measured in other batches
 
 
-@pytest.fixture(scope="module")
-def pixels(tmp_path_factory):
-    """A folder of five images with masks, and with a box in COCO's format each."""
-    folder = tmp_path_factory.mktemp("pixels")
-    images, boxes = [], []
+@pytest.mark.parametrize("task", ["segmentation", "detection"])
+def test_other_tasks_equal_those_of_one_process(task, tmp_path):
+    """Mean IoU and AP of five images, three for one process and two for the other."""
+    split, images, boxes = tmp_path / "data" / "val", [], []
     for number in range(5):
         for kind, size in {"images": (48, 40, 3), "masks": (48, 40)}.items():
             values = torch.randint(0, 256 if kind == "images" else 3, size, dtype=torch.uint8).numpy()
-            (folder / "val" / kind).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(values).save(folder / "val" / kind / f"{number}.png")
+            (split / kind).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values).save(split / kind / f"{number}.png")
         images.append({"id": number, "file_name": f"images/{number}.png", "width": 40, "height": 48})
         box = [0, 0, 40 - number, 48 - number]  # nearly all of the image, so that chance finds some
         boxes.append({"id": number, "image_id": number, "category_id": 1 + number % 2, "bbox": box})
     categories = [{"id": 1, "name": "a"}, {"id": 2, "name": "b"}]
-    annotations = {"images": images, "annotations": boxes, "categories": categories}
-    (folder / "val" / "val.json").write_text(json.dumps(annotations))
-    (folder / "classes.txt").write_text("a\nb\nc\n")
-    return folder
-
-
-VIT = dict(backbone="tdrl_vit_ti", backbone_kwargs=dict(embed_dim=24, num_heads=2, depth=1), channels=8)
-TASKS = {
-    "segmentation": ("upernet", dict(num_classes=3), dict(crop=[32, 32], resize=None), "masks"),
-    "detection": ("mask_rcnn", dict(num_classes=2, masks=False, features=16), dict(masks=False), "coco"),
-}
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_other_tasks_equal_those_of_one_process(task, pixels, tmp_path):
-    """Mean IoU and AP of five images, three for one process and two for the other."""
-    name, arguments, options, source = TASKS[task]
+    (split / "val.json").write_text(json.dumps({"images": images, "annotations": boxes, "categories": categories}))
+    (tmp_path / "data/classes.txt").write_text("a\nb\nc\n")
+    vit = dict(backbone="tdrl_vit_ti", backbone_kwargs=dict(embed_dim=24, num_heads=2, depth=1), channels=8)
+    name, arguments, options, source = {
+        "segmentation": ("upernet", dict(num_classes=3), dict(crop=[32, 32], resize=None), "masks"),
+        "detection": ("mask_rcnn", dict(num_classes=2, masks=False, features=16), dict(masks=False), "coco"),
+    }[task]
     torch.manual_seed(0)
-    net = timm.create_model(name, img_size=32, **VIT, **arguments)
+    net = timm.create_model(name, img_size=32, **vit, **arguments)
     own = dict(source=source, task={"name": task, **options}, input_size=(3, 32, 32), label_names=[])
     net.pretrained_cfg = {**net.pretrained_cfg, **own}
     iso.save(net, tmp_path / "net.safetensors")
-    data = pixels if task == "segmentation" else pixels / "val"
+    data = tmp_path / "data" if task == "segmentation" else split
     wanted = ["evaluate", tmp_path / "net.safetensors", "--data", data]
     one = answer(*wanted)
     assert max(value for row in one["rows"] for key, value in row.items() if key in ("miou", "box_ap")) > 0

@@ -7,11 +7,9 @@ import pytest
 import timm
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
-from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.model import record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
@@ -27,9 +25,8 @@ from isomorph.training.objectives.masked import (
     evaluate_pretraining,
 )
 from isomorph.training.optim import build_optimizer, scaled_groups
-from isomorph.training.recipe.fields import OptimPart
+from isomorph.training.recipe.fields import MaskPart, OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.objective_fields import MaskPart
 
 CPU = torch.device("cpu")
 SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -172,16 +169,6 @@ def test_another_size_of_image():
         model(torch.randn(2, 3, 16, 16), torch.rand(2, 5))
 
 
-def test_features_of_a_block():
-    model = autoencoder(depth=3).eval()
-    images = images_for(model)
-    noise = model.draw_noise(images)
-    last = model.decoder_features(images, noise)
-    assert torch.equal(last, model.decoder_features(images, noise, block=3))
-    assert not torch.allclose(last, model.decoder_features(images, noise, block=2))
-    assert torch.equal(model.decoder_pred(model.decoder_norm(last)), model(images, noise)[0])
-
-
 def plain_autoencoder(*sizes, mask=0.75, **changes):
     return MaskedAutoencoder(timm.create_model(PLAIN, **SMALL | changes), *sizes or (1, 16, 4), mask)
 
@@ -232,8 +219,7 @@ def test_what_the_optimiser_is_told():
     undecayed = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
     assert {"mask_token", "encoder.cls_token"} <= undecayed
     assert "decoder_embed.weight" not in undecayed
-    aligned = AlignedStudent(model, 8)
-    assert "student.mask_token" in aligned.no_weight_decay()
+    assert "student.mask_token" in AlignedStudent(model, 8).no_weight_decay()
     with pytest.raises(UserError, match=r"has no group_matcher for its layers; leave optim.layer_decay at 1"):
         scaled_groups(model, OptimPart(layer_decay=0.9))
 
@@ -281,19 +267,15 @@ def test_an_autoencoder_comes_back_whole(kind, tmp_path):
         load_autoencoder(tmp_path / "autoencoder.safetensors", PLAIN)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_a_recipe_builds_is_written_read_and_written_again(fused, tmp_path):
+def test_what_a_recipe_builds_is_written_read_and_written_again(tmp_path):
     encoder = build_model(ModelPart(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax"}), 5)
     record_data(encoder, {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 16, 16)})
-    encoder = iso.fuse(encoder.eval()) if fused else encoder
-    model = MaskedAutoencoder(encoder, 1, 16, 4).eval()
+    model = MaskedAutoencoder(iso.fuse(encoder.eval()), 1, 16, 4).eval()
     save_autoencoder(model, tmp_path / "one.safetensors")
     back = load_autoencoder(tmp_path / "one.safetensors")
     assert tuple(back.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
     save_autoencoder(back, tmp_path / "two.safetensors")
-    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    assert read_header(one) == read_header(two)
-    assert all(torch.equal(a, b) for a, b in zip(load_file(one).values(), load_file(two).values(), strict=True))
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
     iso.save(back.encoder, tmp_path / "encoder.safetensors")
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(iso.load(tmp_path / "encoder.safetensors")(images), encoder.eval()(images))

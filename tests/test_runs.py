@@ -2,18 +2,15 @@
 
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import time
 
 import pytest
 import timm
 import torch
 
 import isomorph as iso
-from command_line import LONGEST, SERVER, answer, isomorph, settings
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
@@ -70,34 +67,7 @@ def run(halted, tmp_path):
     return shutil.copytree(halted, tmp_path / "run")
 
 
-def train_at(barrier, arguments, *rest):
-    barrier.wait(LONGEST)
-    answer(arguments, *rest)
-
-
 class TestAlone:
-    @pytest.mark.slow
-    def test_of_two_that_start_together_one_trains(self, tmp_path):
-        """In a new folder; the other says so in a line, and leaves no trace."""
-        (tmp_path / "recipe.yaml").write_text(json.dumps({**TINY, "epochs": 3}))
-        arguments = ["train", str(tmp_path / "recipe.yaml"), f"out={tmp_path / 'run'}"]
-        barrier, children = SERVER.Barrier(2), []
-        for i in range(2):
-            files = [tmp_path / f"{i}.{kind}" for kind in ("out", "err")]
-            for file in files:
-                file.touch()
-            shared = (barrier, arguments, str(tmp_path), settings(), *files)
-            children.append(SERVER.Process(target=train_at, args=shared))
-            children[-1].start()
-        for child in children:
-            child.join(LONGEST)
-        assert sorted(child.exitcode for child in children) == [0, 2]
-        (said,) = [(tmp_path / f"{i}.err").read_text() for i, child in enumerate(children) if child.exitcode]
-        assert "another process trains in" in said
-        assert said.count("\n") == 1
-        assert len(read_log(tmp_path / "run/environment.jsonl")) == 1
-        assert [row["epoch"] for row in read_log(tmp_path / "run/log.jsonl")] == [1, 2, 3]
-
     @pytest.mark.parametrize(
         ("out", "message"),
         [
@@ -259,19 +229,6 @@ class TestDamage:
         assert (run / "damaged-step-00000006-2").is_dir()
         same_weights(run, whole)
 
-    def test_a_changed_model_of_a_finished_run_is_written_again(self, whole, tmp_path, capsys):
-        run = shutil.copytree(whole, tmp_path / "run")
-        path = run / "model.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-3] ^= 64
-        path.write_bytes(content)
-        iso.train(tiny(run))
-        assert "already complete" not in capsys.readouterr().out
-        ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (run, whole))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        iso.train(tiny(run))
-        assert "already complete" in capsys.readouterr().out
-
 
 RUIN = {
     "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; give run/best.safetensors"),
@@ -293,18 +250,6 @@ class TestFolders:
         with pytest.raises(iso.UserError, match=expected) as caught:
             open_model("run")
         assert "\n" not in str(caught.value)
-
-    @pytest.mark.slow
-    def test_compare_reads_what_can_be_read(self, run):
-        for name in ("log", "steps", "monitor"):
-            with (run / f"{name}.jsonl").open("ab") as file:
-                file.write(b"\xff\n" + b"[" * 100_000 + b'\n{"epoch": {}, "loss": []}\n')
-        (run / "recipe.json").write_text('{"model": [1], "epochs": {}, "name": 3}')
-        nested(run)
-        done = isomorph("compare", "run", folder=run.parent)
-        assert done.returncode == 0, done.stderr
-        (run / "recipe.json").write_bytes(b"\xff" + b"[" * 100_000)
-        assert isomorph("compare", "run", folder=run.parent).returncode == 0
 
     def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
         import isomorph.checkpoints.snapshot as snapshot
@@ -357,7 +302,6 @@ def runs(tmp_path_factory):
     iso.train(validate({**MASKED, "out": str(folder / "mae"), "ema": 0.5}), show=False)
     mask = dict(**MASKED["mask"], teacher=str(folder / "mae/autoencoder.safetensors"), block=1)
     iso.train(validate({**MASKED, "out": str(folder / "g2sd"), "mask": mask}), show=False)
-    stopped_run(folder / "begun", 2, {**MASKED, "mask": mask})
     return folder
 
 
@@ -370,27 +314,8 @@ class TestPretraining:
         assert all(torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items())
         assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
 
-    @pytest.mark.slow
-    def test_every_command_takes_it(self, runs):
-        for arguments in (["fuse", "mae"], ["fuse", "begun"], ["verify", "g2sd", "g2sd"], ["compare", "mae", "g2sd"]):
-            done = isomorph(*arguments, folder=runs)
-            assert done.returncode == 0, done.stderr
-        plain = {**SMALL, "layout": "plain"}
-        tuned = dict(model=dict(name="tdrl_vit_ti", kwargs=plain, weights=str(runs / "mae-fused.safetensors")))
-        assert open_run(validate({**MASKED, **tuned, "mask": None, "out": str(runs / "tuned")}))
-
 
 class TestSignals:
-    def test_hanging_up_saves_and_the_run_resumes(self, whole, tmp_path, monkeypatch):
-        monkeypatch.setattr("tiny_runs.signal.SIGTERM", signal.SIGHUP)
-        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, if the tests run under it, ignores the signal
-        with pytest.raises(AssertionError, match="stopped by SIGHUP after step 6"):  # the helper expects SIGTERM
-            stopped_run(tmp_path / "run", 6, TINY)
-        signal.signal(signal.SIGHUP, before)
-        assert newest_snapshot(tmp_path / "run").values["step"] == 6
-        iso.train(tiny(tmp_path / "run"), show=False)
-        same_weights(whole, tmp_path / "run")
-
     def test_under_nohup_it_stays_ignored(self):
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with stop_requests() as request:
@@ -398,23 +323,6 @@ class TestSignals:
             assert not request.number
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.signal(signal.SIGHUP, before)
-
-    @pytest.mark.slow
-    def test_a_closed_terminal_costs_nothing(self, whole, tmp_path):
-        """A progress bar on a terminal that goes away after a few steps: the run comes to its end."""
-        master, slave = pty.openpty()
-        out = os.ttyname(slave)
-        (tmp_path / "recipe.yaml").write_text(json.dumps(TINY))
-        arguments = ["train", str(tmp_path / "recipe.yaml"), f"out={tmp_path / 'run'}"]
-        child = SERVER.Process(target=answer, args=(arguments, str(tmp_path), settings(TERM="xterm"), out, out))
-        child.start()
-        while child.is_alive() and not read_log(tmp_path / "run/steps.jsonl"):
-            time.sleep(0.005)
-        os.close(slave)
-        os.close(master)
-        child.join(LONGEST)
-        assert child.exitcode == 0
-        same_weights(whole, tmp_path / "run")
 
     def test_a_stream_that_fails_is_dropped(self, tmp_path):
         reader, writer = os.pipe()

@@ -187,7 +187,7 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
 @pytest.mark.parametrize(
     ("scale", "values", "message"),
     [
-        (dict(accumulate=3), {}, "batch_size 32 cannot be split into 3 parts of an even size"),
+        (dict(accumulate=3), {}, "batch_size 32 cannot be split evenly; give a multiple of 6"),
         (dict(parallel="fsdp"), {}, "start the run with torchrun"),
         (dict(activation_checkpointing=True), dict(model=dict(name="lenet")), "no model"),
     ],

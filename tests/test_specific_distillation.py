@@ -64,22 +64,15 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     tokens = wide.forward_features(x)
     torch.testing.assert_close(wide(x), (wide.head(tokens[:, 0]) + wide.head_dist(tokens[:, 1])) / 2)
     torch.testing.assert_close(wide(x), result.model(x))
-    if layout == "plain":
-        return
-    iso.save(iso.fuse(wide), tmp_path / "thin.safetensors")
-    thin = iso.load(tmp_path / "thin.safetensors")
-    assert iso.edits(thin) == ()
-    torch.testing.assert_close(thin(x), wide(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["P-W2S", "plain"])
-def test_a_pre_trained_encoder_gets_a_token(layout, tmp_path):
+def test_a_pre_trained_encoder_gets_a_token(tmp_path):
     """The checkpoint has a class token only; the distillation token is new and has no position."""
     encoder = timm.create_model("tdrl_vit_ti", num_classes=0, layout="plain", **SMALL).eval()
     autoencoder = MaskedAutoencoder(encoder, 1, 16, 4)
     state = {name.removeprefix("encoder."): tensor for name, tensor in autoencoder.state_dict().items()}
     torch.save({"model": state}, tmp_path / "mae.pth")
-    kwargs = SMALL | dict(layout=layout, num_classes=7)
+    kwargs = SMALL | dict(layout="P-W2S", num_classes=7)
     part = ModelPart(name="tdrl_vit_ti_distilled", kwargs=kwargs, weights=tmp_path / "mae.pth")
     model = build_model(part, 7).eval()
     new = model.isomorph_record.start.partition("new: ")[2]
@@ -108,16 +101,12 @@ def test_a_teacher_with_arguments(tmp_path):
     part = run_recipe(tmp_path, distill=distill).distill
     x = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(open_teacher(part)(x), net(x))
-    read = open_teacher(part.model_copy(update=dict(kwargs=SMALL)))  # classes and pooling are in the tensors
-    torch.testing.assert_close(read(x), net(x))
     iso.save(timm.create_model("cifar_resnet20"), tmp_path / "own.safetensors")
     own = part.model_copy(update=dict(teacher=str(tmp_path / "own.safetensors"), weights=None))
     with pytest.raises(iso.UserError, match=r"leave distill\.kwargs out"):
         open_teacher(own)
     with pytest.raises(iso.UserError, match="CifarResNet has no distillation token"):
         open_run(run_recipe(tmp_path / "run", distill=distill, model=dict(name="cifar_resnet20")))
-    with pytest.raises(iso.UserError, match="timm cannot create"):
-        open_teacher(part.model_copy(update=dict(kwargs=dict(global_pol="avg"))))
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", TEACHER])

@@ -18,7 +18,7 @@ from command_line import LONGEST, settings
 from isomorph.cli import main
 from isomorph.cli.options import loading
 from isomorph.cli.run import app
-from isomorph.cli.tables import PATH, tables
+from isomorph.cli.tables import PATH
 from isomorph.process import handler_kept
 
 PROGRAM = isomorph_command.__file__
@@ -112,10 +112,6 @@ def test_the_tables_are_those_of_the_library():
     from isomorph.cli.write_tables import library_tables
 
     assert json.loads(PATH.read_text()) == json.loads(json.dumps(library_tables()))
-
-
-def test_the_table_of_models_is_complete():
-    assert [row["name"] for row in tables()["models"]] == iso.models.names()
 
 
 @pytest.mark.parametrize("module", ["cyclopts", pytest.param("torch._C", marks=pytest.mark.slow)])

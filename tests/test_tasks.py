@@ -153,7 +153,7 @@ class TestRecipe:
         ("changes", "message"),
         [
             ({"task": {"name": "parrot"}}, r"task.name: 'parrot' is not a task; did you mean parity"),
-            ({"task": {"scale": 2}}, "task.name is missing"),
+            ({"task": {"scale": 2}}, "task.name: field required"),
             ({"task": {"name": "parity", "scal": 2}}, r"task.scal is not a field \(did you mean scale\?\)"),
             ({"task": {"name": "parity", "crop": 2}}, r"task.crop is not a field \(fields: name, scale\)"),
             ({"task": {"name": "parity", "scale": 0}}, "task.scale: .* greater than 0"),

@@ -31,8 +31,7 @@ from isomorph.training.objectives.token_labels import (
     crop_label_maps,
     dense_scores,
 )
-from isomorph.training.recipe.fields import AugmentPart
-from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
+from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.state import open_run
 from refusals import refused
@@ -137,8 +136,7 @@ class TestGeometry:
                 torch.testing.assert_close(score, seen[c] / scale, atol=0.025, rtol=0)
         assert flips == {True, False}
 
-    @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "random"])
-    @pytest.mark.parametrize("hflip", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize(("interpolation", "hflip"), [("bilinear", 0.0), ("bicubic", 0.5), ("random", 1.0)])
     def test_the_image_is_that_of_the_plain_transform_to_the_bit(self, interpolation, hflip):
         policy = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.5, re_mode="pixel")
         config = CONFIG | dict(interpolation=interpolation)
@@ -248,10 +246,8 @@ class TestFiles:
         [
             (drawn_map(0, size=(7, 6)), "is 2 x 2 x 7 x 6, but the first image's label map is 2 x 2 x 6 x 6"),
             (torch.zeros(3, 2, 6, 6), "it is 3 x 2 x 6 x 6, but must be 2 x K x H x W"),
-            (torch.zeros(5), "it is 5, but must be 2 x K x H x W"),
             ({"scores": 1}, "it is dict"),
             (drawn_map(0, classes=9, likeliest=9), "has class [3-8]; classes must be whole numbers from 0 to 2"),
-            (drawn_map(0) - 0.5, "has class"),
             (drawn_map(0) / 0, "not finite"),
             (None, "cannot read the label map"),
         ],
@@ -291,11 +287,6 @@ class TestRuns:
     )
     def test_what_maps_cannot_follow_is_refused_at_once(self, change, said, data):
         refused(said, self.recipe, data, "token_labels.class_token=map", change)
-
-    def test_a_missing_map_is_said_before_the_run(self, data):
-        (data / "maps/cat/4.pt").unlink()
-        with pytest.raises(iso.UserError, match=r"label maps are missing in .*: 1, the first of them .*cat/4.pt"):
-            open_run(self.recipe(data, f"out={data / 'run'}"))
 
 
 SMALL = dict(img_size=32, patch_size=16, embed_dim=12, depth=6, num_heads=3, num_classes=5, dense_head=True)
@@ -341,13 +332,6 @@ class TestSimilarity:
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-    def test_nothing_is_kept_but_the_maps(self):
-        maps, kept = [torch.rand(2, 3, 9, 9, requires_grad=True) for _ in range(3)], []
-        known = {each.data_ptr() for each in maps}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            neighbour_similarity(maps)
-        assert all(t.data_ptr() in known or t.numel() <= 2 * 9 * 9 for t in kept)
 
     def test_empty_entries_and_half_precision(self):
         maps = [torch.rand(2, 8, 6, 6) for _ in range(3)]
@@ -399,17 +383,6 @@ class TestTask:
                 PenalisedLoss(model, torch.nn.CrossEntropyLoss(), CPU, part)
         with pytest.raises(iso.UserError, match="at least two blocks"):
             PenalisedLoss(create("refined_vit_s", **SMALL | dict(depth=1)), torch.nn.CrossEntropyLoss(), CPU, part)
-
-    @pytest.mark.parametrize(
-        "changes", [["scale.activation_checkpointing=true", "ema=null"], ["amp=none", "token_labels=null"]]
-    )
-    def test_runs_train(self, changes, tmp_path):
-        small = [f"model.kwargs.{key}={value}" for key, value in SMALL.items() if key != "num_classes"]
-        data = ["data.source=digits", "data.size=[32,32]", "data.batch_size=20", "data.workers=0", "data.fraction=0.03"]
-        brief = ["epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}", *changes]
-        run = open_run(iso.load_recipe("refined_vit_s_released", [*small, *data, *brief]))
-        assert run.task.similarity == MapSimilarityPart(weight=0.1, pairs=12)
-        assert train_epoch(run) > 0
 
 
 def mixup(augment, maps=False):

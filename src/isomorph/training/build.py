@@ -166,11 +166,11 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
     Raises: UserError when the batch cannot be split evenly, or the data is smaller than one batch.
     """
     data, parts = recipe.data, recipe.scale.accumulate * runtime.world
-    if data.batch_size % parts or (recipe.augment.mixes and data.batch_size // parts % 2):
-        pairs = " of an even size" if recipe.augment.mixes else ""
+    least = 2 * parts if recipe.augment.mixes else parts
+    if data.batch_size % least:
         raise UserError(
-            f"data.batch_size {data.batch_size} cannot be split into {parts} parts{pairs} (processes {runtime.world}, "
-            f"scale.accumulate {recipe.scale.accumulate}); give a multiple of {2 * parts if pairs else parts}"
+            f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: processes "
+            f"{runtime.world}, scale.accumulate {recipe.scale.accumulate}" + ", pairs to mix" * recipe.augment.mixes
         )
     batch = min(data.batch_size, len(train) // (2 * parts) * 2 * parts)
     if not batch:

@@ -8,12 +8,10 @@ import torch
 from timm.data import Mixup
 from timm.task import TrainingTask
 from torch import nn
-from torch.utils.data import DataLoader
 
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.label_maps import MapLabels
 from isomorph.data.loaders import eval_transform
-from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import read_image
 from isomorph.data.streams import STREAMS
 from isomorph.distributed import Runtime
@@ -47,21 +45,14 @@ class Classification(Task):
     sources = (*SOURCES, *STREAMS)
     unused = ()
     classifies = True
+    open_data: Any = staticmethod(open_sources)
+    data_config: Any = staticmethod(data_config)
+    train_loader: Any = staticmethod(build_train_loader)
+    test_loader: Any = staticmethod(build_test_loader)
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
-
-    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
-        return open_sources(recipe)
-
-    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
-        return data_config(recipe, model)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
-
-    def train_loader(
-        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
-    ) -> DataLoader[Any]:
-        return build_train_loader(recipe, config, train, sampler)
 
     def mix(self, recipe: Recipe, model: nn.Module) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
         augment = recipe.augment
@@ -71,9 +62,6 @@ class Classification(Task):
             return LabelMapMixup(augment.mixup, augment.cutmix)
         classes = getattr(model, "num_classes", 1000)
         return Mixup(augment.mixup, augment.cutmix, label_smoothing=augment.smoothing, num_classes=classes)
-
-    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
-        return build_test_loader(recipe, config, test, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         if recipe.mask:

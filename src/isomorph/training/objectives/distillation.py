@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import check_image_size
-from isomorph.training.recipe.objective_fields import DistillPart
+from isomorph.training.recipe.fields import DistillPart
 
 
 class FrozenTeacher(nn.Module):

@@ -18,7 +18,7 @@ from isomorph.evaluation.input_sizes import training_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
 from isomorph.training.objectives.distillation import FrozenTeacher
-from isomorph.training.recipe.objective_fields import MaskPart
+from isomorph.training.recipe.fields import MaskPart
 from isomorph.training.task import Objective
 
 SMOOTH_L1_BETA = 2.0

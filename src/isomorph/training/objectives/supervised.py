@@ -10,8 +10,7 @@ from timm.task import ClassificationTask
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.training.recipe.fields import AugmentPart
-from isomorph.training.recipe.objective_fields import MapSimilarityPart
+from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart
 
 MIN_LENGTH = 1e-8
 """Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity."""

@@ -14,7 +14,7 @@ from isomorph.data.label_maps import MapLabels
 from isomorph.errors import UserError
 from isomorph.models.blockwise import Box
 from isomorph.training.objectives.supervised import PenalisedLoss
-from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
+from isomorph.training.recipe.fields import MapSimilarityPart, TokenLabelPart
 
 
 def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:

@@ -19,19 +19,22 @@ from isomorph.training.recipe.fields import (
     AugmentPart,
     Count,
     DataPart,
+    DistillPart,
     Epochs,
     File,
     KeptEpochs,
+    MapSimilarityPart,
+    MaskPart,
     NotNegative,
     OptimPart,
     Part,
     Rate,
     ScalePart,
     TaskPart,
+    TokenLabelPart,
     part_of,
 )
 from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, MaskPart, TokenLabelPart
 from isomorph.training.recipe.tasks import task_names
 
 P = TypeVar("P", bound=Part)
@@ -240,8 +243,6 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
         )
-    if problem["type"] == "missing":
-        return f"{field} is missing"
     if problem["type"] == "model_type":
         names = list(_fields_of([*groups, last], part))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"

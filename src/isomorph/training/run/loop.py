@@ -4,7 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis import attention_spans, branch_similarity, centres, gates, logit_stats
 from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import UserError
@@ -20,15 +21,17 @@ from isomorph.surgery.recast import edited_names
 from isomorph.surgery.where import list_names
 from isomorph.terminal_tables import count_of
 from isomorph.training.optim import describe_groups
-from isomorph.training.parallel import no_gradient_sync
+from isomorph.training.parallel import no_gradient_sync, unsharded
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
 from isomorph.training.run.log import Journal
-from isomorph.training.run.observe import gating_row, monitor_row
 from isomorph.training.run.state import Run
 
 CHECK_EVERY = 10
 """Steps between checks that the loss is finite, since reading it waits for the device."""
+
+MONITORED_IMAGES = 32
+"""Images of a batch on which attention is monitored."""
 
 
 @dataclass(frozen=True)
@@ -329,3 +332,58 @@ def _raise_if_stopped(run: Run, number: int) -> None:
     if number:
         where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
         raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
+
+
+def gating_row(run: Run) -> dict[str, Any]:
+    """Return what log.jsonl says of gated layers: {"gating": {layer: {gates, spans, centres}}}, by head.
+
+    Empty for a model without gated layers, or that is recast later. Three decimals are kept, two of spans and centres.
+
+    Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
+    """
+    measures = {"gates": (gates, 3), "spans": (attention_spans, 2), "centres": (centres, 2)}
+    model, row = run.eval_model, dict[str, Any]()
+    with suppress(UserError), unsharded(model):
+        for kind, (measure, decimals) in measures.items():
+            for layer, values in measure(model).items():
+                row.setdefault(layer, {})[kind] = _rounded(values, decimals)
+    return {"gating": row} if row else {}
+
+
+def _rounded(values: Tensor, decimals: int) -> Any:
+    """Return nested lists of rounded numbers, None for a number that is not finite."""
+    if values.ndim > 1:
+        return [_rounded(row, decimals) for row in values]
+    return [round(x, decimals) if x - x == 0 else None for x in values.float().tolist()]
+
+
+def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
+    """Return attention of each layer and the similarity of each pyramid's branches, in eval mode.
+
+    Largest logit and attention are means over images, of the head with the largest. Empty for a CNN that is recast
+    later. Raises: UserError for a model that has neither.
+    """
+    model, images = run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device)
+    row = _branches(model, images)
+    try:
+        stats = logit_stats(model, images)
+    except UserError:
+        if row or not run.progress.recast:
+            return row
+        raise
+    return row | {
+        "max_logit": {name: each.max_logit.max().item() for name, each in stats.items()},
+        "max_attention": {name: each.max_attention.max().item() for name, each in stats.items()},
+        "entropy": {name: each.entropy.mean().item() for name, each in stats.items()},
+    }
+
+
+def _branches(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
+    """Return the mean similarity between the branches of each pyramid; nothing without any."""
+    means = {}
+    with suppress(UserError):
+        for name, matrix in branch_similarity(model, images).items():
+            pairs = torch.ones(matrix.shape[-2:], device=matrix.device).triu(1).bool()
+            if pairs.any():
+                means[name] = matrix[..., pairs].mean().item()
+    return {"branch_similarity": means} if means else {}
