@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -74,7 +74,8 @@ class Runtime:
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Return in every process what an action returns in the leading one. Raises: UserError in every process."""
-        result, problem = None, ""
+        result: Any = None
+        problem = ""
         if self.is_main:
             try:
                 result = action()
@@ -83,7 +84,7 @@ class Runtime:
         result, problem = self.gather((result, problem))[0]
         if problem:
             raise UserError(problem)
-        return cast(T, result)
+        return result
 
     def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Return the batches of a loader, inputs and labels first, padded to the same number in every process.
