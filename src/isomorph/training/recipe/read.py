@@ -124,7 +124,7 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], 
         place, _, name = field.rpartition(".")
         group: Any = values.get(place) if place else values
         value = group.get(name) if isinstance(group, dict) else None
-        old = value if isinstance(value, list) else [value]
+        old: list[Any] = value if isinstance(value, list) else [value]
         if not all(map(_is_number, old)) or any(f"{field}.".startswith(f"{other}.") for other in given):
             continue
         scaled = [float(f"{each * length / usual:.4g}") for each in old]
