@@ -168,14 +168,14 @@ DAMAGE = {
     "unknown": (reseal(lambda s: s.update(stp=1)), "stp is not a field"),
     "mistyped group": (reseal(lambda s: first_group(s).update(lr_scale=[1])), "optimizer.groups"),
     "a list": (lambda run: state_of(run).write_text("[1]"), "not the state of a run"),
-    "nested": (nested, "not readable JSON"),
+    "nested": (nested, "recursion"),
     "not UTF-8": (lambda run: state_of(run).write_bytes(b"\xff" + state_of(run).read_bytes()), "codec"),
-    "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), "not readable JSON"),
+    "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), r"step-00000006 is damaged \("),
     "a foreign file": (foreign("{newest}/notes.txt"), "notes.txt is not part of it"),
-    "a file in its place": (foreign("step-00000099"), "step-00000099 is damaged: it has no state.json"),
-    "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged: it has no state.json"),
+    "a file in its place": (foreign("step-00000099"), "step-00000099 is damaged .*state.json"),
+    "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged .*state.json"),
     "a copy": (copied, "step-00000099 is damaged: it is a copy of the one after step 6"),
-    "emptied": (emptied, "step-00000006 is damaged: it has no state.json"),
+    "emptied": (emptied, "step-00000006 is damaged .*state.json"),
 }
 """What happens to the newest snapshot, and what is said of it."""
 
@@ -231,12 +231,8 @@ class TestDamage:
 
 
 RUIN = {
-    "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; give run/best.safetensors"),
-    "nested": (nested, "not readable JSON"),
-    "all": (
-        lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)],
-        "has no state.json; .*it has no state",
-    ),
+    "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged .*; resume the run, or give one"),
+    "all": (lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)], "is damaged .*; .*is damaged"),
     "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is neither a checkpoint nor the folder of a run"),
 }
 

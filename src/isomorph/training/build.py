@@ -77,7 +77,8 @@ def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[
         try:
             new = load_state(model, dict(state), path, fresh_head=True)
         except UserError as error:
-            raise UserError(f"{misfit}; nor the recast model: {error}") from None
+            reason = str(error).removeprefix(f"{path} does not fit {type(model).__name__}: ")
+            raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
         if not recast_now:
             raise UserError(
                 f"model.weights {path} is recast already, but model.recast_epoch is {part.recast_epoch}; set "

@@ -57,13 +57,9 @@ class Journal:
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         device = self.runtime.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        row: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "host": socket.gethostname(),
-            "command": sys.argv,
-        }
+        row: dict[str, Any] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()}
+        row |= {"command": sys.argv, "threads": torch.get_num_threads(), "python": platform.python_version()}
         row |= {"device": f"{device.type} {name}".strip(), "processes": self.runtime.world, "cores": os.cpu_count()}
-        row |= {"threads": torch.get_num_threads(), "python": platform.python_version()}
         row |= {"torch": torch.__version__, "timm": timm.__version__, "numpy": np.__version__}
         self.write("environment.jsonl", row)
 
