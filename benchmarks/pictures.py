@@ -94,7 +94,7 @@ def photograph_page(cnn: nn.Module, checkpoint: Path, path: Path) -> None:
         Image.fromarray((read_image(256) * 255).astype(np.uint8)).save(photo)
         iso.save(iso.recast(cnn, CNN_RECAST[0], where=CNN_RECAST[1]), exact)
         tuned = Path(shutil.copy(checkpoint, Path(folder) / "fine-tuned.safetensors"))
-        models = [str(exact), "--against", str(tuned), "--size", "96", "96"]
+        models = [str(exact), "--against", str(tuned), "--size", "96"]
         command = [sys.executable, "-m", "isomorph", "analyze", *models, "--image", str(photo), "--out", str(page)]
         subprocess.run(command, check=True)
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]

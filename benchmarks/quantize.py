@@ -23,7 +23,6 @@ from quantize_models import trained
 
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {},
-    "8-bit weights": dict(weight_bits=8),
     "weights only": dict(weights_only=True),
 }
 """Arguments of `iso.quantize` by form; "int8" is the default."""

@@ -1,4 +1,4 @@
-"""What the command line understands and says: sizes, names of options, files that exist, machines without a network."""
+"""What the command line says: names of options, progress, control characters, machines without a network."""
 
 import socket
 from contextlib import suppress
@@ -18,11 +18,9 @@ from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import explain_shape_error, name_options
 from isomorph.cli.open_models import library_options
-from isomorph.cli.options import CheckpointOptions, choose_page, join_sizes, only_size, parse_size
+from isomorph.cli.options import CheckpointOptions
 from isomorph.cli.output import progress_bar, spinner, track_steps
 from isomorph.cli.run import _error_message
-from isomorph.cli.tables import recipe_fields
-from isomorph.cli.train import check_fields
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
 from isomorph.training.recipe.read import apply_overrides
@@ -34,72 +32,21 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("typed", "size"),
-    [
-        (["--size", "96"], (96, 96)),
-        (["--size", "96", "128"], (96, 128)),
-        (["--size", "96x128"], (96, 128)),
-        (["--size=96X128"], (96, 128)),
-        (["--size", "[96, 128]"], (96, 128)),
-        (["--size", "(96,128)"], (96, 128)),
-        (["--size", "-3", "5"], (-3, 5)),
-    ],
-)
-def test_a_size_is_written_in_any_usual_way(typed, size):
-    joined = join_sizes(["recast", "m", *typed, "--json"])
-    assert joined[-1] == "--json"
-    text = joined[2].partition("=")[2] or joined[3]
-    assert parse_size("--size", text) == size
-
-
-@pytest.mark.parametrize("text", ["", "x", "96x", "96x96x3", "32.5", "32x32.5", "wide", "9" * 30])
-def test_what_is_not_a_size_is_named_as_typed(text):
-    refused(r"is not a size; write --grid-size 96, or --grid-size 96 128", parse_size, "--grid-size", text)
-
-
-def test_one_size_is_one():
-    assert (only_size(None), only_size([]), only_size([(9, 16)])) == (None, None, (9, 16))
-    refused("--size is given several times", only_size, [(9, 16), (16, 9)])
-
-
-def test_other_numbers_stay_where_they_are():
-    command = ["bench", "m", "--batch-size", "1", "32", "--size", "160", "--size", "224", "320", "5"]
-    assert join_sizes(command) == [*command[:5], "--size=160", "--size=224x320", "5"]
-
-
-@pytest.mark.parametrize(
     ("command", "message", "expected"),
     [
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
         ("train", "set data.root (or ISOMORPH_DATA) to", "set --data.root (or ISOMORPH_DATA) to"),
         ("bench", "not available; try device=cpu", "not available; try --device cpu"),
-        ("recast", "grid_size height 0 must be", "--grid-size height 0 must be"),
-        ("recast", "ratio 99 must be a whole number", "--ratio 99 must be a whole number"),
         ("recast", "'a' in where matches no module", "'a' in --where matches no module"),
         ("train", "give --weights FILE, or --no-pretrained", "give --model.weights FILE, or --model.pretrained false"),
-        ("train", "give checkpoint_path=FILE, or pretrained=False for",
-         "give --model.weights FILE, or --model.pretrained false for"),
         ("verify", "give checkpoint_path=FILE, or pretrained=False for", "give --weights FILE, or --no-pretrained for"),
-        ("train", "2 problems: epochs: x; optim.lr: y", "2 problems: --epochs: x; --optim.lr: y"),
-        ("train", "1 problem: task.crp is not a field (did you mean crop?)",
-         "1 problem: --task.crp is not a field (did you mean --task.crop?)"),
-        ("train", "2 problems: task.other: x; model.recast.other is missing",
-         "2 problems: --task.other: x; --model.recast.other is missing"),
-        ("train", "1 problem: augment does not apply to masked_lm", "1 problem: --augment does not apply to masked_lm"),
         ("train", "the file; model.safetensors is damaged", "the file; model.safetensors is damaged"),
         ("train", "give --optim.lr, or mydata.root.txt", "give --optim.lr, or mydata.root.txt"),
         ("evaluate", "cannot open a/model.weights.pth", "cannot open a/model.weights.pth"),
     ],
-)  # fmt: skip
+)
 def test_messages_name_options_as_they_are_typed(command, message, expected):
     assert name_options(message, command) == expected
-
-
-def test_unknown_fields_of_a_recipe_are_named():
-    check_fields(["optim.lr=1", "model.kwargs.img_size=3", "anneal=null", "model.recast.anything=2", "log-every=3"])
-    assert {"epochs", "optim.lr", "data.root"} <= set(recipe_fields())
-    refused(r"^the recipe has 2 problems: --optim.lrr is not a field", check_fields, ["optim.lrr=1", "eochs=3"])
-    refused(r"--nothing is not a field \(fields: name, ", check_fields, ["nothing=1"])
 
 
 @pytest.mark.parametrize(
@@ -133,39 +80,22 @@ def test_used_up_memory_is_not_taken_for_inputs_that_a_model_cannot_read():
     assert not isinstance(caught.value, iso.UserError)
 
 
-def test_a_page_is_not_overwritten_by_accident(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert choose_page(None, "page.html", False) == Path("page.html")
-    for name in ("page.html", "page-2.html", "page-3.html"):
-        assert choose_page(None, "page.html", False) == Path(name)
-        Path(name).touch()
-    assert choose_page(None, "page.html", True) == choose_page(Path("page.html"), "", True) == Path("page.html")
-    refused(r"--out: page\.html exists; give --overwrite", choose_page, Path("page.html"), "", False)
-    Path("demo-models").mkdir()
-    assert choose_page(Path("demo.html"), "", False) == Path("demo.html")
-    assert choose_page(None, "demo.html", False, "-models") == Path("demo-2.html")
-    refused("--out: demo-models exists; give --overwrite", choose_page, Path("demo.html"), "", False, "-models")
-
-
 def test_the_type_of_an_unexpected_error_is_printed():
     assert _error_message(iso.UserError("give --out")) == "give --out"
     assert _error_message(ValueError("no value")) == "ValueError: no value"
 
 
-@pytest.mark.parametrize(
-    ("typed", "value"),
-    [("96", 96), ("1e-3", 1e-3), ("[96,128]", [96, 128]), ("true", True), ("None", None), ("avg", "avg")],
-)
-def test_model_kwargs_are_read_as_in_recipes(typed, value):
-    given = library_options(CheckpointOptions(model_kwargs=[f"x={typed}"])).model_kwargs
-    assert given == {"x": value}
-    assert apply_overrides({}, [f"model.kwargs.x={typed}"])["model"]["kwargs"] == given
+def test_model_kwargs_are_read_as_in_recipes():
+    typed = {"96": 96, "1e-3": 1e-3, "[96,128]": [96, 128], "true": True, "None": None, "avg": "avg"}
+    for text, value in typed.items():
+        given = library_options(CheckpointOptions(model_kwargs=[f"x={text}"])).model_kwargs
+        assert given == {"x": value} == apply_overrides({}, [f"model.kwargs.x={text}"])["model"]["kwargs"]
 
 
-@pytest.mark.parametrize("name", ["2024_01_31", "2024-01-31", "0123", "1e3", "1:30", "true"])
-def test_names_and_folders_are_no_numbers(name):
-    changed = apply_overrides({}, [f"name={name}", f"out={name}", f"data.root={name}"])
-    assert changed == {"name": name, "out": name, "data": {"root": name}}
+def test_names_and_folders_are_no_numbers():
+    for name in ("2024_01_31", "2024-01-31", "0123", "1e3", "1:30", "true"):
+        changed = apply_overrides({}, [f"name={name}", f"out={name}", f"data.root={name}"])
+        assert changed == {"name": name, "out": name, "data": {"root": name}}
     assert apply_overrides({}, ["name=null", "epochs=1e2"]) == {"name": None, "epochs": 100}
 
 
@@ -236,31 +166,6 @@ def test_every_class_has_its_share_of_images_where_classes_take_turns():
     chosen = spaced_images(turns, 1_000)
     assert set(np.bincount(chosen.labels)) <= {99, 100, 101}
     assert (np.diff(chosen.ids) > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("sample run", "sample needs --out; see `isomorph sample --help`"),
-        ("sample run --out", "--out needs a value; see `isomorph sample --help`"),
-        ("sample run --ot grid.png", "--ot is not an option (did you mean --out?); see `isomorph sample --help`"),
-        ("sample", "sample needs MODEL; see `isomorph sample --help`"),
-        ("sample run --out grid.png more", "sample does not take more; see `isomorph sample --help`"),
-        (
-            "recast m --out x.safetensors --where a b",
-            "recast does not take b; for several values, give the option several times: --where a --",
-        ),
-        ("recast cifar_resnet20 --out x.safetensors", "recast needs --where; see `isomorph recast --help`"),
-        ("sample run --out grid.png --sampler dim", "--sampler; choose from: "),
-        ("predict m cat.jpg", "cat.jpg needs the name of its option (did you mean --image cat.jpg?); see "),
-        ("sample run --out grid.png --images two", "--images two must be a whole number"),
-    ],
-)
-def test_errors_of_the_parser_are_lines_like_others(line, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(line.split())
-    (printed,) = capsys.readouterr().err.splitlines()
-    assert printed.startswith(f"isomorph: {said}") or said in printed
 
 
 class TestProgressWithoutATerminal:

@@ -35,11 +35,7 @@ def test_the_recast_is_equal_on_every_test_image(found):
 def test_the_gain_is_said_as_it_is(found):
     demo, _ = found
     plain, conv = demo.vits
-    for a, b, word in (
-        (50.0, 90.0, "gains 40.0 points"),
-        (90.0, 50.0, "loses 40.0 points"),
-        (50.0, 50.0, "by 0.0 poi"),
-    ):
+    for a, b, word in (50.0, 90.0, "gains 40.0 points"), (90.0, 50.0, "loses 40.0 points"), (50.0, 50.0, "by 0.0 poi"):
         plain.top1[-1], conv.top1[-1] = a, b
         assert word in demo.gain
     assert [row[0] for row in demo.table()[1:]] == ["ViT", "ViT, convolutional at initialisation"]
@@ -79,19 +75,10 @@ def _arguments(command):
     return words[next(i for i, word in enumerate(words) if word in ("verify", "analyze", "train")) :]
 
 
-def test_commands_name_the_program_as_it_was_called(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    called = tmp_path / ".venv" / "bin" / "isomorph"
-    monkeypatch.setattr(sys, "argv", [str(called), "demo"])
-    assert next_commands(Path("m"))[0][1].startswith(".venv/bin/isomorph verify m/cnn.safetensors m/tcnn.safetensors")
-    called.parent.mkdir(parents=True)
-    called.write_text("#!/bin/sh\n")
-    called.chmod(0o755)
-    monkeypatch.setenv("PATH", str(called.parent))
-    assert next_commands(Path("m"))[0][1].startswith("isomorph verify ")
-    monkeypatch.setattr(sys, "argv", ["/somewhere/isomorph/__main__.py", "demo"])
-    assert " -m isomorph verify " in next_commands(Path("m"))[0][1]
+def test_commands_name_the_program_as_it_was_called(monkeypatch):
+    for called, program in (".venv/bin/isomorph", ".venv/bin/isomorph "), ("x/__main__.py", f"{sys.executable} -m "):
+        monkeypatch.setattr(sys, "argv", [called, "demo"])
+        assert next_commands(Path("m"))[0][1].startswith(program)
 
 
 def test_the_forms_differ_in_the_initialisation_only():

@@ -48,7 +48,7 @@ def test_recast_verify_evaluate(folder):
     assert made["recast"] == ["layer3.2.conv1", "layer3.2.conv2"]
     verify = "verify my.pth t.safetensors --arch cifar_resnet20 --data photos"
     assert answer(folder, verify)[0]["passed"]
-    assert [row["shape"] for row in answer(folder, f"{verify} --size 24 16")[0]["inputs"]] == ["2x3x24x16"] * 2
+    assert [row["shape"] for row in answer(folder, f"{verify} --size 24x16")[0]["inputs"]] == ["2x3x24x16"] * 2
     models = (OWN, "t.safetensors")
     own, recast = (answer(folder, f"evaluate {model} --data photos --no-cost")[0] for model in models)
     assert own["images"] == recast["images"] == 12
@@ -114,7 +114,7 @@ WRONG = {
     "bench resnet18 --against resnet34 --arch resnet18": "--arch is for checkpoints",
     "verify grey.safetensors grey.safetensors --arch resnet18": "leave --arch resnet18 out",
     "verify my.pth grey.safetensors --arch cifar_resnet20": "1-channel",
-    f"fuse {VIT}": "has nothing to fuse",
+    f"fuse {VIT} --out x.safetensors": "has nothing to fuse",
     f"{FINETUNE} --model.weights my.pth --out runs/a": "give --model.name NAME",
 }
 

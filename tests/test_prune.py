@@ -261,7 +261,7 @@ def test_heads_without_content_from_the_start():
 
 def test_the_command(tmp_path):
     iso.save(small_tcnn(), tmp_path / "t.safetensors")
-    done = isomorph("prune", "t.safetensors", folder=tmp_path)
+    done = isomorph("prune", "t.safetensors", "--out", "n.safetensors", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 layers pruned" in done.stdout
     assert "wrote" in done.stdout
@@ -271,12 +271,12 @@ def test_the_command(tmp_path):
     for before, after in (first["parameters"], out["macs"]):
         assert after < before
     bad = {
-        ("t.safetensors",): "t-pruned.safetensors exists",
-        ("t.safetensors", "--out", "n.safetensors", "--tolerance", "0.6"): "--tolerance 0.6 is out of range",
-        ("t.safetensors", "--out", "n.safetensors", "--tolerance", "0"): "nothing to prune",
-        ("t.safetensors", "--out", "n.safetensors", "--batch", "0"): "--batch 0 must be at least 1",
-        ("t.safetensors", "--out", "n.safetensors", "--root", "x"): "give --data too",
-        ("t.safetensors", "--out", "n.safetensors", "--atol", "1e-9"): "give a smaller --tolerance, or a larger --atol",
+        ("t.safetensors", "--out", "n.safetensors"): "n.safetensors exists",
+        ("t.safetensors", "--out", "b.safetensors", "--tolerance", "0.6"): '"0.6" for --tolerance; must be <= 0.5',
+        ("t.safetensors", "--out", "b.safetensors", "--tolerance", "0"): "nothing to prune",
+        ("t.safetensors", "--out", "b.safetensors", "--batch", "0"): '"0" for --batch; must be >= 1',
+        ("t.safetensors", "--out", "b.safetensors", "--root", "x"): "give --data too",
+        ("t.safetensors", "--out", "b.safetensors", "--atol", "1e-9"): "give a smaller --tolerance, or a larger --atol",
     }
     for arguments, message in bad.items():
         said = isomorph("prune", *arguments, folder=tmp_path)

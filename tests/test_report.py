@@ -471,11 +471,12 @@ def done(command):
 
 WRONG_COMMANDS = {
     "analyze cnn.safetensors --image b.png": "cannot read b.png",
-    "analyze cnn.safetensors --image c.png": "there is no file c.png",
+    "analyze cnn.safetensors --image c.png": '"c.png" does not exist',
     "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
     "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
     "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
-    "analyze cnn.safetensors --image a.png --max-images 3": "--max-images must be at least 4",
+    "analyze cnn.safetensors --image a.png --max-images 3": '"3" for --max-images; must be >= 4',
+    "analyze cnn.safetensors --image a.png --size 0x4": "--size; 0x4 is not a size",
     "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
     "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
     "analyze cnn.safetensors --image a.png --against grey.safetensors": "the models differ in image channels (",
@@ -498,7 +499,7 @@ class TestCommands:
     def test_analyze(self, folder, capsys):
         done(
             "analyze tcnn.safetensors --against cnn.safetensors --image a.png --data digits --max-images 8 "
-            "--size 32 40 --out page.html --json"
+            "--size 32x40 --out page.html --json"
         )
         page = (folder / "page.html").read_text()
         assert json.loads(capsys.readouterr().out)["bytes"] == len(page.encode()) < 1_000_000

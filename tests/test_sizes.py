@@ -75,7 +75,7 @@ def test_a_command_says_so(tmp_path, capsys):
     vit = timm.create_model("vit_tiny_patch16_224", **{**SMALL, "num_classes": 10})
     iso.save(vit, tmp_path / "vit.safetensors", base={"name": "vit_tiny_patch16_224", **SMALL, "num_classes": 10})
     with pytest.raises(SystemExit) as end:
-        main(["bench", str(tmp_path / "vit.safetensors"), "--no-peak", "--size", "225", "225"])
+        main(["bench", str(tmp_path / "vit.safetensors"), "--no-peak", "--size", "225"])
     assert end.value.code == 2
     assert "patches of 16 do not fill them; give 224 x 224 or 240 x 240" in " ".join(capsys.readouterr().err.split())
 

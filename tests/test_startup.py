@@ -38,7 +38,6 @@ AT_ONCE = {
     "choice": ([*RECAST, "--out", "x.safetensors", "--rule", "ConvToGPS"], 2),
     "field of a rule": ([*RECAST, "--out", "x.safetensors", "--localty", "3"], 2),
     "recipe": (["train", "digits_cn"], 2),
-    "field of a recipe": (["train", "digits_cnn", "--optim.lrr", "3"], 2),
     "model pattern": (["models", "vgg*"], 2),
 }
 
@@ -151,5 +150,5 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
             with pytest.raises(SystemExit) as ended:
                 main(["recast", "cnn.safetensors", "--where", "layer3.0.conv1", "--out", "t.safetensors"])
             assert ended.value.code == 130
-            assert capsys.readouterr().err == "isomorph: interrupted; no file was written\n"
+            assert capsys.readouterr().err == "isomorph: interrupted\n"
     assert [path.name for path in tmp_path.iterdir()] == ["cnn.safetensors"]

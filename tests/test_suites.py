@@ -389,7 +389,7 @@ class TestCommand:
         validation(tmp_path / "imagenet", [1, 2, 3])
         by_wnid(tmp_path / "elsewhere", KEPT["imagenet-r"][:3])
         asked = ["evaluate", weights, "--suite", f"imagenet,real,imagenet-r={tmp_path / 'elsewhere'}", "--partial"]
-        asked += ["--root", str(tmp_path), "--no-cost", "--size", "8", "8", "--size", "16", "12"]
+        asked += ["--root", str(tmp_path), "--no-cost", "--size", "8", "16x12"]
         run([*asked, "--json", "--per-class", str(tmp_path / "classes.csv")])
         found = json.loads(capsys.readouterr().out)
         assert [row["suite"] for row in found["rows"]] == ["imagenet", "real", "imagenet-r"] * 2

@@ -1,6 +1,5 @@
 """The analyze and compare commands."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
-from isomorph.terminal_tables import say
 
 if TYPE_CHECKING:
     from isomorph.report.page_models import PageModel
@@ -31,16 +29,16 @@ class ImageOptions:
     root
         Folder of that data.
     max_images
-        Number of images for CKA, at least 4.
+        Number of images for CKA.
     evolution
         With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
         linear CKA, mean of 10 random batches of 32 images).
     """
 
-    data: str | None = None
+    data: opt.Data = None
     root: Path | None = None
     split: opt.Split = None
-    max_images: opt.WholeNumber = 256
+    max_images: Annotated[int, opt.whole(4, 10**7)] = 256
     evolution: opt.Flag = False
 
 
@@ -49,15 +47,14 @@ def analyze(
     model: opt.Model,
     /,
     *,
-    image: list[Path],
-    against: str | None = None,
-    out: Path | None = None,
+    image: list[opt.File],
+    against: opt.NamedModel | None = None,
+    out: Path = Path("isomorph-analysis.html"),
     overwrite: opt.Overwrite = False,
     layers: list[str] | None = None,
     test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
-    size: opt.Size | None = None,
-    megabytes: float = 7.5,
+    size: opt.Size = None,
     device: opt.Device = "auto",
     json_: opt.Json = False,
 ) -> None:
@@ -68,24 +65,18 @@ def analyze(
     Parameters
     ----------
     image
-        Image file whose attention maps are shown; may be given several times.
+        Image files whose attention maps are shown.
     against
-        Second model to compare with, for example the same model after recasting or fine-tuning.
+        Second model to compare with, for example the same model after recasting or fine-tuning. Both get images of
+        MODEL's size, unless --size is given.
     out
-        File for the page, which needs no other file and no network; by default isomorph-analysis.html, with a number if
-        it exists.
+        File for the page, which needs no other file and no network.
     layers
         Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
-    size
-        Height and width of the input; by default the model's own.
-    megabytes
-        Target size of the page in megabytes; attention maps are subsampled to fit.
     """
-    if test.max_images < 4:
-        raise UserError("--max-images must be at least 4")
     if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
-    out = opt.choose_page(out, "isomorph-analysis.html", overwrite)
+    opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table
         from isomorph.report.html import write_page
@@ -94,8 +85,7 @@ def analyze(
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
         batches, sampled, evolutions = open_test_loaders(models, test)
-        characters = int((megabytes - 0.4) * 1e6)
-        options = AnalyzeOptions(layers, batches, sampled, evolutions, characters, show_step)
+        options = AnalyzeOptions(layers, batches, sampled, evolutions, report_progress=show_step)
         sections = analyze_sections(models, shown, options)
     written = write_page(out, " and ".join(m.name for m in models), sections[0].finding, sections, page_footer())
     measured = {"out": str(out), "bytes": written} | ({"evolution": evolutions} if evolutions else {})
@@ -119,15 +109,6 @@ def _open_models(
         counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
         raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
     common = size or models[0].config["input_size"][-2:]
-    for entry in models:
-        own = entry.config["input_size"][-2:]
-        if own != common and not size:
-            sizes = " and ".join(f"{height} x {width}" for height, width in (own, common))
-            say(
-                f"isomorph: {entry.name} and {models[0].name} are for images of {sizes}; both are shown at the latter, "
-                "unless you give --size",
-                sys.stderr,
-            )
     return [
         replace(m, model=fit_to_size(m.model, common), config=evaluation_config(m.model, common))
         if m.config["input_size"][-2:] != common
@@ -197,9 +178,9 @@ class AlongOptions:
         Number of images for --along, drawn at random, the same for all runs.
     """
 
-    data: str | None = None
+    data: opt.Data = None
     root: Path | None = None
-    max_images: opt.WholeNumber = 256
+    max_images: opt.Count = 256
 
 
 @opt.command
@@ -207,10 +188,10 @@ def compare_(
     runs: list[Path] | None = None,
     /,
     *,
-    along: Annotated[list[Literal["nonlocality", "entropy"]] | None, opt.Several] = None,
+    along: list[Literal["nonlocality", "entropy"]] | None = None,
     test: AlongOptions = AlongOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    evaluated: Annotated[list[Path] | None, opt.Several] = None,
-    out: Path | None = None,
+    evaluated: list[Path] | None = None,
+    out: Path = Path("isomorph-comparison.html"),
     overwrite: opt.Overwrite = False,
     device: opt.Device = "auto",
     json_: opt.Json = False,
@@ -229,15 +210,14 @@ def compare_(
     evaluated
         Files with the output of `isomorph evaluate --json`; their models are added to the accuracy-cost chart.
     out
-        File for the page, which needs no other file and no network; by default isomorph-comparison.html, with a number
-        if it exists.
+        File for the page, which needs no other file and no network.
     """
     folders = runs or []
     if not folders and not evaluated:
         raise UserError("there is nothing to compare; give folders of runs, or --evaluated")
     if (test.data or test.root) and not along:
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
-    out = opt.choose_page(out, "isomorph-comparison.html", overwrite)
+    opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.report.compare_page import compare_sections, histories_json, history_tables
         from isomorph.report.html import write_page
@@ -276,14 +256,12 @@ def _open_images(log: Any, test: AlongOptions) -> Any:
     from isomorph.data.sources import first_classes
     from isomorph.evaluation.model_data import sample_images
 
-    own = log.recipe.get("data") or {}
+    own = {} if test.data else log.recipe.get("data") or {}
     name, root = test.data or own.get("source"), test.root or own.get("root")
     if not name:
         raise UserError("recipe.json does not name its data source; give --data")
-    source = open_source(name, "test", root and Path(root), None if test.data else own.get("split"))
-    if not test.data and own.get("classes"):
-        source = first_classes(source, own["classes"])
-    return sample_images(source, test.max_images)
+    source = open_source(name, "test", root and Path(root), own.get("split"))
+    return sample_images(first_classes(source, own["classes"]) if own.get("classes") else source, test.max_images)
 
 
 def _measure_along(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from isomorph.checkpoints.paths import require_new
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show, track_steps
 from isomorph.errors import UserError
@@ -23,8 +23,8 @@ class ClassifierOptions:
     ----------
     suite
         imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
-        imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several
-        with commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
+        imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch; several may be
+        given. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
         NAME=FOLDER gives its folder.
     partial
         Accept a suite with missing classes or images.
@@ -32,8 +32,7 @@ class ClassifierOptions:
         Use only the first N classes of the data, as data.classes does in training.
     rfc
         Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
-        1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13)
-        print a row each.
+        1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios print a row each.
     rfc_fill
         Padding of --rfc: zero after normalisation (the mean colour), or black before it.
     per_class
@@ -42,11 +41,11 @@ class ClassifierOptions:
         Also measure MACs and throughput.
     """
 
-    suite: Annotated[list[str] | None, Parameter(negative="")] = None
+    suite: list[str] | None = None
     split: opt.Split = None
     partial: opt.Flag = False
-    classes: opt.WholeNumber | None = None
-    rfc: tuple[float, ...] = ()
+    classes: opt.Count | None = None
+    rfc: tuple[Annotated[float, Parameter(validator=Number(gte=0, lte=100))], ...] = ()
     rfc_fill: Literal["zero", "black"] = "zero"
     per_class: Path | None = None
     cost: bool = True
@@ -77,9 +76,6 @@ def evaluate_(
         A folder of images with one folder per class (in val/ or test/, or directly), or a data source: cifar10,
         cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its
         folder (imagefolder, tar, webdataset, huggingface), by default detected.
-    size
-        Height and width of the input; by default the model's own. May be given several times (--size 160 --size 224)
-        for a row each.
     page
         File for a page (.html) of a model for segmentation or detection: its predictions next to the truth, the worst
         images first, with the metrics of every class. Of a text network: its attention.
@@ -88,21 +84,20 @@ def evaluate_(
         raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
     if of.partial and not of.suite:
         raise UserError("--partial applies to --suite only; give --suite too")
-    opt.check_page(page, overwrite)
+    opt.check_out(page, overwrite, suffixes=(".html",), option="--page")
+    opt.check_out(of.per_class, overwrite, suffixes=(".csv",), option="--per-class")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.model_data import default_data
         from isomorph.evaluation.suites import find_suites
         from isomorph.training.task import EvaluationOptions, task_of
-    if of.per_class:
-        _check_csv(of.per_class, overwrite)
     locations = find_suites(of.suite, load.root, data) if of.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
     given = EvaluationOptions(data, **vars(load), page=page)
     if task := task_of(net):
-        evaluate_task(task, net, model, of, given._replace(size=opt.only_size(size)), runtime, json_)
+        evaluate_task(task, net, model, of, given._replace(size=_only(size)), runtime, json_)
     elif page:
         raise UserError("--page is for networks of other tasks, such as detectors; for a classifier: isomorph analyze")
     else:
@@ -115,15 +110,11 @@ def evaluate_(
             _show_rows(head, rows, costs, bool(locations) or len(size or ()) > 1, json_)
 
 
-def _check_csv(path: Path, overwrite: bool) -> None:
-    """Check that a CSV file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
-    from isomorph.checkpoints.paths import require_new, require_writable
-
-    if not path.is_dir():
-        require_new(path, overwrite, "--per-class")
-    if path.suffix != ".csv":
-        raise UserError(f"cannot write {path}; give a file that ends in .csv")
-    require_writable(path)
+def _only(sizes: Sequence[tuple[int, int]] | None) -> tuple[int, int] | None:
+    """Return the size that --size gives, or None without one. Raises: UserError for several."""
+    if sizes and len(sizes) > 1:
+        raise UserError("--size has several values; give this model one height and width")
+    return sizes[0] if sizes else None
 
 
 def evaluate_task(
@@ -183,18 +174,6 @@ def _measure(
     return rows, measure_costs(net, sizes, images, exported)
 
 
-_MANY_IMAGES = 1000
-"""From this number on, the accuracy is shown without its confidence interval: that is about 3 points to each side."""
-
-
-def _describe_certainty(row: dict[str, Any]) -> str:
-    """Return between which values the top-1 accuracy is likely to be for other images."""
-    from isomorph.evaluation.accuracy import accuracy_interval
-
-    low, high = accuracy_interval(row["top1"], row["images"])
-    return f"top-1 of so few images ({row['images']}): {low:.1f} to {high:.1f} % with 95 % confidence"
-
-
 def _show_rows(
     head: dict[str, str], rows: list[dict[str, Any]], costs: list[dict[str, Any]], many: bool, json_: bool
 ) -> None:
@@ -203,17 +182,16 @@ def _show_rows(
     A star marks the best of several rfc ratios alone.
     """
     model = opt.display_name(head["model"], pretrained="weights" not in head)
-    single_cost = costs[0] if len(costs) == 1 else {}
+    cost = costs[0] if len(costs) == 1 else {}
     if len(rows) == 1 and not many:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
-        few = [_describe_certainty(rows[0])] if rows[0]["images"] < _MANY_IMAGES else []
-        show(json_, head | rows[0] | single_cost, metric_table(model + rfc, rows[0] | single_cost), *few)
+        show(json_, head | rows[0] | cost, metric_table(model + rfc, rows[0] | cost))
         return
-    found = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows], **single_cost}
-    table, cost = grid_table(rows), grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost)
+    found = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows], **cost}
+    table, cost_table = grid_table(rows), grid_table(costs) if len(costs) > 1 else metric_table("cost", cost)
     if not many:
         table[1 + max(range(len(rows)), key=lambda i: rows[i]["top1"])][0] += " *"
-    show(json_, head | found, model, table, *([cost] if costs else []))
+    show(json_, head | found, model, table, *([cost_table] if costs else []))
 
 
 @opt.command
@@ -221,7 +199,7 @@ def predict(
     model: opt.Model,
     /,
     *,
-    image: Path,
+    image: opt.File,
     out: Path | None = None,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     device: opt.Device = "auto",
@@ -241,8 +219,6 @@ def predict(
         with the number of the class of every pixel, y.json with the objects. For a classifier a .json file. By default
         nothing is written.
     """
-    if not image.is_file():
-        raise UserError(f"--image {image} does not exist" if not image.is_dir() else f"--image {image} is a folder")
     if out and out.exists() and out.samefile(image):
         raise UserError(f"--out {out} is the image itself; give another file")
     with opt.loading():
@@ -270,7 +246,7 @@ def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[P
         raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
     files = {out.with_name(out.stem + ending): value for ending, value in values.items()}
     for path in files:
-        require_new(path, overwrite, "--out")
+        opt.check_out(path, overwrite, suffixes=(path.suffix,))
     return files
 
 
@@ -288,14 +264,14 @@ def _write(path: Path, value: Any) -> None:
 
 @opt.command
 def bench(
-    model: str,
+    model: opt.NamedModel,
     /,
     *,
-    against: Annotated[list[str] | None, opt.Several] = None,
-    batch_size: Annotated[list[opt.WholeNumber], opt.Several] = [32],  # noqa: B006 (cyclopts shows it)
+    against: list[opt.NamedModel] | None = None,
+    batch_size: list[opt.BatchSize] = [32],  # noqa: B006 (cyclopts shows it)
     size: opt.Sizes = None,
     step: Literal["inference", "train", "pretrain"] = "inference",
-    seconds: float = 2.0,
+    seconds: opt.Seconds = 2.0,
     peak: bool = True,
     opening: opt.WeightsOptions = opt.WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     device: opt.Device = "auto",
@@ -313,9 +289,6 @@ def bench(
         Further models. All are timed by turns in one process; the ratios are relative to MODEL.
     batch_size
         Images per batch; several values give several rows.
-    size
-        Height and width of the images; may be given several times (--size 160 --size 224 320). By default the
-        model's own.
     step
         What to time: an inference pass, a training step with AdamW, or a step of masked pre-training (TDRL Table 8).
     seconds

@@ -6,29 +6,19 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 import isomorph as iso
-from isomorph.checkpoints.paths import NEW_PATHS, check_repository, require_writable
+from isomorph.checkpoints.paths import NEW_PATHS, check_repository
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner, track_steps
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
 
-
-@opt.group
-class FileOptions:
-    """The form of an exported file.
-
-    Parameters
-    ----------
-    dynamic
-        What stays open: the number of images (batch), their height and width (size), both, or nothing (none); of texts
-        their number and length.
-    opset
-        Operator set of the ONNX file; by default 20.
-    """
-
-    dynamic: Literal["batch", "batch,size", "size", "none"] = "batch"
-    opset: Literal[18, 19, 20, 21, 22, 23] | None = None
-    overwrite: opt.Overwrite = False
+Dynamic = Annotated[
+    Literal["batch", "batch,size", "size", "none"],
+    Parameter(
+        help="What stays open: the number of images (batch), their height and width (size), both, or nothing (none); "
+        "of texts their number and length."
+    ),
+]
 
 
 @opt.command
@@ -36,12 +26,12 @@ def export(
     model: opt.Model,
     /,
     *,
-    format_: Literal["onnx", "pt2"] | None = None,
-    out: Path | None = None,
-    size: opt.Size | None = None,
-    atol: float = 1e-4,
+    out: Path,
+    size: opt.Size = None,
+    dynamic: Dynamic = "batch",
+    atol: opt.Atol = 1e-4,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    file: FileOptions = FileOptions(),  # noqa: B008
+    overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
     """Export a model as an ONNX file or a PyTorch program that runs without isomorph; fuse it first, and check it.
@@ -49,55 +39,30 @@ def export(
     The exported file is run on random images of several shapes and compared with the model in float32 and float64. It
     is written only if it agrees. `isomorph evaluate` measures the accuracy of an exported classifier of images.
 
-    Example: isomorph export runs/tdrl --format onnx --dynamic batch,size
+    Example: isomorph export runs/tdrl --out thin.onnx --dynamic batch,size
 
     Parameters
     ----------
-    format_
-        onnx (onnxruntime and other programs run it) or pt2 (PyTorch runs it, with torch.export.load); by default that
-        of --out, else onnx.
     out
-        File to write; by default the name of MODEL, with .onnx or .pt2, in its folder.
-    size
-        Height and width of the images; by default the model's own.
+        File to write: NAME.onnx (onnxruntime and other programs run it) or NAME.pt2 (PyTorch runs it, with
+        torch.export.load).
     atol
         Largest difference from the model's outputs, relative to the largest output.
     """
-    if Path(model).suffix in opt.EXPORTED:
-        raise UserError(f"{model} is an exported model; give the checkpoint that it was made from")
-    path = out or opt.out_next_to(model, f".{format_ or 'onnx'}")
-    if format_ and path.suffix != f".{format_}":
-        raise UserError(f"--out {path} must end in .{format_}, or leave --format out")
-    if file.opset and path.suffix == ".pt2":
-        raise UserError("--opset is for ONNX files; leave it out, or give --format onnx")
-    if not atol > 0:
-        raise UserError(f"--atol {atol:g} must be above 0")
-    opt.check_out(path, file.overwrite, Path(model), opt.EXPORTED)
-    with spinner("export") as show_step:
-        net = _open(model, opening, path, file, show_step)
-        report = _export(net, path, size=size, atol=atol, progress=show_step, **vars(file))
-    show(json_, report.as_dict(), f"{report}\nwrote {path}")
-
-
-def _open(model: str, opening: opt.OpenOptions, path: Path, file: FileOptions, show_step: Any) -> Any:
-    """Open the model to export, after checking that the file can be written."""
-    if path.exists() and not file.overwrite:
-        raise UserError(f"{path} exists; give --overwrite to replace it, or another file")
-    require_writable(path)
+    opt.check_out(out, overwrite, Path(model), opt.EXPORTED)
     with opt.loading():
-        from isomorph.cli.open_models import open_classifier
-    show_step(f"loading {model}")
-    return open_classifier(model, opening)
-
-
-def _export(net: Any, path: Path, **given: Any) -> Any:
-    """Export a model, and return the report. Raises: UserError of one line when the file deviates."""
-    from isomorph.surgery import NotEqual
-
-    try:
-        return iso.export(net, path, **given)
-    except NotEqual as error:
-        raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
+        from isomorph.cli.open_models import open_deployable
+        from isomorph.surgery import NotEqual
+    with spinner("export") as show_step:
+        show_step(f"loading {model}")
+        net = open_deployable(model, opening)
+        try:
+            report = iso.export(
+                net, out, dynamic=dynamic, size=size, atol=atol, overwrite=overwrite, progress=show_step
+            )
+        except NotEqual as error:
+            raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
+    show(json_, report.as_dict(), f"{report}\nwrote {out}")
 
 
 @opt.command
@@ -105,15 +70,15 @@ def quantize(
     model: opt.Model,
     /,
     *,
-    test: opt.DataOptions = opt.DataOptions(),  # noqa: B008
-    images: opt.WholeNumber = 512,
+    out: Path,
+    test: opt.DataOptions = opt.DataOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    images: opt.Count = 512,
     weights_only: opt.Flag = False,
-    float_layers: Annotated[list[str] | None, Parameter(negative="")] = None,
-    weight_bits: Literal[7, 8] | None = None,
-    batch_size: opt.WholeNumber = 100,
-    out: Path | None = None,
+    float_layers: list[str] | None = None,
+    batch_size: opt.BatchSize = 100,
+    dynamic: Dynamic = "batch",
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
-    file: FileOptions = FileOptions(),  # noqa: B008
+    overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
     """Quantise a model to 8-bit integers, as an ONNX file; calibrate it on training images, and test it.
@@ -125,29 +90,26 @@ def quantize(
 
     Parameters
     ----------
+    out
+        File to write (.onnx).
     images
         Number of training images of --data to calibrate on.
     weights_only
         Only weights are 8-bit integers, activations stay in float: a small file that computes in float.
     float_layers
-        Globs over names of layers that stay in float; may be given several times.
-    weight_bits
-        Bits of weights. 7, the default, is exact on every processor; 8 needs one that multiplies 8-bit integers
-        without overflow (VNNI, ARM), and is the default with --weights-only.
-    batch_size
-        Images per batch.
-    out
-        File to write; by default NAME-int8.onnx in the folder of MODEL.
+        Globs over names of layers that stay in float.
     """
-    path = out or opt.out_next_to(model, "-int8.onnx")
-    opt.check_out(path, file.overwrite, Path(model), (".onnx",))
-    chosen = dict(weights_only=weights_only, float_layers=float_layers or (), weight_bits=weight_bits)
+    opt.check_out(out, overwrite, Path(model), (".onnx",))
+    with opt.loading():
+        from isomorph.cli.open_models import open_deployable
     with spinner("quantize") as show_step:
-        net = _open(model, opening, path, file, show_step)
-        train, tested = _open_images(net, test, images, batch_size if "batch" in file.dynamic else 1)
-        report = iso.quantize(net, train, path, progress=show_step, **vars(file), **chosen)  # type: ignore[arg-type]
+        show_step(f"loading {model}")
+        net = open_deployable(model, opening)
+        train, tested = _open_images(net, test, images, batch_size if "batch" in dynamic else 1)
+        chosen: dict[str, Any] = dict(weights_only=weights_only, float_layers=float_layers or (), dynamic=dynamic)
+        report = iso.quantize(net, train, out, overwrite=overwrite, progress=show_step, **chosen)
     accuracy = {}
-    for name, each in (("float", net), ("int8", iso.deployment.open_artefact(path))):
+    for name, each in (("float", net), ("int8", iso.deployment.open_artefact(out))):
         found = iso.evaluate(each, track_steps(tested, f"{name} on test images", len(tested)))
         accuracy[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
     before, after = (metric_table(name, row) for name, row in accuracy.items())
@@ -173,14 +135,11 @@ def _open_images(net: Any, given: opt.DataOptions, images: int, batch_size: int)
 
 @opt.command
 def push(
-    model: str,
+    model: opt.Model,
     name: str,
     /,
     *,
     private: bool = False,
-    revision: str | None = None,
-    message: str | None = None,
-    replace_card: bool = False,
     out: Path | None = None,
     overwrite: opt.Overwrite = False,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
@@ -192,49 +151,32 @@ def push(
 
     Parameters
     ----------
-    model
-        The folder of a run, or a checkpoint of isomorph or of another program.
     name
         Its name on the hub, OWNER/NAME.
     private
         Create the repository for its owner only.
-    revision
-        Branch to upload to; created if there is none. By default main.
-    message
-        Message of the commit.
-    replace_card
-        Replace a model card (README.md) that is there already; without it, one is kept as it is.
     out
         Write the files to this folder instead of uploading them.
     """
     check_repository(name)
-    _check_out(out, overwrite, {"--private": private, "--revision": revision, "--message": message})
+    if out and private:
+        raise UserError("--out uploads nothing; leave --private out")
+    if out and out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
+        raise UserError(f"--out {out} exists; give --overwrite to replace the files in it, or another folder")
     with opt.loading():
         from isomorph.cli.open_models import find_recipe, open_given
         from isomorph.deployment.hub import push as upload
         from isomorph.deployment.hub import require_token, save_for_hub
     if out is None:
-        require_token(None)
+        require_token()
+    if out and not overwrite:
+        NEW_PATHS.add(out.absolute())
     net = open_given(model, checkpoint)
     run = Path(model) if find_recipe(Path(model)) else None
     if out:
         save_for_hub(net, out, name, run=run)
         text, result = f"wrote {out}; upload it with `hf upload {name} {out}`", {"out": str(out)}
     else:
-        options = dict(private=private, revision=revision, message=message, replace_card=replace_card)
-        url = upload(net, name, run=run, **options)  # type: ignore[arg-type]
+        url = upload(net, name, run=run, private=private)
         text, result = f"pushed to {url}; load it with iso.load('hf-hub:{name}')", {"url": url}
     show(json_, result, text)
-
-
-def _check_out(out: Path | None, overwrite: bool, others: dict[str, object]) -> None:
-    """Raise UserError for a folder that has files, or with options that are for uploading."""
-    if out is None:
-        return
-    given = [option for option, value in others.items() if value]
-    if given:
-        raise UserError(f"--out uploads nothing; leave {' and '.join(given)} out")
-    if out.exists() and not (out.is_dir() and (overwrite or not any(out.iterdir()))):
-        raise UserError(f"--out {out} exists; give --overwrite to replace the files in it, or another folder")
-    if not overwrite:
-        NEW_PATHS.add(out.absolute())

@@ -65,31 +65,37 @@ def _on_disk(name: str) -> str:
     return str(local_file(name)) if name.startswith(HUB) else name
 
 
-def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:
-    """Open a model as `open_given` does, or an exported one, to measure its accuracy on a device.
+def open_deployable(name: str, opening: OpenOptions) -> nn.Module:
+    """Open a model as `open_given` does.
 
-    Raises: UserError for --no-pretrained with weights, an exported model of other inputs than images, or a run of
-        masked pre-training, whose classifier is not trained.
+    Raises: UserError for --no-pretrained with weights, or a run of masked pre-training, whose classifier is not
+        trained.
     """
-    if Path(name).suffix in EXPORTED:
-        from isomorph.deployment.artefact import open_artefact
-
-        if opening.weights or not opening.pretrained:
-            raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
-        artefact = open_artefact(name)
-        if taken := artefact.metadata.get("inputs"):
-            inputs = " and ".join(taken)
-            raise UserError(
-                f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint"
-            )
-        return artefact
     check_pretrained_option([name], opening.weights, opening.pretrained)
     if (find_recipe(Path(name)) or {}).get("mask"):
         raise UserError(
             f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "
             "model.safetensors as --model.weights of `isomorph train`"
         )
-    return open_given(name, opening).to(device)
+    return open_given(name, opening)
+
+
+def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:
+    """Open a model as `open_deployable` does, or an exported one, to measure its accuracy on a device.
+
+    Raises: UserError for an exported model with options on weights, or of other inputs than images.
+    """
+    if Path(name).suffix not in EXPORTED:
+        return open_deployable(name, opening).to(device)
+    from isomorph.deployment.artefact import open_artefact
+
+    if opening.weights or not opening.pretrained:
+        raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
+    artefact = open_artefact(name)
+    if taken := artefact.metadata.get("inputs"):
+        inputs = " and ".join(taken)
+        raise UserError(f"{name} takes {inputs}, and this is for models of images alone; give the model's checkpoint")
+    return artefact
 
 
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Module:

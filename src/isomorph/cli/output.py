@@ -18,7 +18,6 @@ from isomorph.terminal_tables import print_table, printable, say
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 60.0
-DESCRIPTION = rich_progress.TextColumn("{task.description}")
 
 
 def show(json_: bool, value: Any, *texts: str | Sequence[Sequence[str]]) -> None:
@@ -63,54 +62,22 @@ class ProgressLines:
         """Print the step, how much is done, and the time left, which is estimated from the steps of this process."""
         if self.first is None:
             self.first = done  # above 0 if measurements were resumed
-        spent, new, shown = time.monotonic() - self.begun, done - self.first, round(done, 1)
-        left = f", {timedelta(seconds=round(spent / new * (total - done)))} left" if new > 0 and shown < total else ""
-        self.print(f"{step}: {shown:g} of {total}{left}")
-
-    def print(self, text: str) -> None:
-        """Print a line if the last one is a minute ago. A stderr that is closed is no reason to stop."""
         now = time.monotonic()
-        if now - self.printed >= SECONDS_BETWEEN_LINES:
-            self.printed = now
-            with suppress(OSError):
-                say(text, sys.stderr)
-
-
-def _bar(*columns: Any) -> Any:
-    return rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
-
-
-def track_steps(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
-    """Iterate over steps and show the progress."""
-    if sys.stderr.isatty():
-        yield from rich_progress.track(steps, title, total, console=Console(stderr=True), transient=True)
-        return
-    lines = ProgressLines()
-    for done, step in enumerate(steps):
-        lines.update(done, total, title)
-        yield step
-
-
-@contextmanager
-def spinner(title: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner with the elapsed time.
-
-    Yields a function that takes the name of the current step.
-    """
-    if not sys.stderr.isatty():
-        lines = ProgressLines()
-        yield lambda step: lines.print(f"{title}: {step}")
-        return
-    with _bar(rich_progress.SpinnerColumn(), DESCRIPTION, rich_progress.TimeElapsedColumn()) as bar:
-        task = bar.add_task(title)
-        yield lambda step: bar.update(task, description=escape(printable(f"{title}: {step}")))
+        if now - self.printed < SECONDS_BETWEEN_LINES:
+            return
+        self.printed, new = now, done - self.first
+        count = f": {round(done, 1):g} of {total}" if total else ""
+        left = f", {timedelta(seconds=round((now - self.begun) / new * (total - done)))} left" if new > 0 else ""
+        with suppress(OSError):  # a stderr that is closed is no reason to stop
+            say(f"{step}{count}{left}", sys.stderr)
 
 
 @contextmanager
 def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int, str], None]]:
     """Show a progress bar, if `show`.
 
-    Yields a function that takes the number of finished steps, the number of all steps and the name of the current one.
+    Yields a function that takes the number of finished steps, the number of all steps, 0 if it is not known, and the
+    name of the current one.
     """
     if not show:
         yield lambda done, total, step: None
@@ -119,10 +86,26 @@ def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int
         yield ProgressLines().update
         return
     columns = rich_progress.BarColumn(), rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn()
-    with _bar(DESCRIPTION, *columns) as bar:
+    description = rich_progress.TextColumn("{task.description}")
+    with rich_progress.Progress(description, *columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title)
 
         def update(done: float, total: int, step: str) -> None:
-            bar.update(task, completed=round(done, 1), total=total, description=escape(printable(step)))
+            bar.update(task, completed=round(done, 1), total=total or None, description=escape(printable(step)))
 
         yield update
+
+
+@contextmanager
+def spinner(title: str) -> Iterator[Callable[[str], None]]:
+    """Show work whose length is not known. Yields a function that takes the name of the current step."""
+    with progress_bar(title) as update:
+        yield lambda step: update(0, 0, f"{title}: {step}")
+
+
+def track_steps(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
+    """Iterate over steps and show the progress."""
+    with progress_bar(title) as update:
+        for done, step in enumerate(steps):
+            update(done, total, title)
+            yield step

@@ -1,7 +1,8 @@
 """The recast command. It is imported when it is called, as its options are those of the registered rules."""
 
-import typing
+from functools import reduce
 from importlib.metadata import entry_points
+from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
 
-_TYPES = {"bool": bool, "float": float, "int": opt.WholeNumber, "str": str, "tuple[int, int]": opt.Size}
+_TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}
 """Types of the fields of isomorph's rules by name, as they are parsed: without rounding, and sizes as in every
 command."""
 
@@ -24,7 +25,7 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
     options once.
     """
     rules, rows = _known_rules()
-    kinds = {row["name"]: Annotated[typing.Union[(*_types(row), None)], Parameter(help=row["help"])] for row in rows}
+    kinds = {row["name"]: Annotated[_kind(row), Parameter(help=row["help"])] for row in rows}
     defaults = dict.fromkeys(kinds)
     fields: Any = opt.group(type("RuleFields", (), {"__annotations__": kinds, "__module__": __name__, **defaults}))
     texts = [f"{name}: {text}" for name, text in rules.items()]
@@ -48,26 +49,25 @@ def _known_rules() -> tuple[dict[str, str], list[dict[str, Any]]]:
     return rule_texts(), rule_rows()
 
 
-def _types(row: dict[str, Any]) -> list[Any]:
-    """Return the types of an option."""
-    kinds = [Literal[tuple(row["choices"])]] if row["choices"] else []
-    return kinds + [_TYPES[name] for name in row["types"]]
+def _kind(row: dict[str, Any]) -> Any:
+    """Return the type of an option, or None."""
+    choices = [Literal[tuple(row["choices"])]] if row["choices"] else []
+    return reduce(or_, [*choices, *(_TYPES[name] for name in row["types"])]) | None
 
 
-@opt.check_limits
 @_with_rule_options
 def recast(
     model: opt.Model,
     /,
     *,
     where: list[str],
-    out: Path,
+    out: opt.Out,
     rule: str = "ConvToGPSA",
     fields: Any = None,
     unstride: str | None = None,
     exclude: list[str] | None = None,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    size: opt.Size | None = None,
+    size: opt.Size = None,
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
@@ -78,17 +78,13 @@ def recast(
     Parameters
     ----------
     where
-        Glob over module names, for example `layer4.*.conv2` or `blocks.*.attn`. May be given several times.
+        Glob over module names, for example `layer4.*.conv2` or `blocks.*.attn`. Several may be given.
         LinearToPyramid also recasts q, k or v of a joint qkv layer: `blocks.[0-3].attn.v`. With "*" modules that the
         rule does not accept are skipped.
-    out
-        File for the new checkpoint (.safetensors).
     unstride
         Glob over stages that lose their stride before recasting; this changes the model's function.
     exclude
-        Glob over module names to leave out of --where, with the modules inside; may be given several times.
-    size
-        Height and width of the input to verify on; by default the model's own.
+        Glob over module names to leave out of --where, with the modules inside; several may be given.
     """
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():

@@ -6,26 +6,12 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from isomorph.cli import options as opt
 from isomorph.cli.evaluate import reject_classifier_options
-from isomorph.cli.options import (
-    Device,
-    Json,
-    LoadOptions,
-    Model,
-    OpenOptions,
-    Size,
-    Split,
-    WholeNumber,
-    check_page,
-    command,
-    display_name,
-    group,
-    loading,
-)
 from isomorph.cli.output import page_footer, progress_bar, show
 
 
-@group
+@opt.group
 class ClassifierOptions:
     """Data and images of a classifier of images.
 
@@ -34,8 +20,6 @@ class ClassifierOptions:
     folder
         Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
         instead of corrupting clean images.
-    size
-        Height and width of the images; by default 224 224 for models of 1000 classes, else the model's own.
     partial
         Accept data with only some of ImageNet's classes; labels follow from the class names.
     classes
@@ -43,22 +27,22 @@ class ClassifierOptions:
     """
 
     folder: Path | None = None
-    size: Size | None = None
+    size: opt.Size = None
     partial: bool = False
-    classes: WholeNumber | None = None
-    split: Split = None
+    classes: opt.Count | None = None
+    split: opt.Split = None
 
 
-@group
+@opt.group
 class Cells:
     """The cells to measure, a corruption at a severity each.
 
     Parameters
     ----------
     corruption
-        Corruption to use; may be given several times (--corruption fog --corruption snow). By default all 15.
+        Corruptions to use, as in --corruption fog snow; by default all 15.
     severity
-        Severity to use, from 1 to 5; may be given several times. By default all.
+        Severities to use, from 1 to 5; by default all.
     extra
         Also use the four extra corruptions speckle_noise, gaussian_blur, spatter and saturate.
     out
@@ -68,28 +52,28 @@ class Cells:
     """
 
     corruption: tuple[str, ...] = ()
-    severity: tuple[WholeNumber, ...] = ()
+    severity: tuple[opt.Severity, ...] = ()
     extra: bool = False
     out: Path | None = None
     baseline: Path | None = None
 
 
-@command
+@opt.command
 def robustness(
-    model: Model,
+    model: opt.Model,
     /,
     *,
     suite: str = "imagenet-c",
-    data: str | None = None,
-    load: LoadOptions = LoadOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    data: opt.Data = None,
+    load: opt.LoadOptions = opt.LoadOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     of: ClassifierOptions = ClassifierOptions(),  # noqa: B008
     cells: Cells = Cells(),  # noqa: B008
-    seed: WholeNumber = 0,
-    opening: OpenOptions = OpenOptions(),  # noqa: B008
+    seed: opt.Seed = 0,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     page: Path | None = None,
     overwrite: Annotated[bool, Parameter(negative="", help="Replace --page if it exists.")] = False,
-    device: Device = "auto",
-    json_: Json = False,
+    device: opt.Device = "auto",
+    json_: opt.Json = False,
 ) -> None:
     """Measure accuracy under the corruptions of ImageNet-C, by corruption, category and severity, and mCE.
 
@@ -110,8 +94,8 @@ def robustness(
     page
         File for a page (.html) with charts of the results, next to those of --baseline if it is given.
     """
-    check_page(page, overwrite)
-    with loading():
+    opt.check_out(page, overwrite, suffixes=(".html",), option="--page")
+    with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, read_result
@@ -120,7 +104,7 @@ def robustness(
         from isomorph.report.robustness_page import write_robustness
     own = dict(folder=of.folder, size=of.size, partial=of.partial)
     loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
-    files = dict(out=cells.out, baseline=cells.baseline, name=display_name(model, opening.pretrained))
+    files = dict(out=cells.out, baseline=cells.baseline, name=opt.display_name(model, opening.pretrained))
     which = dict(corruptions=cells.corruption or None, severities=cells.severity or SEVERITIES, extra=cells.extra)
     options = RobustnessOptions(suite, seed=seed, **which, **own, **loaded, **files)  # type: ignore[arg-type]
     open_published(suite, of.folder, options.wanted())

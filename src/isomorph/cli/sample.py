@@ -1,16 +1,13 @@
 """The sample and fid commands."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from isomorph.checkpoints.paths import require_new
 from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table
-
-MAX_GRID = 4096
-"""Largest number of images in one grid."""
 
 
 @opt.command
@@ -19,12 +16,12 @@ def sample(
     /,
     *,
     out: Path,
-    images: opt.WholeNumber = 64,
+    images: opt.Count = 64,
     sampler: Literal["ancestral", "ddim"] = "ancestral",
-    steps: opt.WholeNumber | None = None,
-    seed: opt.WholeNumber = 0,
-    size: opt.Sizes = None,
-    batch_size: opt.WholeNumber = 64,
+    steps: opt.Count | None = None,
+    seed: opt.Seed = 0,
+    size: opt.Size = None,
+    batch_size: opt.BatchSize = 64,
     device: opt.Device = "auto",
     overwrite: opt.Overwrite = False,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
@@ -48,13 +45,10 @@ def sample(
         Number of steps; by default all time steps of the model for ancestral, 50 for ddim.
     seed
         Seed of the noise. Image N of a seed is the same for every number of images and batch size.
-    size
-        Height and width of the images; by default those that the model was trained on.
-    batch_size
-        Images that are generated at the same time.
     """
-    _check_out(out, images, overwrite)
-    height_width = opt.only_size(size)
+    if out.suffix not in ("", ".png") or (out.exists() and out.is_dir() == bool(out.suffix)):
+        raise UserError(f"--out {out} must be a file that ends in .png for a grid, or a folder")
+    require_new(out, overwrite, "--out")
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
@@ -66,46 +60,26 @@ def sample(
     if out.is_dir():
         check_replaceable(out)
     with progress_bar("sampling") as update:
-        pixels = generate(
-            net.to(target),
-            images,
-            sampler,
-            steps,
-            seed=seed,
-            batch_size=batch_size,
-            size=height_width,
-            progress=lambda done, total: update(done, total, "sampling"),
-        )
+        options: dict[str, Any] = dict(seed=seed, batch_size=batch_size, size=size)
+        options["progress"] = lambda done, total: update(done, total, "sampling")
+        pixels = generate(net.to(target), images, sampler, steps, **options)
     (write_grid if out.suffix == ".png" else write_folder)(pixels, out)
     made = {"out": str(out), "images": images, "sampler": sampler, "seed": seed, "size": list(pixels.shape[-2:])}
     show(json_, made, f"wrote {out}: {images:,} images of {pixels.shape[-2]} x {pixels.shape[-1]}")
 
 
-def _check_out(out: Path, images: int, overwrite: bool) -> None:
-    """Raise UserError for an --out that exists or is neither a PNG nor a folder, or for too many images in one."""
-    if out.suffix not in (".png", ""):
-        raise UserError(f"--out {out} must end in .png for a grid, or have no ending for a folder")
-    if out.suffix and images > MAX_GRID:
-        raise UserError(f"--images {images:,} are too many for one grid, at most {MAX_GRID:,}; give a folder as --out")
-    if out.suffix and out.is_dir():
-        raise UserError(f"--out {out} is a folder; give a file in it, or a name without .png")
-    if not out.suffix and out.is_file():
-        raise UserError(f"--out {out} is a file; give a folder")
-    require_new(out, overwrite, "--out")
-
-
 @opt.command
 def fid(
-    images: Path,
+    images: opt.Folder,
     /,
     *,
     data: str,
     root: opt.Root = None,
     test: opt.Flag = False,
     features: str = "inception",
-    weights: Path | None = None,
-    max_images: opt.MaxImages = None,
-    batch_size: opt.WholeNumber = 100,
+    weights: opt.File | None = None,
+    max_images: opt.Count | None = None,
+    batch_size: opt.BatchSize = 100,
     device: opt.Device = "auto",
     json_: opt.Json = False,
 ) -> None:
@@ -129,13 +103,7 @@ def fid(
         File with the weights of the features' network; without it, Inception's are downloaded.
     max_images
         Use only this many real images, evenly spaced.
-    batch_size
-        Images per pass of the features' network.
     """
-    if not images.is_dir():
-        raise UserError(f"there is no folder {images}; `isomorph sample --out FOLDER` makes one of generated images")
-    if weights and not weights.is_file():
-        raise UserError(f"--weights {weights} does not exist")
     with opt.loading():
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.image_distance import (

@@ -1,8 +1,10 @@
 """The verify, fuse, revert and prune commands."""
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 import isomorph as iso
 from isomorph.cli import options as opt
@@ -25,10 +27,9 @@ def verify(
     *,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: opt.Sizes = None,
-    batch: opt.WholeNumber = 2,
-    seeds: list[opt.WholeNumber] | None = None,
+    batch: opt.BatchSize = 2,
     images: opt.DataOptions = opt.DataOptions(),  # noqa: B008
-    atol: float | None = None,
+    atol: opt.Atol | None = None,
     thorough: bool = False,
     json_: opt.Json = False,
 ) -> None:
@@ -42,18 +43,12 @@ def verify(
     ----------
     other
         The model made from ORIGINAL.
-    size
-        Height and width of the inputs; may be given several times. By default the model's own.
-    batch
-        Images per input.
-    seeds
-        Seeds of additional standard normal inputs, one input for each size and seed; by default 1.
     atol
         Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER.
     thorough
         Try also other sizes and batches, negative inputs, a second call, lower precision and train mode.
     """
-    _check_images(images)
+    images.check()
     with opt.loading():
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
@@ -63,31 +58,20 @@ def verify(
     first, second = (open_given(name, opening, among=both) for name in both)
     inputs = comparison_inputs(first, images, batch, size or ())
     what = f"images of {images.data}" if images.data else "random"
-    report = compare_outputs(first, second, inputs, atol, seeds or [1], what, thorough)
+    report = compare_outputs(first, second, inputs, atol, [1], what, thorough)
     details = "" if report.passed else str(report).partition("\n")[2]
     show(json_, report.as_dict(), details or str(report))
     if not report.passed:
         raise NotEqual(report, "")
 
 
-def _check_images(images: opt.DataOptions) -> None:
-    """Raise UserError for options on the images of --data without --data."""
-    for option in ("root", "split", "max_images"):
-        if getattr(images, option) is not None and not images.data:
-            raise UserError(f"--{option.replace('_', '-')} is about the images of --data; give --data too")
-
-
 @opt.command
 def fuse(
-    model: Path,
+    model: opt.Checkpoint,
     /,
     *,
-    out: Path | None = None,
+    out: opt.Out,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    recalibrate: opt.WholeNumber = 0,
-    data: str | None = None,
-    root: Path | None = None,
-    batch_size: opt.WholeNumber = 128,
     norms: bool = True,
     affine: bool = False,
     overwrite: opt.Overwrite = False,
@@ -102,36 +86,17 @@ def fuse(
 
     Parameters
     ----------
-    model
-        A checkpoint of isomorph or of another program, or the folder of a run, finished or not.
-    out
-        File for the fused checkpoint; by default NAME-fused.safetensors in the same folder.
-    recalibrate
-        Number of batches of training images to measure BatchNorm statistics on again before fusing; 0 for none.
-    data
-        Data source of these images; by default the one the model was trained on.
-    root
-        Folder of the data.
-    batch_size
-        Images per batch.
     norms
         Merge norms, scales and branches that have no fused form of their own too; --no-norms keeps them.
     affine
         Move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
     """
-    if batch_size < 2:
-        raise UserError(f"--batch-size {batch_size} must be at least 2")
-    if (data or root) and not recalibrate:
-        raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
-    out = out or opt.out_next_to(model, "-fused.safetensors")
     opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import open_given_checkpoint
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
     net = open_given_checkpoint(model, checkpoint)
-    if recalibrate:
-        net = _recalibrate(net, data, root, recalibrate, batch_size)
     fused, report = fuse_with_report(net, random_inputs(1, net), norms, affine)
     if not (report.fused or report.merged):
         raise UserError(
@@ -141,25 +106,14 @@ def fuse(
     _write_converted(net, fused, out, "fusing", json_, merged=report)
 
 
-def _recalibrate(net: Any, data: str | None, root: Path | None, batches: int, batch_size: int) -> Any:
-    """Return a copy with BatchNorm statistics of random training images, by default of the model's own data source."""
-    from isomorph.data.loaders import eval_loader
-    from isomorph.evaluation.input_sizes import training_config
-    from isomorph.evaluation.model_data import images_on_device, open_split, sample_images
-
-    source = sample_images(open_split(net, "train", data, root), batches * batch_size)
-    images = images_on_device(eval_loader(source, training_config(net), batch_size), net)
-    return iso.recalibrate(net, images, keep_function=False)
-
-
 @opt.command
 def revert(
-    model: Path,
+    model: opt.Checkpoint,
     /,
     *,
+    out: opt.Out,
     where: list[str] | None = None,
-    atol: float = 1e-3,
-    out: Path | None = None,
+    atol: opt.Atol = 1e-3,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
@@ -173,16 +127,11 @@ def revert(
 
     Parameters
     ----------
-    model
-        A checkpoint of isomorph or of another program, or the folder of a run, finished or not.
     where
-        Glob over the names of layers to convert; may be given several times. By default all recast layers.
+        Globs over the names of layers to convert; by default all recast layers.
     atol
         Largest difference of a layer's outputs allowed, relative to the largest output.
-    out
-        File for the new checkpoint; by default NAME-reverted.safetensors in the same folder.
     """
-    out = out or opt.out_next_to(model, "-reverted.safetensors")
     opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import open_given_checkpoint
@@ -192,7 +141,7 @@ def revert(
 
 
 def _write_converted(
-    before: Any, after: Any, out: Path, what: str, json_: bool, atol: float | None = None, merged: Any = None
+    before: Any, after: Any, out: opt.Out, what: str, json_: bool, atol: float | None = None, merged: Any = None
 ) -> None:
     """Compare a model with what `what` has made of it, save that, and print both.
 
@@ -214,16 +163,16 @@ def _write_converted(
 
 @opt.command
 def prune(
-    model: Path,
+    model: opt.Checkpoint,
     /,
     *,
-    tolerance: float = 0.01,
+    out: opt.Out,
+    tolerance: Annotated[float, Parameter(validator=Number(gte=0, lte=0.5))] = 0.01,
     where: list[str] | None = None,
-    out: Path | None = None,
     checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    atol: float | None = None,
+    atol: opt.Atol | None = None,
     images: opt.DataOptions = opt.DataOptions(),  # noqa: B008
-    batch: opt.WholeNumber = 2,
+    batch: opt.BatchSize = 2,
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
@@ -236,22 +185,17 @@ def prune(
 
     Parameters
     ----------
-    model
-        A checkpoint of isomorph or of another program, or the folder of a run, finished or not.
     tolerance
         Share of a head's attention that may be left out, from 0 to 0.5.
     where
-        Glob over the names of layers to prune; may be given several times. By default all layers with gates.
-    out
-        File for the pruned checkpoint; by default NAME-pruned.safetensors in the same folder.
+        Globs over the names of layers to prune; by default all layers with gates.
     atol
         Largest difference of the outputs allowed, relative to the largest output; by default ten times the tolerance,
         as what the heads leave out adds up, and at most 0.1.
     batch
         Number of images to compare on: random ones, or test images of --data.
     """
-    _check_images(images)
-    out = out or opt.out_next_to(model, "-pruned.safetensors")
+    images.check()
     opt.check_out(out, overwrite, model)
     with opt.loading():
         from isomorph.cli.open_models import comparison_inputs, open_given_checkpoint

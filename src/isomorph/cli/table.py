@@ -30,7 +30,7 @@ def table(
     out
         File for a page with the table and a chart by fraction of the data, or by hours of training; by default none.
     """
-    path = out and opt.choose_page(out, "isomorph-table.html", overwrite)
+    opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.report.html import Section, write_page
         from isomorph.report.published_table import published_charts, published_rows, published_table
@@ -38,8 +38,8 @@ def table(
     rows = published_rows(name, RECIPES, read_run_logs(runs or []))
     text = published_table(rows)
     lines: list[str | list[list[str]]] = [text]
-    if path:
+    if out:
         section = Section(name, "Measured results next to the paper's.", text, charts=published_charts(name, rows))
-        write_page(path, name, f"{sum(row['run'] is not None for row in rows)} runs.", [section], page_footer())
-        lines.append(f"page: {path}")
+        write_page(out, name, f"{sum(row['run'] is not None for row in rows)} runs.", [section], page_footer())
+        lines.append(f"page: {out}")
     show(json_, rows, *lines)

@@ -2,7 +2,6 @@
 
 import json
 from typing import Any, Literal, get_args, get_origin
-from urllib.parse import urlsplit
 
 import timm
 import torch
@@ -29,29 +28,16 @@ def library_tables() -> dict[str, Any]:
 
 
 def _model_row(name: str) -> dict[str, Any]:
-    """Return what `isomorph models` prints about a model."""
+    """Return what `isomorph models` prints about a model; the weights are on the hub, or at a URL."""
     with torch.device("meta"):
         model = timm.create_model(name)
-    config = model.pretrained_cfg
-    family = type(model).__module__.rpartition(".")[2]
+    config = timm.get_pretrained_cfg(name)
     return {
         "name": name,
-        "family": family,
         "parameters": count_parameters(model),
-        "input": "x".join(map(str, config["input_size"][1:])),
-        "weights": config.get("tag", ""),
-        "weights_from": _weights_origin(timm.get_pretrained_cfg(name)),
+        "input": "x".join(map(str, model.pretrained_cfg["input_size"][1:])),
+        "weights": config.hf_hub_id or config.url or "none",
     }
-
-
-def _weights_origin(config: Any) -> str | None:
-    """Return where the public weights of a model are, or None if there are none."""
-    if config.hf_hub_id:
-        return f"huggingface.co/{config.hf_hub_id}"
-    if not config.url:
-        return None
-    address = urlsplit(config.url)
-    return "/".join([address.netloc, *address.path.split("/")[1:3]])
 
 
 def rule_rows() -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """The demo: a trained CNN becomes attention with the same function, and a ViT starts as a convolution."""
 
-from isomorph.demo.next_steps import next_commands
 from isomorph.demo.page import write_demo_page
-from isomorph.demo.run import Demo, run_demo
+from isomorph.demo.run import Demo, next_commands, run_demo
 
 __all__ = ["Demo", "next_commands", "run_demo", "write_demo_page"]

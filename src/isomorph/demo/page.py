@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_spans, gates
 from isomorph.demo.run import LAYERS, SHOWN, VERIFIED, Demo
-from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.evaluation.cost import count_macs
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.report.attention_viewer import Viewer, ViewerModel, build_viewer, capture_layer_maps
 from isomorph.report.charts import Chart, Dots, Line, Panel
@@ -18,7 +18,7 @@ from isomorph.report.page_images import PageImage
 
 def write_demo_page(demo: Demo, path: Path) -> int:
     """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
-    sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo), _cost_section(demo)]
+    sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo)]
     lead = f"{demo.equality} {demo.gain}"
     footer = f"isomorph demo, {demo.seconds:.0f} s on one thread, torch {torch.__version__}."
     return write_page(path, "A CNN becomes attention, and a ViT starts as a convolution", lead, sections, footer)
@@ -26,12 +26,14 @@ def write_demo_page(demo: Demo, path: Path) -> int:
 
 def _equality_section(demo: Demo) -> Section:
     """Return the section with the comparison of the CNN and its T-CNN."""
+    macs = [count_macs(model, demo.config["input_size"]) for model in (demo.tcnn, demo.cnn.model)]
     return Section(
         "The same function",
         f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
         f"({LAYERS}) were then recast as gated self-attention, without training. The outputs of both networks were "
         f"compared on {VERIFIED} test images and on cropped ones, in two precisions and layer by layer, and their "
-        "classes on all test images.",
+        f"classes on all test images. The T-CNN needs {macs[0] / macs[1]:.2f} times the CNN's MACs: it is for training "
+        "further, not for speed.",
         finding=demo.equality,
         listing=str(demo.report),
     )
@@ -89,19 +91,4 @@ def _gain_section(demo: Demo) -> Section:
         "a head attends by position, in patches. The maps show what the heads of both ViTs attend to after training.",
         charts=charts,
         viewer=_viewer(demo, {vit.name: vit.model for vit in demo.vits}),
-    )
-
-
-def _cost_section(demo: Demo) -> Section:
-    """Return the section with the parameters and MACs of all models."""
-    models = {"CNN": demo.cnn.model, "T-CNN": demo.tcnn} | {vit.name: vit.model for vit in demo.vits}
-    macs = {name: count_macs(model, demo.config["input_size"]) for name, model in models.items()}
-    rows = [[name, f"{count_parameters(model):,}", f"{macs[name] / 1e6:.1f} M"] for name, model in models.items()]
-    more = macs["T-CNN"] / macs["CNN"]
-    return Section(
-        "Cost",
-        "Attention included; 1 MAC is 2 FLOPs.",
-        [["", "parameters", "MACs per image"], *rows],
-        finding=f"The T-CNN computes the CNN's function with {more:.2f} times its MACs: it is for training further, "
-        "not for speed.",
     )

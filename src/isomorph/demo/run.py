@@ -1,6 +1,8 @@
 """Train, recast, verify, inspect, and train the form that gains: the steps of the demo and their results."""
 
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,3 +152,16 @@ def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder
     for i in range(SHOWN):
         test.image(i).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
     return demo
+
+
+def next_commands(folder: Path) -> list[tuple[str, str]]:
+    """Return three commands for the models in the demo's folder, each with what it does."""
+    called = Path(sys.argv[0])
+    program = [called] if called.name == "isomorph" else [sys.executable, "-m", "isomorph"]
+    cnn, tcnn, vit = (folder / f"{name}.safetensors" for name in ("cnn", "tcnn", "convit"))
+    commands: list[tuple[str, list[Any]]] = [
+        ("check the equality yourself", ["verify", cnn, tcnn, "--data", "digits"]),
+        ("a page about one model and one image", ["analyze", vit, "--image", folder / "digit-1.png"]),
+        ("recast the CNN and train it further", ["train", "digits_annealed", "--model.weights", cnn]),
+    ]
+    return [(what, shlex.join(map(str, [*program, *arguments]))) for what, arguments in commands]

@@ -4,49 +4,37 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from isomorph import __version__
 from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
-from isomorph.deployment.program import only_tensor, quiet
+from isomorph.deployment.program import quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
-from isomorph.errors import UserError, first_line, install_hint
+from isomorph.errors import UserError, first_line, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
 
 FORMATS = ("onnx", "pt2")
 """File formats, by their suffix."""
 METADATA_FILE = "metadata.json"
 """Name of the metadata inside a .pt2 archive."""
-_WORDS = ("isomorph_version", "architecture", "interpolation", "crop_mode", "source", "quantization")
-"""Keys of the metadata whose values stand there without quotes; the others are JSON."""
-_KEYS = {*_WORDS, *DATA_KEYS, "num_classes", "class_names", "dynamic", "size_multiple", "inputs", "length"}
+_KEYS = {*DATA_KEYS, "isomorph_version", "architecture", "num_classes", "class_names", "quantization"}
+_KEYS |= {"dynamic", "size_multiple", "inputs", "length"}
 
 
 def require_packages(*names: str) -> None:
-    """Import packages of the extra `export`. Raises: UserError, with the command that installs it, if one is missing.
-
-    Running an ONNX model needs onnxruntime alone.
-    """
-    for name in names or ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            import_module(name)
-        except ImportError as error:
-            reason = "is not installed" if error.name == name else f"cannot be imported ({short_reason(error)})"
-            raise UserError(f"ONNX needs {name}, which {reason}; {install_hint('export')}") from None
+    """Import packages that write or run ONNX. Raises: UserError, with the command that installs it, without one."""
+    for name in names:
+        optional_module(name, f"ONNX needs {name}", "export")
 
 
 def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
-    """Return the metadata of a model exported with these shapes, as texts by key.
-
-    Keys without a value (class names of a model that has none) are left out.
-    """
+    """Return the metadata of a model exported with these shapes, as JSON by key; keys without a value are left out."""
     first, data = shapes.shape, describe_data(model)
     if not shapes.named:
         config = evaluation_config(model, (first[1], first[2]))
@@ -56,25 +44,16 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     elif "size" not in shapes.dynamic:
         data["length"] = first[0]
     values = {
-        "isomorph_version": own_version(),
+        "isomorph_version": __version__,
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "class_names": data.pop("label_names", None),
         **data,
-        "dynamic": list(shapes.dynamic),
+        "dynamic": [name for name in ("batch", "size") if name in shapes.dynamic],
         "size_multiple": shapes.size_multiple,
         "inputs": list(shapes.names) if shapes.named else None,
     }
-    given = {key: value for key, value in values.items() if value is not None}
-    return {key: value if key in _WORDS else json.dumps(value) for key, value in given.items()}
-
-
-def own_version() -> str:
-    """Return isomorph's version, "unknown" where it runs without being installed."""
-    try:
-        return version("isomorph")
-    except PackageNotFoundError:
-        return "unknown"
+    return {key: json.dumps(value) for key, value in values.items() if value is not None}
 
 
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
@@ -82,7 +61,7 @@ def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
     if not isinstance(texts, Mapping) or "isomorph_version" not in texts or not {"input_size", "inputs"} & set(texts):
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
     try:
-        values = {key: text if key in _WORDS else json.loads(text) for key, text in texts.items() if key in _KEYS}
+        values = {key: json.loads(text) for key, text in texts.items() if key in _KEYS}
     except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"cannot read the metadata of {path}: {short_reason(error)}") from None
     if "class_names" in values:
@@ -131,15 +110,12 @@ class Artefact(nn.Module):
             given = ", ".join(inputs) or "none"
             raise UserError(f"the inputs are {given}; give {', '.join(names)} by name")
         first = inputs[names[0]]
-        if any(len(tensor) != len(first) for tensor in inputs.values()):
-            sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in inputs.items())
-            raise UserError(f"the inputs have unequal batches: {sizes}")
         self._check_size(names[0], list(first.shape[1:]))
-        size = len(first) if "batch" in self.metadata["dynamic"] else 1
+        size = max(len(first), 1) if "batch" in self.metadata["dynamic"] else 1
         plain = (inputs[name].detach().cpu() for name in names)
-        parts = zip(*((x.float() if x.is_floating_point() else x).split(max(size, 1)) for x in plain), strict=True)
+        parts = zip(*((x.float() if x.is_floating_point() else x).split(size) for x in plain), strict=True)
         try:
-            outputs = [only_tensor(self._run(**dict(zip(names, part, strict=True)))) for part in parts]
+            outputs = [self._run(**dict(zip(names, part, strict=True))) for part in parts]
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = "x".join(map(str, first.shape))
             raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
@@ -184,11 +160,7 @@ def open_artefact(path: str | Path) -> Artefact:
         raise UserError(f"there is no file {path}")
     if kind == "onnx":
         require_packages("onnxruntime")
-    try:
-        contents = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return load_artefact(contents, kind, path)
+    return load_artefact(path.read_bytes(), kind, path)
 
 
 def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact:
@@ -210,12 +182,12 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
     options.log_severity_level = 4  # errors are raised
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
-    if session.get_modelmeta().custom_metadata_map.get("quantization") == "int8 weights":
+    if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
 
-    def run(**inputs: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(x) for x in session.run(None, {name: x.numpy() for name, x in inputs.items()})[:1]]
+    def run(**inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in inputs.items()})[0])
 
     return run, session.get_modelmeta().custom_metadata_map
 

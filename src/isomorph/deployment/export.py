@@ -4,7 +4,7 @@ import copy
 import io
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,8 @@ from torch import nn
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
 from isomorph.deployment.artefact import FORMATS, METADATA_FILE, describe, load_artefact, require_packages
-from isomorph.deployment.program import (
-    DEFAULT_OPSET,
-    check_onnx,
-    explain_failure,
-    only_tensor,
-    prepare,
-    quiet,
-    to_onnx,
-    trace,
-)
-from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
+from isomorph.deployment.program import explain_failure, only_tensor, prepare, quiet, to_onnx, trace
+from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
@@ -50,41 +41,36 @@ class ExportReport:
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
         >>> report = iso.export(net, "net.pt2", size=(8, 8))
-        >>> report.dynamic, report.deviation.passed, len(report.deviation.inputs)
+        >>> report.axes, report.deviation.passed, len(report.deviation.inputs)
         (('batch',), True, 3)
     """
 
     path: str
-    format: str
-    opset: int | None
-    dynamic: tuple[str, ...]
+    axes: tuple[str, ...]
     size_multiple: int | None
     megabytes: float
     fused: int
     merged: int
     deviation: VerifyReport
-    axes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
         return {**asdict(self), "deviation": self.deviation.as_dict()}
 
     def __str__(self) -> str:
-        kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
         multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
         taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
         counts = (("fused", self.fused, "layer"), ("merged", self.merged, "norm"))
         lines = [f"{done} {count_of(number, what)}" for done, number, what in counts if number]
-        return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
+        return "\n".join([*lines, str(self.deviation), f"{self.megabytes:.1f} MB, dynamic: {taken}"])
 
 
 def export(
     model: nn.Module,
     path: str | Path,
     *,
-    dynamic: str | Iterable[str] = "batch",
+    dynamic: str = "batch",
     size: ImageSize | None = None,
-    opset: int | None = None,
     atol: float = ATOL,
     overwrite: bool = False,
     progress: Progress = lambda step: None,
@@ -98,15 +84,15 @@ def export(
 
     Args:
         path: File ending in .onnx (run by onnxruntime and others) or .pt2 (run by torch.export.load).
-        dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts) or "none".
+        dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts), "size" or
+            "none".
         size: Height and width, by default the model's own.
-        opset: ONNX operator set, 18 to 23.
         atol: Largest difference allowed, relative to the largest output where that is above 1.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
-    Raises: UserError when a package is missing, the model cannot be exported (the message names the operator), or the
-        file exists or cannot be written; NotEqual, with the report, when the result differs.
+    Raises: UserError when a package is missing, the model cannot be exported, or the file exists or cannot be written;
+        NotEqual, with the report, when the result differs.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
@@ -115,53 +101,45 @@ def export(
         >>> report.fused, report.deviation.passed
         (1, True)
     """
-    path, dynamic = Path(path), parse_dynamic(dynamic)
+    path = Path(path)
     kind = path.suffix.removeprefix(".")
     if kind not in FORMATS:
         raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
-    if kind == "pt2" and opset is not None:
-        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
-    model, written = check_exportable(model, path, overwrite, opset)
+    model = check_exportable(model, path, overwrite)
     progress("choosing shapes")
     if size and not hasattr(model, "example_inputs"):
         model = fit_to_size(model, size)
     shapes = plan_shapes(model, dynamic, size)
     progress("fusing")
     prepared, report = prepare(model, shapes)
-    shapes, contents, deviation = encode(prepared, model, kind, shapes, written, atol, progress)
+    shapes, contents, deviation = encode(prepared, model, kind, shapes, atol, progress)
     if not deviation.passed:
         raise NotEqual(deviation)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents), new=not overwrite)
-    return ExportReport(
-        path=str(path),
-        format=kind,
-        opset=written if kind == "onnx" else None,
-        dynamic=dynamic,
-        size_multiple=shapes.size_multiple,
-        megabytes=len(contents) / 1e6,
-        fused=len(report.fused),
-        merged=len(report.merged),
-        deviation=deviation,
-        axes=tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values())),
-    )
+    axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
+    counts = dict(fused=len(report.fused), merged=len(report.merged))
+    return ExportReport(str(path), axes, shapes.size_multiple, len(contents) / 1e6, **counts, deviation=deviation)
 
 
-def check_exportable(model: nn.Module, path: Path, overwrite: bool, opset: int | None) -> tuple[nn.Module, int]:
-    """Return the model without wrappers, and the operator set, after checking all that can be known before the work.
+def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
+    """Return the model without wrappers, after checking all that can be known before the work.
 
-    Raises: UserError when the file exists or cannot be written, or a package is missing; for what is not a model, is
-        too large for ONNX, or an operator set that cannot be written.
+    Raises: UserError when the file exists or cannot be written, or a package is missing; for what is not a model, or is
+        too large for ONNX.
     """
     if path.is_file() and not overwrite:
         raise UserError(f"{path} exists; give overwrite to replace it, or another file")
     require_writable(path)
     model = check_model(model)
-    if path.suffix != ".onnx":
-        return model, DEFAULT_OPSET
-    opset = check_onnx(model, opset)
-    require_packages()
-    return model, opset
+    if path.suffix == ".onnx":
+        require_packages("onnx", "onnxscript", "onnxruntime")
+        held = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
+        if held > 2**31 - 2**20:  # the format counts bytes in 31 bits
+            raise UserError(
+                f"the model has {held / 1e9:.1f} GB of weights, an ONNX file holds at most 2 GB; export a .pt2 file"
+            )
+    return model
 
 
 def encode(
@@ -169,7 +147,6 @@ def encode(
     model: nn.Module,
     kind: str,
     shapes: ExportShapes,
-    opset: int,
     atol: float = ATOL,
     progress: Progress = lambda step: None,
 ) -> tuple[ExportShapes, bytes, VerifyReport]:
@@ -185,7 +162,7 @@ def encode(
         program, metadata = trace(prepared, shapes), describe(model, shapes)
         progress(f"converting to {kind}")
         if kind == "onnx":
-            contents = to_onnx(program, shapes, opset, metadata).SerializeToString()
+            contents = to_onnx(program, shapes, metadata).SerializeToString()
         else:
             program.example_inputs = None
             buffer = io.BytesIO()

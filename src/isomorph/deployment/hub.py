@@ -19,11 +19,11 @@ from timm.models import PretrainedCfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
-import isomorph.deployment.model_card as cards
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import find_difference, rebuild, save
 from isomorph.checkpoints.paths import check_repository
+from isomorph.deployment.model_card import model_card, read_training, recipe_text
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.layers.eval_mode import eval_mode
@@ -47,26 +47,18 @@ def push(
     run: str | Path | None = None,
     results: Mapping[str, float] | None = None,
     private: bool = False,
-    revision: str | None = None,
-    message: str | None = None,
-    replace_card: bool = False,
     base: dict[str, Any] | nn.Module | None = None,
-    token: str | None = None,
 ) -> str:
     """Upload a model to the Hugging Face hub as OWNER/NAME, from where `iso.load` loads it, and return its address.
 
-    The files are those of `save_for_hub`, in one commit. The repository is created if there is none.
+    The files are those of `save_for_hub`, in one commit. The repository is created if there is none; a model card that
+    is there already is kept, as it may have been edited. The token is that of `hf auth login`, or $HF_TOKEN.
 
     Args:
-        run: Folder or checkpoint of the run that trained the model: its recipe, command and last metrics go into the
-            model card.
+        run: Folder or checkpoint of the run that trained the model: its recipe and last metrics go into the model card.
         results: Other metrics for the model card, by name.
         private: Create the repository for its owner only.
-        revision: Branch to upload to; created if there is none. By default main.
-        message: Message of the commit.
-        replace_card: Replace a model card that is there already; it may have been edited.
         base: As in `iso.save`.
-        token: Token of the hub; by default the one of `hf auth login`, or $HF_TOKEN.
 
     Raises: UserError when the name is not valid, there is no token or no network, or the hub rejects the upload.
 
@@ -78,40 +70,29 @@ def push(
     'small' is not a name for the hub; give OWNER/NAME, for example me/small
     """
     check_repository(name)
-    token = require_token(token)
+    require_token()
     with tempfile.TemporaryDirectory() as folder, _explain_rejection(name):
         save_for_hub(model, folder, name, run=run, results=results, base=base)
-        api = HfApi(token=token, library_name="isomorph")
+        api = HfApi(library_name="isomorph")
         with suppress(RepositoryNotFoundError):
             if api.model_info(name).private is False and private:
                 raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
         api.create_repo(name, private=private, exist_ok=True)
-        if revision:
-            api.create_branch(name, branch=revision, exist_ok=True)
-        kept = not replace_card and api.file_exists(name, CARD, revision=revision)
-        api.upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            ignore_patterns=CARD if kept else None,
-            commit_message=message or "Add a model of isomorph",
-            revision=revision,
-        )
-    return f"{constants.ENDPOINT}/{name}" + (f"/tree/{revision}" if revision else "")
+        kept = CARD if api.file_exists(name, CARD) else None
+        message = "Add a model of isomorph"
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=kept, commit_message=message)
+    return f"{constants.ENDPOINT}/{name}"
 
 
-def require_token(token: str | None = None) -> str:
-    """Return the token of the hub: this one, or that of the user. Raises: UserError without a token or a network."""
-    token = token or huggingface_hub.get_token()
-    if not token:
+def require_token() -> None:
+    """Raise UserError without a token of the hub, or without a network."""
+    if not huggingface_hub.get_token():
         raise UserError(f"uploading needs a token of the hub with write access; {LOG_IN}")
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set, so that nothing is uploaded; unset it")
-    if not is_reachable(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE or not is_reachable(constants.ENDPOINT):
         raise UserError(
             f"cannot reach {constants.ENDPOINT}; check the network, or write the files with --out FOLDER "
             "(iso.save_for_hub) and upload them later with `hf upload OWNER/NAME FOLDER`"
         )
-    return token
 
 
 @contextmanager
@@ -122,7 +103,7 @@ def _explain_rejection(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error  # of one of several files
+        cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error  # of one of several files
         if isinstance(cause, HfHubHTTPError):
             advice = f"; {LOG_IN} of an account that may write to {name}" * (cause.response.status_code in (401, 403))
             raise UserError(f"the hub did not accept {name}: {describe_hub_error(cause)}{advice}") from None
@@ -163,16 +144,16 @@ def save_for_hub(
     3
     """
     folder = Path(folder)
-    training = cards.read_training(Path(run)) if run else None
+    recipe, metrics = read_training(Path(run)) if run else (None, {})
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
         net = unwrap(model)
         save(net, written / WEIGHTS, base)
         in_timm = _write_config(net, written, name)
-        card = cards.model_card(net, name, training, results or {}, in_timm)
+        card = model_card(net, name, recipe, metrics | dict(results or {}), in_timm)
         (written / CARD).write_text(card, encoding="utf-8")
-        if training:
-            (written / RECIPE).write_text(training.recipe_text(), encoding="utf-8")
+        if recipe:
+            (written / RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
         for path in sorted(written.iterdir()):
             write_atomically(folder / path.name, partial(shutil.copyfile, path))
 
@@ -194,15 +175,14 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
         plain.pretrained_cfg = {key: known[key] for key in known if key in kept} | actual
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
             save_config_for_hf(plain, str(path))
-            config = json.loads(path.read_text())
-    if config:
-        path.write_text(json.dumps(config | shared, indent=2), encoding="utf-8")
-        # networks of other tasks would ask for the public weights of their backbones
-        if config["architecture"] not in networks() and _timm_loads(model, folder):
-            return True
+            config = json.loads(path.read_text()) | shared
+            path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+            # networks of other tasks would ask for the public weights of their backbones
+            if config["architecture"] not in networks() and _timm_loads(model, folder):
+                return True
     of = own["base"]["name"] if "base" in own else own["module"]["class"].rpartition(".")[2]
     changed = {"architecture": f"{of} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
-    path.write_text(json.dumps(config | changed | shared, indent=2), encoding="utf-8")
+    path.write_text(json.dumps(config | shared | changed, indent=2), encoding="utf-8")
     return False
 
 

@@ -2,112 +2,35 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 import isomorph.models as own_models
+from isomorph import __version__
 from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.model import describe_data, describe_edits
-from isomorph.deployment.artefact import own_version
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.surgery import edits
-from isomorph.terminal_tables import printable
+from isomorph.terminal_tables import METRIC_FORMATS
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 from isomorph.training.task import task_record
 
-_TASK = "image-classification"
-_OTHER_TASKS = {
-    "segmentation": "image-segmentation",
-    "detection": "object-detection",
-    "text_classification": "text-classification",
-    "masked_lm": "fill-mask",
-    "diffusion": "unconditional-image-generation",
-}
-"""The hub's names of isomorph's tasks."""
-_METRICS = dict(top1="top-1 (%)", top5="top-5 (%)", nll="negative log-likelihood (nats)", ece="calibration error (%)")
-"""Metrics of an evaluation, besides the number of images, and their names in a model card."""
 _LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
 """Fields of a recipe that are about the machine of a run, or about the paper's result."""
-_FOLDERS = re.compile(r"(?<![\w.])[/~](?=\S)[^=,;\"'\[\]{}\n]*/")
-"""The folders of an absolute path, which are left out."""
-_MAX_NAMES = 8
-"""Names of modules that a card lists for an edit."""
-_TEMPLATE = """---
-{{ card_data }}
----
-
-# {{ text(short) }}
-
-A {{ code(kind) }} with {{ facts }}. Written by isomorph {{ version }}.
-{% if edits %}
-## Method
-
-The model was made from the architecture above by these changes, in this order:
-{% for rule, fields, about, names in edits %}
-- **{{ rule }}**({{ text(fields) }}): {{ about }} On {{ names }}.
-{% endfor %}{% endif %}
-## Use
-
-{{ block(load, "python") }}
-{% if in_timm %}
-Or with timm:
-
-{{ block(timm, "python") }}
-{% endif %}{% if task and architecture %}
-To measure its accuracy:
-
-{{ block("isomorph evaluate hf-hub:" ~ name, "bash") }}
-{% endif %}{% if measured %}
-## Results
-
-On {{ code(data) }}{% if epoch %}, after epoch {{ epoch }} of {{ training.epochs }}{% endif %}.
-
-| metric | value |
-|---|---|
-{% for title, value in measured %}| {{ text(title) }} | {{ value }} |
-{% endfor %}{% endif %}{% if training %}
-## Training
-
-Recipe {{ code(training.recipe.name) }} {% if training.recipe.source %}({{ text(training.recipe.source) }}){% endif %}:
-`recipe.yaml` in this repository has its fields; `isomorph train recipe.yaml` repeats it.
-Run with {{ text(training.versions) }}:
-
-{% if training.command %}{{ block(training.command, "bash") }}
-
-{% endif %}{{ block(training.recipe_text(), "yaml") }}
-{% endif %}"""
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a model was trained: fields of the recipe that differ from their defaults, command, versions and metrics."""
+def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the recipe of a run, less its defaults, and its last metrics, given its folder or one of its checkpoints.
 
-    recipe: Mapping[str, Any]
-    epochs: int
-    command: str
-    versions: str
-    metrics: Mapping[str, Any]
-
-    def recipe_text(self) -> str:
-        """Return the recipe as YAML, which `isomorph train` takes."""
-        return yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)
-
-
-def read_training(run: Path) -> Training:
-    """Return what a run's folder says about the training of a model, given the folder or one of its checkpoints.
-
-    A file that the run did not write, such as a pruned model, has no metrics.
+    Only the folder and its model.safetensors have metrics: those of other files are not known.
 
     Raises: UserError when there is no readable run.
     """
@@ -116,20 +39,11 @@ def read_training(run: Path) -> Training:
         recipe = validate(json.loads((folder / "recipe.json").read_text()))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{run} does not belong to a run with a readable recipe.json ({short_reason(error)})") from None
-    rows = [row for row in read_log(folder / "log.jsonl") if "top1" in row]
-    if run.name == "best.safetensors":
-        rows = sorted(rows, key=lambda row: row["top1"])
-    elif run.stem.startswith("epoch-"):
-        rows = [row for row in rows if f"epoch-{row.get('epoch')}" == run.stem]
-    elif not (run.is_dir() or run.name == "model.safetensors"):
-        rows = []
-    environment = (read_log(folder / "environment.jsonl") or [{}])[-1]
     changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
-    _, *words = _without_folders(environment.get("command")) or [""]
-    command = shlex.join(["isomorph", *map(str, words)]) if words[:1] == ["train"] else ""  # none of a run from Python
-    versions = ", ".join(f"{k} {environment[k]}" for k in ("python", "torch", "timm", "device") if k in environment)
-    known = {"name": recipe.name, "source": "", **_without_folders(changed)}
-    return Training(known, recipe.epochs, command, versions, rows[-1] if rows else {})
+    rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
+    last = rows[-1] if rows and (run.is_dir() or run.name == "model.safetensors") else {}
+    metrics = {key: value for key, value in last.items() if key in METRIC_FORMATS or key == "epoch"}
+    return {"name": recipe.name, **_without_folders(changed)}, metrics
 
 
 def _without_folders(value: Any) -> Any:
@@ -138,85 +52,65 @@ def _without_folders(value: Any) -> Any:
         return {key: _without_folders(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_without_folders(each) for each in value]
-    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+    return Path(value).name if isinstance(value, str) and value[:1] in ("/", "~") else value
 
 
-def _text(value: object) -> str:
-    """Return a text in one line without a meaning in Markdown or HTML."""
-    line = " ".join(printable(value).split())
-    return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+def recipe_text(values: Any) -> str:
+    """Return plain values as YAML, control characters escaped; `isomorph train` takes those of a recipe."""
+    plain = json.loads(json.dumps(values, default=str))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def _code(value: object) -> str:
-    """Return a text as code in a line, between more backticks than it has in a row."""
-    line = " ".join(printable(value).split())
-    ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
-    return f"{ticks}{line}{ticks}" if len(ticks) == 1 else f"{ticks} {line} {ticks}"
-
-
-def _block(text: str, language: str) -> str:
+def _block(text: str, language: str = "yaml") -> str:
     """Return a text as a block of code, between more backticks than it has in a row."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{printable(text).rstrip()}\n{fence}"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 def model_card(
-    model: nn.Module, name: str, training: Training | None, results: Mapping[str, float], in_timm: bool
+    model: nn.Module, name: str, recipe: Mapping[str, Any] | None, metrics: Mapping[str, Any], in_timm: bool
 ) -> str:
-    """Return the text of a model card, with the metadata that the hub reads at its head."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    architecture, recorded = (config.get("architecture") or "").partition(".")[0], task_record(model).get("name")
-    task = _OTHER_TASKS.get(str(recorded)) if recorded else None if architecture in own_models.networks() else _TASK
-    metrics = {**(training.metrics if training else {}), **results}
-    measured = {key: value for key, value in metrics.items() if key in (*_METRICS, "images", *results)}
-    data, short = describe_data(model).get("source") or "test images", name.rpartition("/")[2]
-    accuracy = None
-    if "top1" in measured and task == _TASK:
-        top1 = round(measured["top1"], 2)
-        accuracy = [EvalResult(_TASK, data, data, "accuracy", top1, metric_name="top-1 (%)")]
-    card_data = ModelCardData(
+    """Return the text of a model card, with the metadata that the hub reads at its head.
+
+    Names that others chose stand in blocks of code, where they have no meaning in Markdown or HTML.
+    """
+    config, made = getattr(model, "pretrained_cfg", None) or {}, edits(model)
+    architecture = (config.get("architecture") or "").partition(".")[0]
+    facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": __version__}
+    facts |= {"parameters": count_parameters(model), "classes": getattr(model, "num_classes", None)}
+    sections = ["The model, and the images that it expects:", _block(recipe_text(facts | evaluation_config(model)))]
+    if made:
+        sections += ["## Changes to the architecture", _block(recipe_text(describe_edits(made)))]
+    base = ")" if architecture else f", base=...)  # a {type(model).__name__} before its changes"
+    sections += ["## Use", _block(f'import isomorph as iso\n\nmodel = iso.load("hf-hub:{name}"{base}', "python")]
+    if in_timm:
+        own = architecture in {full.partition(".")[0] for full in own_models.names()}
+        imports = "import isomorph  # registers the architecture\n" * own + "import timm"
+        loads = f'{imports}\n\nmodel = timm.create_model("hf-hub:{name}", pretrained=True)'
+        sections += ["Or with timm:", _block(loads, "python")]
+    if metrics:
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in metrics.items()}
+        sections += ["## Results", _block(recipe_text(rounded))]
+    if recipe:
+        sections += ["## Training", "Save as recipe.yaml, for `isomorph train recipe.yaml`:"]
+        sections.append(_block(recipe_text(recipe)))
+    head = f"---\n{_card_data(model, architecture, name, metrics, in_timm).to_yaml()}\n---"
+    return "\n\n".join([head, f"# {name.rpartition('/')[2]}", *sections]) + "\n"
+
+
+def _card_data(
+    model: nn.Module, architecture: str, name: str, metrics: Mapping[str, Any], in_timm: bool
+) -> ModelCardData:
+    """Return what the hub reads: tags, and the accuracy of a classifier of images."""
+    task = "image-classification"
+    classifies = not task_record(model) and architecture not in own_models.networks()
+    data, accuracy = describe_data(model).get("source") or "test images", None
+    if "top1" in metrics and classifies:
+        accuracy = [EvalResult(task, data, data, "accuracy", round(metrics["top1"], 2), metric_name="top-1 (%)")]
+    return ModelCardData(
         library_name="timm" if in_timm else "isomorph",
-        pipeline_tag=task,
-        tags=[*([task] if task else []), "isomorph", *(["timm"] if in_timm else [])],
-        model_name=short if accuracy else None,
+        pipeline_tag=task if classifies else None,
+        tags=[*[task] * classifies, "isomorph", *["timm"] * in_timm],
+        model_name=name.rpartition("/")[2] if accuracy else None,
         eval_results=accuracy,
     )
-    base = ")" if architecture else f", base=...)  # a {type(model).__name__} before its changes"
-    own = architecture in {full.partition(".")[0] for full in own_models.names()}
-    imports = "import isomorph  # registers the architecture\n" * own + "import timm"
-    parts: dict[str, Any] = dict(
-        name=name, short=short, architecture=architecture, task=task, in_timm=in_timm, training=training
-    )
-    parts |= dict(kind=config.get("architecture") or type(model).__name__, facts=_facts(model), edits=_edits(model))
-    parts |= dict(version=own_version(), data=data, epoch=training and training.metrics.get("epoch"))
-    shown = {key: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" for key, value in measured.items()}
-    card = ModelCard.from_template(
-        card_data,
-        template_str=_TEMPLATE,
-        load=f'import isomorph as iso\n\nmodel = iso.load("hf-hub:{name}"{base}',
-        timm=f'{imports}\n\nmodel = timm.create_model("hf-hub:{name}", pretrained=True)',
-        measured=[(_METRICS.get(key, key), value) for key, value in shown.items()],
-        **parts | dict(text=_text, code=_code, block=_block),
-    )
-    return re.sub(r"\n{3,}", "\n\n", str(card))
-
-
-def _facts(model: nn.Module) -> str:
-    """Return the size of a model, its classes, and the images that it expects."""
-    classes, images = getattr(model, "num_classes", 0), evaluation_config(model)
-    channels, height, width = images["input_size"]
-    mean, deviation = (", ".join(f"{value:.3g}" for value in images[key]) for key in ("mean", "std"))
-    size = f"{count_parameters(model):,} parameters" + (f" and {classes:,} classes" if classes else "")
-    pixels = f"mean {mean}, standard deviation {deviation}, {images['interpolation']}, crop {images['crop_pct']:g}"
-    return f"{size}, for images of {height} x {width} with {channels} channels ({pixels})"
-
-
-def _edits(model: nn.Module) -> list[tuple[str, str, str, str]]:
-    """Return the rule, fields, description and modules of every edit."""
-    made, rows = edits(model), []
-    for edit, plain in zip(made, describe_edits(made), strict=True):
-        fields = ", ".join(f"{field}={value!r}" for field, value in plain["fields"].items() if value is not None)
-        about = cleandoc(type(edit.rule).__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        more = f" and {len(edit.names) - _MAX_NAMES} more" if len(edit.names) > _MAX_NAMES else ""
-        rows.append((plain["rule"], fields, about, ", ".join(map(_code, edit.names[:_MAX_NAMES])) + more))
-    return rows

@@ -26,21 +26,14 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from onnx_ir import Node
 
-OPSETS = range(18, 24)
-"""Operator sets that torch's exporter writes."""
-DEFAULT_OPSET = 20
-"""Operator set unless another one is asked for; onnxruntime runs it since 2023."""
+OPSET = 20
+"""Operator set of ONNX files; onnxruntime runs it since 2023."""
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 """Where torch's exporter notes the modules that a node is from, and its own name."""
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 """Operators that rearrange a weight: the quantiser rounds weights only if these are computed."""
 _SMALL, _GROWTH = 1024, 2
 """Elements that a constant may always have, and its largest ratio to the sizes of those that it is computed from."""
-_NAMED = (
-    re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?"),
-    re.compile(r"\btorch(?:\.\w+)+"),
-)
-"""An operator, or a function, of torch in a message."""
 
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
@@ -54,38 +47,25 @@ def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseRepo
 
 
 def only_tensor(output: Any) -> Tensor:
-    """Return the one tensor of a model's output: itself, its logits, or the only tensor in a list or dictionary.
-
-    Raises: UserError for several.
-    """
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(getattr(output, "logits", None), Tensor):
-        return output.logits
-    parts = dict(
-        output if isinstance(output, Mapping) else enumerate(output if isinstance(output, list | tuple) else ())
-    )
-    if isinstance(parts.get("logits"), Tensor):
-        return parts["logits"]
-    tensors = {key: part for key, part in parts.items() if isinstance(part, Tensor)}
-    if len(parts) == len(tensors) == 1:
-        return next(iter(tensors.values()))
-    kind, key = type(output).__name__, next(iter(tensors), 0)
-    raise UserError(
-        f"the model returns a {kind} with {len(tensors)} tensors, and a file has one output; export a module whose "
-        f"forward returns one of them: model(x)[{key!r}]"
-    )
+    """Return a model's output, or the logits in it. Raises: UserError for what is not one tensor."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise UserError(
+            f"the model returns a {type(output).__name__}, and a file has one output; export a module whose forward "
+            "returns one tensor"
+        )
+    return logits
 
 
 class _OneOutput(nn.Module):
-    """A model that returns its output in a list or dictionary, as one that returns the tensor."""
+    """A model that returns its logits in an object of transformers, as one that returns the tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, x: Tensor) -> Tensor:
-        return only_tensor(self.model(x))
+    def forward(self, images: Tensor) -> Tensor:
+        return only_tensor(self.model(images))
 
 
 @contextmanager
@@ -138,62 +118,34 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
 
 @contextmanager
 def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
-    """Raise errors within the block as UserError: what failed, the operator at fault, and what to try."""
+    """Raise errors within the block as UserError: what failed, why, and what to try."""
     try:
         yield
     except Exception as error:
         if isinstance(error, UserError):
             raise
         advice = "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
-        raise UserError(f"{what}: {name_failure(error)}{advice}") from error
+        raise UserError(f"{what}: {_first_cause(error)}{advice}") from error
 
 
-def name_failure(error: BaseException) -> str:
-    """Return the operator that an exporter failed at, where an error of the chain names one, and its first line."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    for deepest in reversed(chain):
-        if match := _NAMED[0].search(str(deepest)) or _NAMED[1].search(str(deepest)):
-            return f"operator {match[0].replace('::', '.')} ({_first_line(deepest)})"
-    return _first_line(chain[-1])
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    return (lines[0][:200] if lines else type(error).__name__).rstrip(".;:")
-
-
-def check_onnx(model: nn.Module, opset: int | None) -> int:
-    """Return the operator set, by default 20.
-
-    Raises: UserError for one that cannot be written, and for a model with more weights than one ONNX file holds.
-    """
-    if opset is not None and opset not in OPSETS:
-        choices = f"{OPSETS[0]} to {OPSETS[-1]} (by default {DEFAULT_OPSET})"
-        raise UserError(f"opset {opset} cannot be written; give {choices}")
-    held = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
-    if held > 2**31 - 2**20:  # the format counts bytes in 31 bits
-        raise UserError(
-            f"the model has {held / 1e9:.1f} GB of weights, an ONNX file holds at most 2 GB; export a .pt2 file"
-        )
-    return opset or DEFAULT_OPSET
+def _first_cause(error: BaseException) -> str:
+    """Return the first line of the error that an exporter's error began with, which names the operator."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line[:200].rstrip(".;:")
 
 
 @torch.no_grad()
-def to_onnx(
-    program: ExportedProgram, shapes: ExportShapes, opset: int, metadata: Mapping[str, str] = {}
-) -> "ModelProto":
+def to_onnx(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str, str] = {}) -> "ModelProto":
     """Convert a traced model to ONNX, with metadata by key.
 
-    Raises: UserError that names the operator when there is no ONNX form of it.
+    Raises: UserError when an operator has no ONNX form.
     """
     from onnx.helper import set_model_props
     from onnxscript.optimizer import optimize_ir
 
-    options: dict[str, Any] = dict(dynamo=True, optimize=False, verbose=False, opset_version=opset)
+    options: dict[str, Any] = dict(dynamo=True, optimize=False, verbose=False, opset_version=OPSET)
     try:
         with quiet():
             made = torch.onnx.export(program, input_names=shapes.names, output_names=[shapes.output], **options)
@@ -201,10 +153,7 @@ def to_onnx(
             optimize_ir(made.model, should_fold=_should_compute)
             proto = made.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
-        raise UserError(f"ONNX cannot express the model: {name_failure(error)}; export a .pt2 file") from error
-    written = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
-    if written != opset:
-        raise UserError(f"the model cannot be written in opset {opset}, only in {written}; give that")
+        raise UserError(f"ONNX cannot express the model: {_first_cause(error)}; export a .pt2 file") from error
     _name_parts(proto, shapes)
     set_model_props(proto, dict(metadata))
     return proto

@@ -1,9 +1,9 @@
 """Quantise a model to 8-bit integers, as an ONNX file that runs without isomorph, by onnxruntime's quantiser."""
 
 import copy
+import json
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,11 +35,6 @@ _BETWEEN_LAYERS = (
 """Operators between the layers of a convolutional network that runtimes have in 8 bits too."""
 _ATTENTION = ("LayerNormalization", "Softmax")
 """Operators of networks where only layers are rounded: the sums between their blocks have too wide a range."""
-_BOOKKEEPING = {
-    *("QuantizeLinear", "DequantizeLinear", "Constant", "Shape", "Gather", "Slice", "Split", "Expand", "Cast"),
-    *("Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Flatten", "Concat", "Pad", "Range", "Where"),
-}
-"""Operators that compute nothing, or only move values."""
 _SPEED_IMAGES = 8
 """Images of a batch whose speed is measured."""
 
@@ -76,7 +71,6 @@ class QuantizeReport:
 
     path: str
     mode: str
-    weight_bits: int
     images: int
     megabytes: float
     float_megabytes: float
@@ -85,7 +79,6 @@ class QuantizeReport:
     agreement: float
     output_sqnr: float
     layers: tuple[QuantizedLayer, ...]
-    float_operators: Mapping[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
@@ -93,16 +86,10 @@ class QuantizeReport:
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = [f"{'layer':<{width}}  operator  precision"] if self.layers else []
-        lines += [f"{layer.name:<{width}}  {layer.operator:<8}  {layer.precision}" for layer in self.layers]
+        lines = [f"{x.name:<{width}}  {x.operator:<8}  {x.precision:<6}  {x.reason}".rstrip() for x in self.layers]
         rounded = sum(layer.precision != "float" for layer in self.layers)
         kind = "weights" if self.mode == "weights" else "weights and activations"
-        lines.append(f"{rounded} of {len(self.layers)} layers have {kind} in int8 ({self.weight_bits}-bit weights)")
-        for reason in dict.fromkeys(layer.reason for layer in self.layers if layer.precision == "float"):
-            kept = dict.fromkeys(layer.name for layer in self.layers if layer.reason == reason)
-            lines.append(f"  float: {', '.join(kept)} ({reason})")
-        if self.float_operators:
-            lines.append("  float: " + ", ".join(f"{n} {name}" for name, n in self.float_operators.items()))
+        lines.append(f"{rounded} of {len(self.layers)} layers have {kind} in int8")
         smaller = f"{self.float_megabytes / self.megabytes:.1f} times smaller than in float"
         lines.append(f"{self.megabytes:.2f} MB, {smaller} ({self.float_megabytes:.2f} MB)")
         lines.append(
@@ -121,9 +108,7 @@ def quantize(
     *,
     weights_only: bool = False,
     float_layers: str | Sequence[str] = (),
-    weight_bits: int | None = None,
-    dynamic: str | Iterable[str] = "batch",
-    opset: int | None = None,
+    dynamic: str = "batch",
     overwrite: bool = False,
     progress: Progress = lambda step: None,
 ) -> QuantizeReport:
@@ -131,7 +116,8 @@ def quantize(
 
     The model is fused and exported in float32; then convolutions and linear layers get int8 weights, with one scale for
     each output channel, and activations get the range that they have on the calibration images. Norms, softmax and
-    products of two activations stay in float; the report names them.
+    products of two activations stay in float. Weights have 7 bits, so that sums of products also fit into 16 bits, as
+    processors without VNNI add them; 8 with `weights_only`, where nothing is added in integers.
 
     Args:
         calibration_loader: Normalised images (B, C, H, W), or (images, labels), as from `iso.data.eval_loader`; 128 to
@@ -139,10 +125,7 @@ def quantize(
         path: File ending in .onnx.
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         float_layers: Glob or globs over names of layers that stay in float.
-        weight_bits: 7 or 8. With 7, sums of products also fit into 16 bits, as processors without VNNI add them; it is
-            the default, and 8 with `weights_only`, where nothing is added in integers.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
-        opset: ONNX operator set, 18 to 23.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
@@ -161,32 +144,30 @@ def quantize(
     path = Path(path)
     if path.suffix != ".onnx":
         raise UserError(f"{path} must end in .onnx, the format of quantised models")
-    if weight_bits not in (None, 7, 8):
-        raise UserError(f"weight_bits={weight_bits} is not possible; give 7 or 8")
-    bits, mode = weight_bits or (8 if weights_only else 7), "weights" if weights_only else "static"
-    model, opset = check_exportable(model, path, overwrite, opset)
+    mode = "weights" if weights_only else "static"
+    model = check_exportable(model, path, overwrite)
     progress("fusing")
     shapes = plan_shapes(model, dynamic)
     if shapes.named:
         raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
     prepared, _ = prepare(model, shapes)
     if shapes.near:
-        shapes = encode(prepared, model, "onnx", shapes, opset)[0]
+        shapes = encode(prepared, model, "onnx", shapes)[0]
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
     progress("converting to onnx")
     metadata = describe(model, shapes)
-    before = to_onnx(trace(prepared, shapes), shapes, opset, metadata)
+    before = to_onnx(trace(prepared, shapes), shapes, metadata)
     kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
-    after = (_round_weights if weights_only else _round_all)(before, list(kept), bits, batches)
+    after = (_round_weights if weights_only else _round_all)(before, list(kept), batches)
     del after.metadata_props[:]
-    for key, value in (metadata | {"quantization": f"int8 {mode}"}).items():
+    for key, value in (metadata | {"quantization": json.dumps(f"int8 {mode}")}).items():
         after.metadata_props.add(key=key, value=value)
     progress("comparing")
     measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
-    report = QuantizeReport(path=str(path), mode=mode, weight_bits=bits, **measured)
+    report = QuantizeReport(path=str(path), mode=mode, **measured)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite)
     return report
@@ -211,7 +192,6 @@ def _measure(
     speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
     return {
         "images": len(exact),
-        "float_operators": _float_operators(after),
         "megabytes": after.ByteSize() / 1e6,
         "float_megabytes": before.ByteSize() / 1e6,
         "images_per_second": speed["int8"].median,
@@ -241,22 +221,17 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
 
 def _check_images(images: object, shapes: ExportShapes) -> None:
     """Raise UserError for a batch that the model cannot be calibrated on."""
-    channels, *own = shapes.shape
-    wanted = f"B x {channels} x {own[0]} x {own[1]}"
-    if not isinstance(images, Tensor):
-        raise UserError(f"calibration images are {type(images).__name__}; give tensors of {wanted}")
-    if not images.is_floating_point():
-        raise UserError(f"calibration images are {images.dtype}; give normalised float images, as eval_loader makes")
-    multiple = (shapes.size_multiple or 1) if "size" in shapes.dynamic else None
-    apart = [side - least for side, least in zip(images.shape[2:], own, strict=False)]
-    wrong_size = any(apart) if multiple is None else any(difference % multiple for difference in apart)
-    if images.ndim != 4 or images.shape[1] != channels or wrong_size:
-        steps = f", or heights and widths in steps of {multiple}"
-        more = '; give dynamic="batch,size" for other sizes' if multiple is None else steps
-        given = "x".join(map(str, images.shape))
-        raise UserError(f"calibration images have shape {given}, the model takes {wanted}{more}")
-    if not images.isfinite().all():
-        raise UserError("calibration images have values that are not finite")
+    channels, height, width = shapes.shape
+    given = type(images).__name__
+    if isinstance(images, Tensor):
+        fits = images.ndim == 4 and images.shape[1] == channels
+        given = f"{'x'.join(map(str, images.shape))} in {str(images.dtype).removeprefix('torch.')}"
+        own_size = "size" in shapes.dynamic or images.shape[2:] == (height, width)
+        if fits and own_size and images.is_floating_point() and images.isfinite().all():
+            return
+    raise UserError(
+        f"calibration images are {given}; give normalised images, finite floats of B x {channels} x {height} x {width}"
+    )
 
 
 def _layer_nodes(proto: "ModelProto") -> dict[str, "NodeProto"]:
@@ -285,18 +260,12 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     return kept
 
 
-def _dequantized(graph: "ModelProto") -> Callable[[str], bool]:
-    """Return whether a tensor of a quantised graph, by name, was rounded."""
-    return {
-        name for node in graph.graph.node if node.op_type == "DequantizeLinear" for name in node.output
-    }.__contains__
-
-
 def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
     """Return every layer of the float graph, with its precision in the quantised one. `kept`: reasons by node."""
-    now, rounded, rows = _layer_nodes(after), _dequantized(after), []
+    now, rows = _layer_nodes(after), []
+    rounded = {x for node in after.graph.node if node.op_type == "DequantizeLinear" for x in node.output}
     for name, node in _layer_nodes(before).items():
-        reads = [rounded(source) for source in now[name].input[:2]] if name in now else []
+        reads = [source in rounded for source in now[name].input[:2]] if name in now else []
         in_float = name in kept or not any(reads)
         precision = "float" if in_float else "int8" if all(reads) else "int8 w"
         reason = kept.get(name, "not supported") if in_float else ""
@@ -304,19 +273,12 @@ def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[st
     return tuple(rows)
 
 
-def _float_operators(after: "ModelProto") -> dict[str, int]:
-    """Count the operators of a quantised graph that compute in float, other than layers, by kind."""
-    rounded, silent = _dequantized(after), {*_BOOKKEEPING, *_LAYERS}
-    kinds = (x.op_type for x in after.graph.node if x.op_type not in silent and not any(map(rounded, x.input)))
-    return dict(sorted(Counter(kinds).items()))
-
-
-def _round_all(proto: "ModelProto", kept: Sequence[str], bits: int, batches: Sequence[Tensor]) -> "ModelProto":
-    """Return a graph with 8-bit weights and activations, in ONNX's QDQ form.
+def _round_all(proto: "ModelProto", kept: Sequence[str], batches: Sequence[Tensor]) -> "ModelProto":
+    """Return a graph with 7-bit weights and 8-bit activations, in ONNX's QDQ form.
 
     Weights are signed, with one scale for each output channel. Activations are unsigned, with the range that they have
     on the batches. In networks with attention or LayerNorm, only the inputs of layers are rounded. `kept` are nodes
-    that stay in float, `bits` those of the weights, 7 or 8.
+    that stay in float.
 
     Raises: UserError when temporary files cannot be written.
     """
@@ -336,7 +298,7 @@ def _round_all(proto: "ModelProto", kept: Sequence[str], bits: int, batches: Seq
                 SimpleNamespace(get_next=lambda: next(images, None)),
                 op_types_to_quantize=[*_LAYERS, *(() if attends else _BETWEEN_LAYERS)],
                 per_channel=True,
-                reduce_range=bits == 7,
+                reduce_range=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
                 nodes_to_exclude=list(kept),
@@ -347,11 +309,8 @@ def _round_all(proto: "ModelProto", kept: Sequence[str], bits: int, batches: Seq
         raise UserError(f"cannot write temporary files in {tempfile.gettempdir()}: {error.strerror or error}") from None
 
 
-def _round_weights(proto: "ModelProto", kept: Sequence[str], bits: int, _: Sequence[Tensor]) -> "ModelProto":
-    """Return a graph with 8-bit weights, one scale for each output channel (column of a map), that computes in float.
-
-    Arguments as in `_round_all`.
-    """
+def _round_weights(proto: "ModelProto", kept: Sequence[str], _: Sequence[Tensor]) -> "ModelProto":
+    """Return a graph with 8-bit weights that computes in float. They have one scale for each output channel."""
     from onnxruntime.quantization import QDQQuantizer, QuantType
 
     class WeightQuantizer(QDQQuantizer):
@@ -366,7 +325,7 @@ def _round_weights(proto: "ModelProto", kept: Sequence[str], bits: int, _: Seque
     quantizer = WeightQuantizer(
         copy.deepcopy(proto),
         per_channel=True,
-        reduce_range=bits == 7,
+        reduce_range=False,
         weight_qType=QuantType.QInt8,
         activation_qType=QuantType.QUInt8,
         tensors_range=None,

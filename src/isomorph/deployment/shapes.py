@@ -1,22 +1,20 @@
 """The inputs of an export: which of their sizes are dynamic, and the examples to trace and check a model on."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, input_size_problem
 from isomorph.surgery.model_inputs import Inputs
 
-DYNAMIC = ("batch", "size")
-"""What may be dynamic: the number of images, and their height and width."""
+DYNAMIC = ("batch", "batch,size", "size", "none")
+"""What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing."""
 INPUT = "images"
 """Name of the input of networks of images."""
-_STEPS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 64)
+_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
 """Differences to the model's own height and width to try, ascending."""
 _TRACE_STEP = 32
 """Least difference of height and width in the traced images, so that the tracer does not take them for one size."""
@@ -33,7 +31,7 @@ class ExportShapes:
     it. The last `near` checks are on sizes that a smaller multiple would not include.
     """
 
-    dynamic: tuple[str, ...]
+    dynamic: str
     checks: tuple[NamedTensors, ...]
     axes: dict[str, dict[int, str]]
     output: str = "logits"
@@ -58,31 +56,24 @@ class ExportShapes:
         return [(s, inputs if self.named else inputs[first]) for s, inputs in zip(shapes, self.checks, strict=True)]
 
 
-def parse_dynamic(dynamic: str | Iterable[str]) -> tuple[str, ...]:
-    """Return what is dynamic, from "batch", "batch,size", "none" or a sequence. Raises: UserError for another word."""
-    words = dynamic.split(",") if isinstance(dynamic, str) else list(dynamic)
-    given = [word.strip() for word in words if word.strip() not in ("", "none")]
-    if unknown := [word for word in given if word not in DYNAMIC]:
-        raise UserError(f"dynamic {','.join(unknown)} is unknown; give batch, size (height and width), both, or none")
-    return tuple(name for name in DYNAMIC if name in given)
-
-
 def plan_shapes(
-    model: Any, dynamic: str | Iterable[str] = "batch", size: ImageSize | None = None, least_multiple: int = 1
+    model: Any, dynamic: str = "batch", size: ImageSize | None = None, least_multiple: int = 1
 ) -> ExportShapes:
     """Choose the inputs to trace and check a model on: images at the given size (height, width) or the model's own.
 
     For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they
     have the network's greatest length, at most 512), or images with time steps.
 
-    Raises: UserError when the model does not take that size, or is to take any size and takes only one.
+    Raises: UserError for another word than those of DYNAMIC, and when the model does not take that size, or is to take
+        any size and takes only one.
     """
-    names = parse_dynamic(dynamic)
-    batches = (1, 2, 5) if "batch" in names else (1, 1, 1)
-    batch_axis = {0: "batch"} if "batch" in names else {}
-    side_axes = {2: "height", 3: "width"} if "size" in names else {}
+    if dynamic not in DYNAMIC:
+        raise UserError(f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}")
+    batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
+    batch_axis = {0: "batch"} if "batch" in dynamic else {}
+    side_axes = {2: "height", 3: "width"} if "size" in dynamic else {}
     if hasattr(model, "max_length"):
-        return _plan_text(model, names, size, batches, batch_axis)
+        return _plan_text(model, dynamic, size, batches, batch_axis)
     if getattr(model, "time_steps", None):
         height, width = size or model.pretrained_cfg["input_size"][-2:]
         step = 2 ** (len(model.channels) - 1)
@@ -91,9 +82,8 @@ def plan_shapes(
         far = _far(step) if side_axes else 0
         sides = ((height, width), (height, width + far), (height + far, width))
         checks = tuple(model.example_inputs(b, hw) for b, hw in zip(batches, sides, strict=True))
-        return ExportShapes(
-            names, checks, {"x": batch_axis | side_axes, "t": batch_axis}, "noise", step if far else None
-        )
+        axes = {"x": batch_axis | side_axes, "t": batch_axis}
+        return ExportShapes(dynamic, checks, axes, "noise", step if far else None)
     channels, height, width = evaluation_config(model, size)["input_size"]
     if problem := input_size_problem(model, (channels, height, width)):
         raise UserError(f"the model takes no images of {height} x {width}: {problem}")
@@ -109,7 +99,7 @@ def plan_shapes(
     seeded = ((shape, torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes))
     checks = tuple({INPUT: torch.randn(shape, generator=generator)} for shape, generator in seeded)
     axes = {INPUT: batch_axis | side_axes}
-    return ExportShapes(names, checks, axes, size_multiple=multiple, near=len(near), named=False)
+    return ExportShapes(dynamic, checks, axes, size_multiple=multiple, near=len(near), named=False)
 
 
 def _far(step: int) -> int:
@@ -118,15 +108,13 @@ def _far(step: int) -> int:
 
 
 def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
-    """Return the smallest step between sizes that the model takes, that of its patches where it has plain ones.
+    """Return the smallest step between sizes that the model takes.
 
     Raises: UserError when the model takes only its own size, or its graph is right for no step of at least `least`.
     """
     channels, height, width = own
-    embed = getattr(getattr(model, "backbone", model), "patch_embed", None)
-    plain = isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad
     problem = ""
-    for step in (max(embed.patch_size),) if plain else _STEPS:  # type: ignore[union-attr]
+    for step in _STEPS:
         far = _far(step)
         sizes = [(channels, height, width + step), (channels, height + far, width), (channels, height, width + far)]
         problem = next(filter(None, (input_size_problem(model, other) for other in sizes)), "")
@@ -141,7 +129,7 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
 
 
 def _plan_text(
-    model: Any, names: tuple[str, ...], size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
+    model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
 ) -> ExportShapes:
     """Return sequences of unequal lengths, with padding in every batch, and the types of their tokens if they count."""
     if size:
@@ -149,10 +137,10 @@ def _plan_text(
     longest = min(int(model.max_length), _MAX_LENGTH)
     checks = []
     for batch, length in zip(batches, (longest // 2, longest // 3, longest - 1), strict=True):
-        N = length if "size" in names else longest
+        N = length if "size" in dynamic else longest
         inputs: NamedTensors = model.example_inputs(batch, (1, N))
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = (torch.arange(N) >= N // 2).long() * inputs["attention_mask"]  # (batch, N)
         checks.append(inputs)
-    axes = batch_axis | ({1: "length"} if "size" in names else {})
-    return ExportShapes(names, tuple(checks), dict.fromkeys(checks[0], axes))
+    axes = batch_axis | ({1: "length"} if "size" in dynamic else {})
+    return ExportShapes(dynamic, tuple(checks), dict.fromkeys(checks[0], axes))

@@ -269,6 +269,4 @@ def rounding_note(layers: Sequence[LayerMaps], step: tuple[int, int]) -> str:
     if step == (1, 1):
         return text
     rows, columns = ("every" if n == 1 else f"every {ORDINALS.get(n, f'{n}th')}" for n in step)
-    return (
-        f"{text} To keep the page small, only {rows} row and {columns} column of queries is stored (see --megabytes)."
-    )
+    return f"{text} To keep the page small, only {rows} row and {columns} column of queries is stored."

@@ -79,22 +79,19 @@ def family_of(name: str) -> str:
     return timm.model_entrypoint(name).__module__.rpartition(".")[2]
 
 
-def timm_models(names: Sequence[str] = (), family: str | None = None) -> list[str]:
-    """Return timm's own architectures, or those of given names or globs, of one family if it is given.
+def timm_models(names: Sequence[str] = ()) -> list[str]:
+    """Return timm's own architectures, or those of given names or globs.
 
     Raises: UserError if there is none.
 
-    >>> iso.surgery.timm_models(["resnet1*t"], family="resnet")
+    >>> iso.surgery.timm_models(["resnet1*t"])
     ['resnet10t', 'resnet14t']
     """
-    own = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("timm.")]
     if unknown := [glob for glob in names if not timm.list_models(glob)]:
         raise UserError(f"{unknown[0]!r} matches no model of timm; give a name or a glob, for example 'resnet*'")
-    chosen = list(dict.fromkeys(name for glob in names for name in timm.list_models(glob))) if names else own
-    families = sorted({family_of(name) for name in chosen})
-    if family is not None and family not in families:
-        raise UserError(f"--family {family} has no such model; choose from {', '.join(families)}")
-    return [name for name in chosen if family in (None, family_of(name))]
+    if names:
+        return list(dict.fromkeys(name for glob in names for name in timm.list_models(glob)))
+    return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("timm.")]
 
 
 def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[dict[str, Any]]:
