@@ -63,16 +63,12 @@ def test_every_recipe_and_model_that_the_docs_name_exists():
 
 def test_every_result_file_that_the_docs_name_exists_and_none_is_orphaned():
     text = "\n".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"python (benchmarks/\w+\.py)", text)):
+        assert (ROOT / name).is_file(), name
     named = {name.split("/")[-1] for name in re.findall(r"results/[\w/]+\.json", text)}
     stored = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     assert named - stored == set(), "named in the docs, but not in benchmarks/results"
     assert stored - named == set(), "in benchmarks/results, but named on no page"
-
-
-def test_every_benchmark_that_the_docs_name_exists():
-    text = "\n".join(page.read_text() for page in PAGES)
-    for name in set(re.findall(r"python (benchmarks/\w+\.py)", text)):
-        assert (ROOT / name).is_file(), name
 
 
 def navigation(entries):

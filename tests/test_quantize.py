@@ -125,7 +125,7 @@ BAD = {
     "flat": (lambda x: [x[0]], {}, f"images are 3x16x16 in float32; {IMAGES}"),
     "no images": (lambda x: [], {}, "no calibration images"),
     "empty": (lambda x: [x[:0]], {}, "no calibration images"),
-    "not batches": (lambda x: x, {}, "one tensor"),
+    "not batches": (lambda x: x, {}, f"images are 3x16x16 in float32; {IMAGES}"),
     "integers": (lambda x: [x.to(torch.uint8)], {}, f"images are 12x3x16x16 in uint8; {IMAGES}"),
     "not finite": (lambda x: [x / 0], {}, IMAGES),
     "names": (lambda x: ["cat"], {}, f"images are str; {IMAGES}"),
@@ -176,9 +176,9 @@ def test_the_command_quantises_and_tests(tmp_path):
 
 
 COMMANDS = {
-    "--out old.onnx": "--out: old.onnx exists; give --overwrite",
+    "--out old.onnx": "--out old.onnx exists; give --overwrite",
     "--out q.pt2": "--out q.pt2 must end in .onnx",
-    "--out q.onnx --images 0 --data digits": "--images 0 must be at least 1",
+    "--out q.onnx --images 0 --data digits": '"0" for --images; must be >= 1',
     "--out q.onnx --data digit": "did you mean digits?",
     "--out q.onnx --data digits --images 4 --float-layers conv9": "in --float-layers matches no layer",
 }

@@ -4,8 +4,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,52 +92,44 @@ class Demo:
         return [head, *rows]
 
 
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Compute with one thread: threads that wait for each other come to a standstill next to other busy processes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> Demo:
     """Run the demo and save its models and some digits in a folder, for commands to try next.
 
     `overrides` are applied to every recipe, for example `epochs=1`.
     """
-    start = time.perf_counter()
-    say = partial(Console(quiet=not show, highlight=False).print, soft_wrap=True)
-    with TemporaryDirectory(prefix="isomorph-demo-") as runs, single_thread():
-
-        def run(recipe: str, name: str, *changes: str) -> Trained:
-            out = Path(runs) / recipe
-            result = train(load_recipe(recipe, [f"out={out}", *changes, *overrides]), show)
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(out / "model.safetensors", folder / f"{recipe.removeprefix('digits_')}.safetensors")
-            return Trained(
-                name, result.model, [row["top1"] for row in read_log(out / "log.jsonl") if row["epoch"]], result.metrics
-            )
-
-        test = open_sources(load_recipe("digits_cnn", list(overrides)))[1]
-        assert isinstance(test, Source)
-        demo = _recast_step(run, say, folder, test)
-        say("\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions")
-        demo.vits += [run(recipe, name) for recipe, name in VITS.items()]
+    start, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other come to a standstill next to other busy processes
+    try:
+        with TemporaryDirectory(prefix="isomorph-demo-") as runs:
+            demo = _run_steps(folder, Path(runs), show, list(overrides))
+    finally:
+        torch.set_num_threads(threads)
     demo.seconds = time.perf_counter() - start
     return demo
 
 
-def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder: Path, test: Source) -> Demo:
-    """Train the CNN, recast it, compare both on the test images, and measure what the heads attend to."""
+def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> Demo:
+    """Train the CNN, recast it, compare both on the test images, inspect its heads, and train the ViTs."""
+    say = partial(Console(quiet=not show, highlight=False).print, soft_wrap=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def run(recipe: str, name: str, *changes: str) -> Trained:
+        out = runs / recipe
+        result = train(load_recipe(recipe, [f"out={out}", *changes, *overrides]), show)
+        shutil.copyfile(out / "model.safetensors", folder / f"{recipe.removeprefix('digits_')}.safetensors")
+        top1 = [row["top1"] for row in read_log(out / "log.jsonl") if row["epoch"]]
+        return Trained(name, result.model, top1, result.metrics)
+
     say("[bold]1/4[/] train a small CNN on scikit-learn's images of digits")
     cnn = run("digits_cnn", "CNN", "epochs=3")
     say("\n[bold]2/4[/] recast the six convolutions of its last stage as self-attention, and compare on test images")
     tcnn = recast(cnn.model, ConvToGPSA(), where=LAYERS)
     save(tcnn.eval(), folder / "tcnn.safetensors")
-    config = data_config(load_recipe("digits_cnn"), cnn.model)
+    test, config = (
+        open_sources(load_recipe("digits_cnn", overrides))[1],
+        data_config(load_recipe("digits_cnn"), cnn.model),
+    )
+    assert isinstance(test, Source)
     images = torch.cat([batch for batch, _ in eval_loader(test, config)])
     report = verify(cnn.model, tcnn, [images[:VERIFIED], images[:16, :, :19, :23]])
     with torch.no_grad():
@@ -151,6 +142,8 @@ def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder
     say(f"    each of its 9 heads gives {weight:.1%} of its attention to one position of the old 3 x 3 kernel")
     for i in range(SHOWN):
         test.image(i).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
+    say("\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions")
+    demo.vits += [run(recipe, name) for recipe, name in VITS.items()]
     return demo
 
 

@@ -125,8 +125,7 @@ def export(
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
     """Return the model without wrappers, after checking all that can be known before the work.
 
-    Raises: UserError when the file exists or cannot be written, or a package is missing; for what is not a model, or is
-        too large for ONNX.
+    Raises: UserError when the file exists or cannot be written, or a package is missing; for what is not a model.
     """
     if path.is_file() and not overwrite:
         raise UserError(f"{path} exists; give overwrite to replace it, or another file")
@@ -134,11 +133,6 @@ def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module
     model = check_model(model)
     if path.suffix == ".onnx":
         require_packages("onnx", "onnxscript", "onnxruntime")
-        held = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
-        if held > 2**31 - 2**20:  # the format counts bytes in 31 bits
-            raise UserError(
-                f"the model has {held / 1e9:.1f} GB of weights, an ONNX file holds at most 2 GB; export a .pt2 file"
-            )
     return model
 
 

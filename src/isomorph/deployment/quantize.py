@@ -206,8 +206,6 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
 
     Raises: UserError if there are none, or they are not normalised images of the size that the model takes.
     """
-    if isinstance(loader, Tensor):
-        raise UserError("calibration_loader is one tensor; give a list of batches, or a loader")
     batches: list[Tensor] = []
     for batch in loader:
         images = batch[0] if isinstance(batch, tuple | list) else batch
