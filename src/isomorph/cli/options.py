@@ -114,6 +114,7 @@ Size = Annotated[
     Parameter(
         converter=lambda *given: _parse_sizes(*given)[0],
         n_tokens=1,
+        metavar="SIZE",
         help="Height and width of the images, as in 96 or 96x128; by default the model's own.",
     ),
 ]
@@ -122,6 +123,7 @@ Sizes = Annotated[
     Parameter(
         converter=_parse_sizes,
         n_tokens=1,
+        metavar="SIZE...",
         help="Heights and widths of the images, as in --size 96 96x128, a row each; by default the model's own.",
     ),
 ]
