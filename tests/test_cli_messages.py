@@ -159,43 +159,32 @@ def test_images_are_evenly_spaced_over_the_classes():
     assert (np.diff(turns.ids) > 0).all()
 
 
-class TestProgressWithoutATerminal:
-    """The lines that long work writes to a log file; the clock is replaced."""
+def test_progress_without_a_terminal_is_a_line_a_minute(monkeypatch, capsys):
+    """The clock is replaced. Finished measurements do not shorten the estimate of the time left."""
+    now = [0.0]
+    monkeypatch.setattr("isomorph.cli.output.time.monotonic", lambda: now[0])
 
-    @pytest.fixture
-    def clock(self, monkeypatch):
-        now = [0.0]
-        monkeypatch.setattr("isomorph.cli.output.time.monotonic", lambda: now[0])
-        return now
+    def steps(update, first, last, seconds):
+        for done in range(first, last):
+            now[0] += seconds
+            update(done, 40, f"cell {done}")
+        return capsys.readouterr().err.splitlines()
 
-    def test_a_line_a_minute_with_the_time_left(self, clock, capsys):
-        with progress_bar("cells") as update:
-            for done in range(40):
-                clock[0] += 10
-                update(done, 40, f"cell {done}")
-        lines = capsys.readouterr().err.splitlines()
+    with progress_bar("cells") as update:
+        lines = steps(update, 0, 40, 10)
         assert len(lines) == 6
         assert lines[0] == "cell 5: 5 of 40, 0:07:00 left"  # 60 s for five cells
-
-    def test_finished_measurements_do_not_shorten_the_estimate(self, clock, capsys):
-        with progress_bar("cells") as update:
-            update(30, 40, "cell 30")
-            clock[0] += 60
-            update(31, 40, "cell 31")
-        assert capsys.readouterr().err == "cell 31: 31 of 40, 0:09:00 left\n"
-
-    def test_steps_and_batches(self, clock, capsys):
-        with spinner("quantize") as show_step:
-            show_step("fusing")
-            clock[0] += 61
-            show_step("calibrating")
-        for _ in track_steps(range(3), "on test images", 3):
-            clock[0] += 60
-        assert capsys.readouterr().err.splitlines() == [
-            "quantize: calibrating",
-            "on test images: 1 of 3, 0:02:00 left",
-            "on test images: 2 of 3, 0:01:00 left",
-        ]
+    with progress_bar("cells") as update:
+        assert steps(update, 30, 32, 59) == ["cell 31: 31 of 40, 0:17:42 left"]
+    with progress_bar("cells", show=False) as update:
+        assert steps(update, 0, 2, 600) == []
+    with spinner("quantize") as show_step:
+        now[0] += 61
+        show_step("calibrating")
+    for _ in track_steps(range(3), "on test images", 3):
+        now[0] += 60
+    lines = ["on test images: 1 of 3, 0:02:00 left", "on test images: 2 of 3, 0:01:00 left"]
+    assert capsys.readouterr().err.splitlines() == ["quantize: calibrating", *lines]
 
 
 HOSTILE = "cat\x1b[2J\x9b1A\u202e\udcff\r"

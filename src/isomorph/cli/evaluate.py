@@ -273,7 +273,7 @@ def bench(
     step: Literal["inference", "train", "pretrain"] = "inference",
     seconds: opt.Seconds = 2.0,
     peak: bool = True,
-    opening: opt.WeightsOptions = opt.WeightsOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    opening: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     device: opt.Device = "auto",
     json_: opt.Json = False,
 ) -> None:

@@ -187,28 +187,18 @@ class CheckpointOptions:
 
 
 @group
-class WeightsOptions(CheckpointOptions):
-    """How to open a checkpoint, or a timm model with weights from a file.
+class OpenOptions(CheckpointOptions):
+    """How to open a checkpoint, or a timm model with public, random or other weights.
 
     Parameters
     ----------
     weights
         Checkpoint to load into the timm model instead of its public weights.
-    """
-
-    weights: Annotated[Path | None, Parameter(validator=_check_model)] = None
-
-
-@group
-class OpenOptions(WeightsOptions):
-    """How to open a checkpoint, or a timm model with public, random or other weights.
-
-    Parameters
-    ----------
     pretrained
         Load the timm model's public weights; --no-pretrained starts from random ones.
     """
 
+    weights: Annotated[Path | None, Parameter(validator=_check_model)] = None
     pretrained: bool = True
 
 
