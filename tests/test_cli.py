@@ -234,8 +234,6 @@ def plain_types(annotation):
     return {annotation} if not parts and isinstance(annotation, type) else set().union(*map(plain_types, parts))
 
 
-
-
 NOBODY_READS = {
     "more than a buffer": (["recipes"], 141, ""),
     "less": (["recipes", "digits_cnn"], 141, ""),

@@ -343,7 +343,7 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
 BAD = {
     "export cifar_resnet20 --no-pretrained --out x.bin": "--out x.bin must end in .onnx or .pt2",
     "export cifar_resnet20 --no-pretrained --out x.pt2 --dynamic width": 'choose from: "batch"',
-    "export cifar_resnet20 --no-pretrained --out x.pt2 --atol -1": "--atol -1 must be at least 0",
+    "export cifar_resnet20 --no-pretrained --out x.pt2 --atol -1": '"-1.0" for --atol; must be >= 0',
     "export cifar_resnet20 --no-pretrained --out /proc/none/x.onnx": "cannot write /proc/none/x.onnx",
     "export cifar_resnet20 --out x.pt2 --weights x.pth": "there is no checkpoint x.pth",
     "export x.onnx --out y.onnx": "give its checkpoint",
