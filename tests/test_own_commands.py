@@ -98,7 +98,7 @@ SPLIT_COMMANDS = {
     "evaluate runs/c/model.safetensors --no-cost": ["images"],
     "robustness runs/c --corruption fog --severity 1": ["images"],
     "quantize runs/c --images 4 --out q.onnx --weights-only": ["accuracy", "int8", "images"],
-    "analyze runs/c --image photos/pear/0.png --max-images 4": [],
+    "analyze runs/c --image photos/pear/0.png --max-images 4 --out split.html": [],
 }
 """Commands that test on the images that training left out, a quarter of twelve, without being told."""
 

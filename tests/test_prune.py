@@ -283,4 +283,4 @@ def test_the_command(tmp_path):
         assert said.returncode == 2, said.stdout
         assert message in said.stderr
         assert len(said.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "n.safetensors").exists()
+    assert not (tmp_path / "b.safetensors").exists()

@@ -476,7 +476,7 @@ WRONG_COMMANDS = {
     "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
     "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
     "analyze cnn.safetensors --image a.png --max-images 3": '"3" for --max-images; must be >= 4',
-    "analyze cnn.safetensors --image a.png --size 0x4": "--size; 0x4 is not a size",
+    "analyze cnn.safetensors --image a.png --size 0x4": "--size: 0x4 is not a size",
     "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
     "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
     "analyze cnn.safetensors --image a.png --against grey.safetensors": "the models differ in image channels (",
