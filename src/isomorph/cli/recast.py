@@ -51,8 +51,8 @@ def _known_rules() -> tuple[dict[str, str], list[dict[str, Any]]]:
 
 def _kind(row: dict[str, Any]) -> Any:
     """Return the type of an option, or None."""
-    choices = [Literal[tuple(row["choices"])]] if row["choices"] else []
-    return reduce(or_, [*choices, *(_TYPES[name] for name in row["types"])]) | None
+    kinds: list[Any] = [Literal[tuple(row["choices"])]] if row["choices"] else []
+    return reduce(or_, [*kinds, *(_TYPES[name] for name in row["types"])]) | None
 
 
 @_with_rule_options
