@@ -31,8 +31,6 @@ import isomorph as iso
 from interleave import RESULTS, processor, show
 from isomorph.data import open_source
 from isomorph.data.sources import decode
-from isomorph.recipes.coatnet import CIFAR_LAYOUTS
-from isomorph.recipes.coatnet import CIFAR_MODEL as COATNET
 
 VALIDATION, BATCH, PAD = 5_000, 128, 4
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -296,12 +294,18 @@ CONVIT = Study(
 
 # --- CoAtNet: convolution generalises, attention has capacity --------------------------------------------------------
 
-COATNET_ARMS = {"C-C-C-C": "c_c_c_c", "C-C-T-T": "c_c_t_t", "C-T-T-T": "c_t_t_t", "ViT_REL": "vit_rel"}
+COATNET = dict(img_size=32, stem_stride=1, patch_size=4, head_dim=16)
+WIDTHS = [16, 16, 32, 64, 128]
+COATNET_ARMS: dict[str, dict[str, Any]] = {
+    "C-C-C-C": dict(layout="SC-C-C-C", depths=[2, 1, 3, 4, 1], widths=WIDTHS),
+    "C-C-T-T": dict(layout="SC-C-T-T", depths=[2, 1, 2, 3, 1], widths=WIDTHS),
+    "C-T-T-T": dict(layout="SC-T-T-T", depths=[2, 1, 1, 3, 1], widths=WIDTHS),
+    "ViT_REL": dict(layout="PT", depths=[1, 7], widths=[64, 64]),
+}
+"""Stages of 32, 16, 8 and 4 positions a side, 360,000 parameters within 3%, 23.6M MACs within 12%."""
 COATNET_STUDY = Study(
     "convolution generalises better from few images, attention has more capacity, C-C-T-T has both",
-    lambda cell, images: timm.create_model(
-        "coatnet_0", num_classes=10, **COATNET | CIFAR_LAYOUTS[COATNET_ARMS[cell.arm]]
-    ),
+    lambda cell, images: timm.create_model("coatnet_0", num_classes=10, **COATNET | COATNET_ARMS[cell.arm]),
     (
         Setting(tuple(COATNET_ARMS), 2_000, 30, (5e-4, 1e-3, 2e-3, 4e-3)),
         Setting(tuple(COATNET_ARMS), 10_000, 10, (1e-3, 2e-3, 4e-3)),

@@ -83,7 +83,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     """The life of a pyramid: trained, stopped mid-run, fused, fine-tuned thin."""
     small = ["model.kwargs={img_size: 16, patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}", "data.source=digits"]
     small += ["data.size=[16,16]", "data.fraction=0.1", "epochs=1", "optim.warmup_epochs=0", "model.num_classes=10"]
-    run = isomorph("train", "cifar_tdrl", *small, "out=run", "ema=0.9", "--monitor_every", "2", folder=tmp_path)
+    run = isomorph("train", "cifar_tdrl_scratch", *small, "out=run", "ema=0.9", "--monitor_every", "2", folder=tmp_path)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "run/monitor.jsonl").is_file()
     whole = isomorph("fuse", "run/model.safetensors", "--out", "whole.safetensors", folder=tmp_path)
@@ -97,7 +97,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     assert found["report"]["passed"]
     assert "nothing to fuse" in refused("fuse", "thin.safetensors", "--out", "x.safetensors", folder=tmp_path)
     plain = [field.replace("{img", "{layout: plain, img") for field in small]
-    again = isomorph("train", "cifar_tdrl", *plain, "model.weights=thin.safetensors", "out=again", folder=tmp_path)
+    again = isomorph("train", "cifar_tdrl_scratch", *plain, "model.weights=thin.safetensors", "out=again", folder=tmp_path)
     assert again.returncode == 0, again.stderr
 
 

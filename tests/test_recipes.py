@@ -178,7 +178,7 @@ def test_every_t_cnn_is_built(name):
 def test_every_convit_is_built(name):
     recipe, model = built(name)
     gpsa = [m for m in model.modules() if isinstance(m, iso.layers.PSA if "psa" in name else iso.layers.GPSA)]
-    plain = name.startswith(("vit", "deit", "cifar_vit"))
+    plain = name.startswith(("vit", "deit"))
     assert len(gpsa) == (0 if plain else recipe.model.kwargs.get("local_up_to_layer", 10))
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     wanted = {"b": {"gate"}, "d": {"gate"}, "f": {"gate", "position", "weight", "bias"}}
@@ -288,8 +288,7 @@ def test_betas_reach_the_optimiser():
     ("name", "given", "wanted"),
     [
         ("digits_annealed", ["epochs=1"], {"optim.warmup_epochs": 0.1667, "anneal.epochs": 0.5}),
-        ("cifar_late_5", ["epochs=4"], {"model.recast_epoch": 2, "evaluate_every": 2, "optim.warmup_epochs": 0.2}),
-        ("cifar_late_5", ["epochs=1"], {"evaluate_every": 1}),
+        ("tcnn_late_200", ["epochs=160"], {"model.recast_epoch": 80, "optim.warmup_epochs": 2}),
         (
             "digits_annealed",
             ["epochs=1", "optim.warmup-epochs=0.25", "anneal={epochs: 1, start: [20, 15]}"],

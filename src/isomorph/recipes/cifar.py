@@ -49,19 +49,6 @@ def _digits_recipe(surgery: str) -> dict[str, Any]:
     )
 
 
-def _late_recast(epoch: int) -> dict[str, Any]:
-    """Return T-CNN Table 3 at CIFAR scale: trained from scratch with SGD, layer3 recast after `epoch` epochs."""
-    return dict(
-        model=dict(name="cifar_resnet20", recast=dict(where=LAYER3, init="paper"), recast_epoch=epoch),
-        data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128, test_crop="whole"),
-        augment=dict(crop_padding=4),
-        optim=dict(name="sgd", lr=0.1, gate_lr="1x", weight_decay=1e-4, warmup_epochs=0.5, schedule_from="start"),
-        epochs=10,
-        evaluate_every=5,
-        source="T-CNN Table 3 at CIFAR scale, docs/methods/tcnn.md",
-    )
-
-
 CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="paper", where="blocks.[01].attn"))
 """ConViT's initialisation in two of three blocks: with nine heads, each starts at one of the 3 x 3 neighbours."""
 
@@ -87,4 +74,3 @@ RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
 )
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
 RECIPES |= {"digits_vit": _digits_vit(), "digits_convit": _digits_vit(CONVIT_SURGERY)}
-RECIPES |= {f"cifar_late_{epoch}": _late_recast(epoch) for epoch in (0, 2, 5, 10)}

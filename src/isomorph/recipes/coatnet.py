@@ -189,40 +189,4 @@ def _figure_1() -> dict[str, Fields]:
     return recipes
 
 
-CIFAR_MODEL = dict(img_size=32, stem_stride=1, patch_size=4, head_dim=16)
-CIFAR_WIDTHS = [16, 16, 32, 64, 128]
-CIFAR_LAYOUTS: dict[str, Fields] = {
-    "c_c_c_c": dict(layout="SC-C-C-C", depths=[2, 1, 3, 4, 1], widths=CIFAR_WIDTHS),
-    "c_c_c_t": dict(layout="SC-C-C-T", depths=[2, 1, 4, 3, 1], widths=CIFAR_WIDTHS),
-    "c_c_t_t": dict(layout="SC-C-T-T", depths=[2, 1, 2, 3, 1], widths=CIFAR_WIDTHS),
-    "c_t_t_t": dict(layout="SC-T-T-T", depths=[2, 1, 1, 3, 1], widths=CIFAR_WIDTHS),
-    "vit_rel": dict(layout="PT", depths=[1, 7], widths=[64, 64]),
-}
-"""The CIFAR study's networks: stages of 32, 16, 8 and 4 positions a side, 360,000 parameters within 3%, 23.6M MACs
-within 12%."""
-
-
-def _cifar_recipe(layout: str, **more: Any) -> Fields:
-    """Return one run of docs/methods/coatnet.md, without augmentation and regularisation."""
-    return dict(
-        model=dict(name="coatnet_0", kwargs=CIFAR_MODEL | CIFAR_LAYOUTS[layout] | more),
-        data=dict(source="cifar10", fraction=0.1, size=[32, 32], batch_size=128),
-        augment=dict(scale=[1.0, 1.0], hflip=0.0),
-        optim=dict(lr=2e-3, weight_decay=0.0, warmup_epochs=1, schedule_from="start", min_lr=1e-5),
-        epochs=20,
-        evaluate_every=5,
-        source="CoAtNet at CIFAR scale, docs/methods/coatnet.md",
-    )
-
-
-RECIPES: dict[str, Fields] = {
-    **_table_4(),
-    **_table_5(),
-    **_tables_6_to_9(),
-    **_figure_1(),
-    **{f"cifar_coatnet_{layout}": _cifar_recipe(layout) for layout in CIFAR_LAYOUTS},
-    **{
-        f"cifar_coatnet_{layout}_placeblind": _cifar_recipe(layout, relative="none")
-        for layout in ("c_c_t_t", "vit_rel")
-    },
-}
+RECIPES: dict[str, Fields] = {**_table_4(), **_table_5(), **_tables_6_to_9(), **_figure_1()}

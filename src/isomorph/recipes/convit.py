@@ -131,33 +131,4 @@ def _variations() -> dict[str, Fields]:
     }
 
 
-CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
-"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, four heads of 16 channels, four GPSA blocks and two
-plain ones. Linear layers have Xavier's initialisation: with the usual std .02 queries and keys of width 64 would be so
-small that attention is uniform."""
-
-
-def _cifar_recipe(kwargs: Fields, fraction: float, images: int) -> Fields:
-    """Return one run of docs/methods/convit.md, with the same number of images shown for every fraction of the data."""
-    epochs = round(images / 50_000 / fraction)
-    return dict(
-        model=dict(name="convit_ti", kwargs=kwargs),
-        data=dict(source="cifar10", fraction=fraction, size=[32, 32], batch_size=64),
-        augment=dict(crop_padding=4),
-        optim=dict(lr=1e-3, gate_lr="10x", warmup_epochs=epochs / 20, schedule_from="start", min_lr=1e-5),
-        epochs=epochs,
-        evaluate_every=epochs // 5,
-        keep_every=epochs // 5,
-        source="ConViT at CIFAR scale, docs/methods/convit.md",
-    )
-
-
-CPU_PERCENTS, GPU_PERCENTS = (5, 20), (5, 10, 30, 100)
-"""Percentages of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
-
 RECIPES: dict[str, Fields] = {**_tables_1_and_2(), **_table_3(), **_figure_8(), **_variations()}
-for kind in ("convit", "vit"):
-    narrow = CIFAR_MODEL | dict(local_up_to_layer=4 if kind == "convit" else 0)
-    wide = dict(img_size=32, patch_size=4, local_up_to_layer=10 if kind == "convit" else 0)
-    RECIPES |= {f"cifar_{kind}_{share}pct": _cifar_recipe(narrow, share / 100, 100_000) for share in CPU_PERCENTS}
-    RECIPES |= {f"cifar_{kind}_ti_{share}pct": _cifar_recipe(wide, share / 100, 3_000_000) for share in GPU_PERCENTS}

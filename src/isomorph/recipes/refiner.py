@@ -200,37 +200,10 @@ def _table_7() -> dict[str, Fields]:
     return recipes
 
 
-CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, mlp_ratio=4, weight_init="jax")
-"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
-
-CIFAR_FORMS: dict[str, Fields] = {
-    "plain": dict(ratio=0, kernel=0),
-    "dla": dict(ratio=0),
-    "talking_heads": dict(kernel=1),
-    "expansion": dict(kernel=1, reduce=False),
-    "both": {},
-}
-"""Arguments of a Refined-ViT: neither, local attention alone, a mix of the heads' maps (expansion and reduction without
-a convolution in between are one H x H matrix, as in talking heads), the paper's expansion, which keeps all maps, and
-local attention with expansion and reduction (Refiner section 4.2)."""
-
-
-def _cifar_recipe(form: str, **more: Any) -> Fields:
-    return dict(
-        model=dict(name="refined_vit_b", kwargs=CIFAR_MODEL | CIFAR_FORMS[form] | more),
-        data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
-        augment=dict(crop_padding=4),
-        optim=dict(lr=3e-3, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
-        epochs=7,
-        source="Refiner at CIFAR scale, docs/methods/refiner.md",
-    )
-
-
 RECIPES: dict[str, Fields] = {
     **_table_1(),
     **_table_2(),
     **_tables_3_to_13(),
     **_tables_9_and_11(),
     **_table_7(),
-    **{f"cifar_refined_{form}": _cifar_recipe(form) for form in CIFAR_FORMS},
 }

@@ -266,22 +266,22 @@ def _figure_5() -> dict[str, Fields]:
 
 CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
 """Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
-SCRATCH, HALF = "TDRL at CIFAR scale, docs/methods/tdrl.md", "TDRL section 4.1 at CIFAR scale, docs/training.md"
 
 
-def _cifar(kwargs: Fields, data: Fields, lr: float, epochs: int, source: str, **more: Any) -> Fields:
+def _cifar(kwargs: Fields, data: Fields, lr: float, epochs: int, **more: Any) -> Fields:
     return dict(
         model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | kwargs),
         data=dict(source="cifar10", size=[32, 32], batch_size=128) | data,
         optim=dict(lr=lr, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
         epochs=epochs,
-        source=source,
+        source="TDRL section 4.1 at CIFAR scale, docs/training.md",
     ) | dict(more)
 
 
-def _cifar_labels(layout: str, epochs: int = 5, weights: str | None = None, **data: Any) -> Fields:
+def _cifar_labels(layout: str, weights: str | None = None) -> Fields:
     """Return training on a fifth of the labels, from scratch or, with a lower learning rate, from `weights`."""
-    recipe = _cifar(dict(layout=layout), dict(fraction=0.2) | data, 3e-3, epochs, HALF, augment=dict(crop_padding=4))
+    data = dict(fraction=0.2, test_crop="whole")
+    recipe = _cifar(dict(layout=layout), data, 3e-3, 5, augment=dict(crop_padding=4))
     if weights:
         recipe["model"] |= dict(weights=weights)
         recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
@@ -291,21 +291,19 @@ def _cifar_labels(layout: str, epochs: int = 5, weights: str | None = None, **da
 def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
     """Return pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
     data, augment = dict(fraction=0.5, test_crop="whole"), dict(scale=[0.5, 1.0])
-    return _cifar(kwargs, data, 2e-3, epochs, HALF, augment=augment, mask=mask, evaluate_every=2)
+    return _cifar(kwargs, data, 2e-3, epochs, augment=augment, mask=mask, evaluate_every=2)
 
 
 def _cifar_recipes() -> dict[str, Fields]:
-    """Return the study from scratch, and generic distillation from `cifar_mae_teacher` with its fine-tuning."""
-    whole: Fields = dict(test_crop="whole")
+    """Return generic distillation from `cifar_mae_teacher` with its fine-tuning, and training from scratch."""
     student: Fields = dict(depth=2, width=64, heads=4, teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
     recipes = {
         "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), 6),
-        "cifar_tdrl_scratch": _cifar_labels("P-W2S", **whole),
+        "cifar_tdrl_scratch": _cifar_labels("P-W2S"),
     }
     for name, layout in (("cifar_tdrl", "P-W2S"), ("cifar_tdrl_plain", "plain")):
-        recipes[name] = _cifar_labels(layout, 7) | dict(source=SCRATCH)
         recipes[f"{name}_g2sd"] = _cifar_pretrain(dict(layout=layout), student, 4)
-        recipes[f"{name}_finetuned"] = _cifar_labels(layout, weights=f"runs/{name}_g2sd/model.safetensors", **whole)
+        recipes[f"{name}_finetuned"] = _cifar_labels(layout, f"runs/{name}_g2sd/model.safetensors")
     return recipes
 
 
