@@ -97,7 +97,9 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     assert found["report"]["passed"]
     assert "nothing to fuse" in refused("fuse", "thin.safetensors", "--out", "x.safetensors", folder=tmp_path)
     plain = [field.replace("{img", "{layout: plain, img") for field in small]
-    again = isomorph("train", "cifar_tdrl_scratch", *plain, "model.weights=thin.safetensors", "out=again", folder=tmp_path)
+    again = isomorph(
+        "train", "cifar_tdrl_scratch", *plain, "model.weights=thin.safetensors", "out=again", folder=tmp_path
+    )
     assert again.returncode == 0, again.stderr
 
 

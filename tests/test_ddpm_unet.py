@@ -188,28 +188,6 @@ def test_pyramids_keep_the_function_and_fuse_back_at_every_time_step(unet, wide)
     assert [name for name, _ in fused.named_modules()] == [name for name, _ in unet.named_modules()]
 
 
-def test_it_exports_as_one_graph():
-    tiny = timm.create_model("ddpm_unet", channels=(8,), blocks=1, attention=(), groups=4, time_steps=20).eval()
-    (batch,) = inputs([0, 19])
-    program = torch.export.export(tiny, (), batch)
-    torch.testing.assert_close(program.module()(**batch), tiny(**batch), atol=1e-5, rtol=1e-5)
-
-
-def test_one_number_is_the_time_of_all_images(unet):
-    x = torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(unet(x, 7), unet(x, torch.tensor([7, 7])))
-
-
-def test_gradient_checkpointing_changes_nothing(unet):
-    model, (batch,) = copy.deepcopy(unet).train(), inputs([0, 19])
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    expected = model(**batch)
-    model.set_grad_checkpointing()
-    torch.testing.assert_close(model(**batch), expected)
-
-
 @pytest.mark.parametrize(
     ("arguments", "installed", "message"),
     [

@@ -146,7 +146,9 @@ def test_training_reaches_every_weight_of_a_partial_layer():
 def test_recipes_describe_parts():
     part = RecastPart(where="blocks.[0-3].attn.q", rule="LinearToPyramid", rectify={"q": "none"})
     assert part.build_rule() == iso.LinearToPyramid(rectify="q=none")
-    recipe = iso.load_recipe("cifar_tdrl_scratch", ["model.kwargs.where=blocks.*.attn.v", "model.kwargs.rectify.v=none"])
+    recipe = iso.load_recipe(
+        "cifar_tdrl_scratch", ["model.kwargs.where=blocks.*.attn.v", "model.kwargs.rectify.v=none"]
+    )
     model = iso.models.create("tdrl_vit_ti", **recipe.model.kwargs)
     assert kinds(model) == ["Linear", "Linear", "PyramidLinear"]
 

@@ -293,16 +293,6 @@ def test_published_sizes_of_networks_for_tasks(name, arguments, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-def test_forward_intermediates_stops_early_and_prunes():
-    model = timm.create_model("cifar_resnet20").eval()
-    x = torch.randn(1, 3, 32, 32)
-    taken = model.forward_intermediates(x, indices=[0, 1], stop_early=True, intermediates_only=True)
-    assert [y.shape[1] for y in taken] == [16, 16]
-    assert model.prune_intermediate_layers([1]) == [1]
-    assert len(model.layer3) == 0
-    assert model(x).shape[1] == 16
-
-
 def test_a_tresnet_is_unstride_then_recast():
     """The named model from the backbone's weights is the surgery by hand on the backbone."""
     cnn = timm.create_model("resnet50d", num_classes=4, **RESNET).eval()
@@ -325,13 +315,3 @@ def test_pretrained_weights_load_strictly(data_root):
     iso.verify(model, twin, x)
     fine_tune = timm.create_model("cifar_resnet20", pretrained=True, num_classes=3, in_chans=1)
     assert fine_tune(torch.randn(2, 1, 32, 32)).shape == (2, 3)
-
-
-def test_public_layout_loads(tmp_path):
-    """The public file wraps its tensors, prefixes them and has no batch counters."""
-    model = timm.create_model("cifar_resnet20")
-    public = {f"module.{k}": v for k, v in model.state_dict().items() if "num_batches" not in k}
-    torch.save({"state_dict": public, "best_prec1": 91.7}, tmp_path / "public.th")
-    other = timm.create_model("cifar_resnet20")
-    iso.load_weights(other, tmp_path / "public.th")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
