@@ -245,12 +245,9 @@ class TestTokenLabels:
 
     def test_a_model_without_the_head_is_refused_before_the_run(self, tmp_path):
         changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
+        changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null"]
         with pytest.raises(iso.UserError, match="needs a model that classifies its patches"):
-            open_run(
-                iso.load_recipe(
-                    "refiner_plain_b", [*changes, "data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null"]
-                )
-            )
+            open_run(iso.load_recipe("refiner_plain_b", changes))
         with pytest.raises(iso.UserError, match="exclude each other"):
             iso.load_recipe("refiner_plain_b", ["token_labels.weight=0.5", "distill.teacher=resnet18"])
 
