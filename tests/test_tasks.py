@@ -152,10 +152,10 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"task": {"name": "parrot"}}, r"task.name: 'parrot' is not a task; did you mean parity"),
+            ({"task": {"name": "parrot"}}, r"task: 'parrot' is not a task; did you mean parity"),
             ({"task": {"scale": 2}}, "task.name: field required"),
             ({"task": {"name": "parity", "scal": 2}}, r"task.scal is not a field \(did you mean scale\?\)"),
-            ({"task": {"name": "parity", "crop": 2}}, r"task.crop is not a field \(fields: name, scale\)"),
+            ({"task": {"name": "parity", "crop": 2}}, "task.crop is not a field"),
             ({"task": {"name": "parity", "scale": 0}}, "task.scale: .* greater than 0"),
             ({"task": {"name": ["parity"]}}, r"task\.name: "),
             ({"data": {"source": "cifar10"}}, "data.source cifar10 is not for parity; choose one of digits"),

@@ -238,7 +238,7 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
     *groups, last = [str(part) for part in problem["loc"] if str(part)[0] != "~"] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = list(_fields_of(groups, part))
+        names = [name for name in _fields_of(groups, part) if name != last]  # which may be of another task
         close = difflib.get_close_matches(last, names, n=1)
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
