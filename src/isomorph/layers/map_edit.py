@@ -190,7 +190,7 @@ class GatedMap(TokenPositions):
 
         Shape: allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
         """
-        rows, columns = axis_scores(self.position, *map(image_axis, queries, keys))
+        rows, columns = axis_scores(self.position, map(image_axis, queries, keys))
         if allowed is None:
             return kronecker(rows.softmax(-1), columns.softmax(-1))
         scores = rows[:, :, None, :, None] + columns[:, None, :, None]  # (nh, Hq, Wq, H, W)

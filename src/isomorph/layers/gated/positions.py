@@ -12,6 +12,7 @@ follows from that of the rows, and the intermediate products are recomputed with
 Letters: nh heads, Hq Wq query grid, H W key grid, hd head width, C channels, p prefix tokens.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device
     return features[:, [1, 0, 2]] * torch.tensor([2, 2, -1], device=device) if of_taps else features
 
 
-def axis_scores(position: Tensor, rows: Axis, columns: Axis, of_taps: bool = False) -> tuple[Tensor, Tensor]:
+def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
     """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) of every query and key, axis by axis.
 
     Those of taps are -locality |delta - centre|^2, without the constant locality |centre|^2, which cancels in the
@@ -89,6 +90,7 @@ def axis_scores(position: Tensor, rows: Axis, columns: Axis, of_taps: bool = Fal
     Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
     Source: ConViT eq. 4; T-CNN eq. 4
     """
+    rows, columns = axes
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
     scores = (position[:, None] * features).sum(-1)  # not a product of matrices, which may be in low precision
     by_row, by_column = scores.split([rows[0] * rows[1], columns[0] * columns[1]], dim=1)

@@ -47,7 +47,7 @@ class PSA(TokenHeads):
 
         Shape: -> (1, nh, N, N)
         """
-        rows, columns = axis_scores(self.position, *map(image_axis, grid_size, grid_size))
+        rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
         bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
         bias = bias.flatten(3).flatten(1, 2)[None].to(dtype)
         return F.pad(bias, (self.prefix_tokens, 0) * 2) if self.prefix_tokens else bias

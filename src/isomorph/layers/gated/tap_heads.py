@@ -179,7 +179,7 @@ class TapHeads(KeepsInEval):
         sizes = zip(self.query_grid(H, W), (H, W), self.padding, self.stride, strict=True)
         axes = ((queries, n + 2 * padding, self.kernel_size // 2, stride) for queries, n, padding, stride in sizes)
         locality = self.locality[:, None]
-        rows, columns = axis_scores(torch.cat([locality * self.centre, locality], 1), *axes, of_taps=True)
+        rows, columns = axis_scores(torch.cat([locality * self.centre, locality], 1), axes, of_taps=True)
         return rows.softmax(-1), columns.softmax(-1)
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -209,13 +209,15 @@ class TapHeads(KeepsInEval):
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
         filters = (self.weight.flatten(2) if share is None else self.weight.flatten(2) * share).to(values.dtype)
-        maps = self.keep((self.centre, self.raw_locality), self.axis_positions, *values.shape[2:], values.dtype)
+        maps = rows, columns = self.keep(
+            (self.centre, self.raw_locality), self.axis_positions, *values.shape[2:], values.dtype
+        )
         if on_cpu(values) and can_keep(self.centre, self.raw_locality):
             centre, side, sharp = self.centre.to(geometry_dtype(self.centre)), self.kernel_size, self.locality
             axes = [TapAxis(side, self.stride[i], self.padding[i], centre[:, i], sharp, maps[i]) for i in (0, 1)]
             if (y := folded_taps(values, axes, filters)) is not None:
                 return y
-        return soft_taps(values, *maps, filters)
+        return soft_taps(values, rows, columns, filters)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0: centres to the middle tap, gates to one half."""

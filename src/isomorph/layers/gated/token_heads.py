@@ -57,7 +57,7 @@ class TokenPositions(KeepsInEval):
 
         Source: ConViT eq. 4
         """
-        rows, columns = axis_scores(self.position, *map(image_axis, grid_size, grid_size))
+        rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
         return rows.softmax(-1), columns.softmax(-1)
 
     def positions(self, grid_size: GridSize, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ MAX_ENTRIES = 2**26
 class AxisTiles(NamedTuple):
     """Tiles along an axis: their number, first key, step and number of keys; and padding and keys of the map."""
 
-    count: int
+    number: int
     first: int
     step: int
     length: int
@@ -42,8 +42,8 @@ class AxisTiles(NamedTuple):
 
 def _inside(tiles: AxisTiles, stride: int, window: int, device: torch.device) -> Tensor:
     """Return the keys of a tile that are in the window of a query, and in the padded map. Shape: -> (tiles, t, keys)"""
-    count, first, step, length, padding, keys = tiles
-    near = first + step * torch.arange(count, device=device)[:, None] + torch.arange(length, device=device)
+    number, first, step, length, padding, keys = tiles
+    near = first + step * torch.arange(number, device=device)[:, None] + torch.arange(length, device=device)
     queries = near[:, : stride * (TILE - 1) + 1 : stride] + window // 2  # (tiles, t)
     inside = (near[:, None] - queries[..., None]).abs() <= window // 2
     return inside & ((near >= -padding) & (near < keys + padding))[:, None]
@@ -124,7 +124,7 @@ class WindowGPSA2d(GPSA2d):
         Hq, Wq = self.query_grid(H, W)
         sizes = zip((Hq, Wq), (H, W), self.stride, self.padding, self.window, strict=True)
         axes = tuple(self._axis_tiles(*each) for each in sizes)
-        after = [axis.first + axis.step * (axis.count - 1) + axis.length - axis.keys for axis in axes]
+        after = [axis.first + axis.step * (axis.number - 1) + axis.length - axis.keys for axis in axes]
         pads = (-axes[1].first, after[1], -axes[0].first, after[0])
         joint = F.pad(torch.cat([k.flatten(1, 2), values], 1).unflatten(2, (H, W)), pads)
         queries = (q * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
@@ -138,6 +138,6 @@ class WindowGPSA2d(GPSA2d):
         return self.with_bias(y[:, :, :Hq, :Wq])
 
     def _axis_tiles(self, queries: int, keys: int, stride: int, padding: int, window: int) -> AxisTiles:
-        count = (queries + TILE - 1) // TILE  # rounded up without negative numbers, which ONNX rounds towards 0
+        number = (queries + TILE - 1) // TILE  # rounded up without negative numbers, which ONNX rounds towards 0
         first = self.kernel_size // 2 - padding - window // 2
-        return AxisTiles(count, first, stride * TILE, stride * (TILE - 1) + window, padding, keys)
+        return AxisTiles(number, first, stride * TILE, stride * (TILE - 1) + window, padding, keys)
