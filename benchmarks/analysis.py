@@ -19,7 +19,6 @@ LOOKS = {
     "entropy": iso.analysis.attention_entropy,
     "logit_stats": iso.analysis.logit_stats,
     "head_similarity": iso.analysis.head_similarity,
-    "effective_rank": iso.analysis.effective_rank,
     "one layer's map": partial(iso.attention_maps, where="blocks.3.*"),
     "all maps": iso.attention_maps,
 }
@@ -53,7 +52,6 @@ look(100); before = peak(); look({images}); print(peak() - before)
     looks = {
         "nonlocality": "lambda n: iso.nonlocality(model, loader(n))",
         "cka": "lambda n: iso.cka(model, model, loader(n))",
-        "covariance_cka": "lambda n: iso.analysis.covariance_cka(model, model, loader(n))",
         "feature_evolution": "lambda n: iso.analysis.feature_evolution(model, loader(n))",
     }
     return [

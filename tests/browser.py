@@ -16,18 +16,8 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-extensions",
-    "--disable-sync",
-    "--no-first-run",
-    "--hide-scrollbars",
-    "--force-color-profile=srgb",
-    "--remote-debugging-pipe",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
+    *("--no-first-run", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
 # Chromium reads commands from descriptor 3 and writes to 4; this puts our pipes there.
 LAUNCH = """
@@ -37,7 +27,6 @@ os.dup2(commands, 3)
 os.dup2(answers, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-SCREENSHOTS = os.environ.get("ISOMORPH_SCREENSHOTS")
 
 
 def find_chromium() -> str:
@@ -97,19 +86,21 @@ class Tab:
         box = self.run(f"(b => [b.left, b.top, b.width, b.height])({found})")
         return box[0] + across * box[2], box[1] + down * box[3]
 
-    def hover(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
+    def point(self, kinds: str, selector: str, down: float = 0.5, across: float = 0.5) -> None:
+        """Mouse events at a point of an element."""
         x, y = self.middle(selector, down, across)
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        self.settle()
-
-    def click(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
-        x, y = self.middle(selector, down, across)
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        for kind in kinds.split():
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self.settle()
 
-    def tap(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
-        x, y = self.middle(selector, down, across)
+    def hover(self, *place) -> None:
+        self.point("mouseMoved", *place)
+
+    def click(self, *place) -> None:
+        self.point("mouseMoved mousePressed mouseReleased", *place)
+
+    def tap(self, *place) -> None:
+        x, y = self.middle(*place)
         self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
         self.settle()
@@ -122,13 +113,9 @@ class Tab:
         self.send("Input.dispatchKeyEvent", type="keyUp", **named)
         self.settle()
 
-    def picture(self, path: Path, whole: bool = True) -> Path:
-        """A screenshot; kept in $ISOMORPH_SCREENSHOTS too, for people to look at."""
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
-        if SCREENSHOTS:
-            Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, Path(SCREENSHOTS) / path.name)
+    def picture(self, path: Path) -> Path:
+        """A screenshot of the whole page."""
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
         return path
 
     def complaints(self) -> list[str]:
@@ -174,7 +161,18 @@ def open_tab():
 def connect(out, back) -> Tab:
     """Speaks with the browser: each message is JSON and a zero byte."""
     events: list[dict] = []
-    messages, number, session = Messages(back), 0, {}
+    number, session, text = 0, {}, bytearray()
+
+    def next_message(seconds: float = 120) -> dict:
+        """The browser's next message; a test fails rather than waits for ever."""
+        nonlocal text
+        while b"\0" not in text:
+            assert select.select([back], [], [], seconds)[0], f"the browser says nothing for {seconds} s"
+            more = os.read(back, 1 << 16)
+            assert more, "the browser is gone"
+            text += more
+        message, _, text = text.partition(b"\0")
+        return json.loads(message)
 
     def send(method: str, **parameters):
         nonlocal number
@@ -182,31 +180,11 @@ def connect(out, back) -> Tab:
         command = json.dumps({"id": number, "method": method, "params": parameters, **session}).encode() + b"\0"
         while command:
             command = command[os.write(out, command) :]
-        while True:
-            message = messages.next()
-            if message.get("id") == number:
-                assert "error" not in message, f"{method}: {message['error']}"
-                return message["result"]
-            if "method" in message:
-                events.append(message)
+        while (message := next_message()).get("id") != number:
+            events.extend([message] if "method" in message else [])
+        assert "error" not in message, f"{method}: {message['error']}"
+        return message["result"]
 
     target = send("Target.createTarget", url="about:blank")["targetId"]
     session = {"sessionId": send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
     return Tab(send, events)
-
-
-class Messages:
-    """The browser's messages, one after another; a test fails rather than waits for ever."""
-
-    def __init__(self, back) -> None:
-        self.back, self.text = back, bytearray()
-
-    def next(self, seconds: float = 120) -> dict:
-        while b"\0" not in self.text:
-            ready, _, _ = select.select([self.back], [], [], seconds)
-            assert ready, f"the browser says nothing for {seconds} s"
-            more = os.read(self.back, 1 << 16)
-            assert more, "the browser is gone"
-            self.text += more
-        message, _, self.text = self.text.partition(b"\0")
-        return json.loads(message)

@@ -103,7 +103,6 @@ def test_the_page_holds_the_maps_of_windows():
     ("name", "kwargs", "size"),
     [
         ("swin_tiny_patch4_window7_224", dict(embed_dim=12, depths=(2,), num_heads=(2,)), 56),
-        ("hiera_tiny_224", dict(), 224),
         ("davit_tiny", dict(depths=(1, 1, 1, 1)), 64),
     ],
 )

@@ -213,27 +213,3 @@ def test_branch_similarity_is_the_cka_of_the_branches():
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(iso.UserError, match="no pyramids"):
         iso.analysis.branch_similarity(thin, x)
-
-
-def test_branch_similarity_over_a_loader_is_unbiased_minibatch_cka():
-    """TDRL Fig. 2 (c) as Nguyen et al. measure it: images are samples, HSIC of batches is summed."""
-    model = timm.create_model("tdrl_vit_ti", **SMALL).eval().double()
-    loader = [(torch.randn(n, 3, 32, 32, dtype=torch.float64), None) for n in (5, 6, 3)]  # the last is too small
-    pyramid, inputs = model.blocks[0].mlp.fc1, []
-    model.blocks[0].mlp.fc1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    found = iso.analysis.branch_similarity(model, loader)
-    assert found["blocks.0.attn.qkv"].shape == (3, 3, 3)
-    sums = torch.zeros(3, 3, dtype=torch.float64)
-    for x in inputs:
-        n = len(x)
-        outputs = [nn.Sequential(*chain)(x.flatten(0, 1)).view(n, -1) for chain in pyramid.chains]
-        grams = [y @ y.T * (1 - torch.eye(n)) for y in outputs]
-        for i, k in enumerate(grams):
-            for j, m in enumerate(grams):
-                term = (k @ m).trace() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 * (k @ m).sum() / (n - 2)
-                sums[i, j] += term / (n * (n - 3))
-    own = sums.diagonal().sqrt()
-    assert [len(x) for x in inputs] == [5, 6]
-    torch.testing.assert_close(found["blocks.0.mlp.fc1"], sums / (own[:, None] * own))
-    with pytest.raises(iso.UserError, match="at least 4 images"):
-        iso.analysis.branch_similarity(model, loader[2:])

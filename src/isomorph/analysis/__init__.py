@@ -2,24 +2,11 @@
 
 from isomorph.analysis.attention import attention_from, attention_maps, nonlocality
 from isomorph.analysis.branches import branch_similarity
-from isomorph.analysis.cka import (
-    CKA,
-    cka,
-    covariance_cka,
-    linear_cka,
-    pool_features,
-)
+from isomorph.analysis.cka import CKA, cka, linear_cka, pool_features
 from isomorph.analysis.evolution import feature_evolution, map_similarity
-from isomorph.analysis.gating import (
-    GatingHistory,
-    attention_spans,
-    centres,
-    gates,
-    track,
-    track_gating,
-)
+from isomorph.analysis.gating import GatingHistory, attention_spans, centres, gates, track, track_gating
 from isomorph.analysis.logits import LogitStats, logit_stats
-from isomorph.analysis.map_statistics import attention_entropy, effective_rank, head_similarity
+from isomorph.analysis.map_statistics import attention_entropy, head_similarity
 from isomorph.analysis.windows import attention_windows
 
 __all__ = [
@@ -34,8 +21,6 @@ __all__ = [
     "branch_similarity",
     "centres",
     "cka",
-    "covariance_cka",
-    "effective_rank",
     "feature_evolution",
     "gates",
     "head_similarity",

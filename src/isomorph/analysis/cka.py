@@ -1,7 +1,7 @@
 """Centred kernel alignment (CKA) between the layers of two models, over a loader in constant memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,6 @@ from isomorph.analysis.batches import batches
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
-
-MAX_COVARIANCE_ENTRIES = 2**28
-"""Entries of the covariance matrices of `covariance_cka`, 2 GiB in float64."""
 
 MIN_IMAGES = 4
 """Smallest batch for unbiased HSIC, which divides by n - 3."""
@@ -102,33 +99,19 @@ def cka_of_pairs(
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
     cross, own_a, own_b = 0.0, 0.0, 0.0  # type: Any, Any, Any
-    for one, other in matching_batches(pairs):
+    largest = 0
+    for one, other in pairs:
+        if len(one) != len(other):
+            raise UserError(f"CKA needs the same images for both models, not batches of {len(one)} and {len(other)}")
+        largest = max(largest, len(one))
+        if len(one) < MIN_IMAGES:
+            continue
         x, y = gram_matrices(a, one, rows, read), gram_matrices(b, other, columns, read)
         cross = cross + hsic(x, y)
         own_a, own_b = own_a + _hsic_own(x), own_b + _hsic_own(y)
-    return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
-
-
-Batches = TypeVar("Batches", bound=Sequence[Tensor])
-
-
-def matching_batches(given: Iterable[Batches]) -> Iterator[Batches]:
-    """Yield the groups of batches (one for each model) that have at least 4 images, as unbiased HSIC needs.
-
-    Raises: UserError if no batch is large enough, or the batches of a group have different numbers of images.
-    """
-    largest = 0
-    for several in given:
-        sizes = [len(batch) for batch in several]
-        if len(set(sizes)) > 1:
-            raise UserError(
-                f"CKA needs the same images for both models, not batches of {' and '.join(map(str, sizes))}"
-            )
-        largest = max(largest, *sizes)
-        if sizes[0] >= MIN_IMAGES:
-            yield several
     if largest < MIN_IMAGES:
         raise UserError(f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}")
+    return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
 
 
 def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
@@ -165,89 +148,6 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 def _hsic_own(k: Tensor) -> Tensor:
     """Return unbiased HSIC of each Gram matrix with itself. Shape: (p, n, n) -> (p,)"""
     return torch.cat([hsic(one, one)[0] for one in k.split(1)])
-
-
-@torch.no_grad()
-def covariance_cka(
-    a: nn.Module,
-    b: nn.Module,
-    data: Tensor | Iterable[Any],
-    where: Where | None = None,
-    other_where: Where | None = None,
-    read: _ReadFeatures = pool_features,
-) -> CKA:
-    """Return the linear CKA between all layers of two models over all images of a loader, from running covariances.
-
-    |Cov(x, y)|^2 / (|Cov(x, x)| |Cov(y, y)|), equal to `linear_cka` of all features. Memory grows with the square of
-    the number of features, not with images, so features are by default the mean over tokens or pixels
-    (`pool_features`). Arguments as in `cka`.
-
-    This is the biased estimate: it is near 0 for unrelated features only if there are many more images than features.
-    For n images, unrelated features of p and q independent channels give about
-    1 / sqrt((1 + n / p) (1 + n / q)): 0.75 for 768 channels and 256 images. `cka` does not have this bias.
-
-    Shape: batch (B, C, H, W) or a loader of such -> CKA, (layers of a, layers of b)
-    Source: Kornblith et al. (2019) eq. 3
-    Raises: UserError if the covariances would take more than 2 GiB, or a model has no such layer.
-
-    Example:
-        >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
-        >>> tuple(iso.analysis.covariance_cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
-        (4, 4)
-    """
-    rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
-    covariances: _FeatureCovariances | None = None
-    for batch in batches(data):
-        values = [
-            value
-            for m, layers in ((a, rows), (b, columns))
-            for value in features(
-                m, batch.to(next(m.parameters()).device), layers, lambda out: read(out).double().cpu()
-            ).values()
-        ]
-        covariances = covariances or _FeatureCovariances(values, len(rows))
-        covariances.add(values)
-    assert covariances is not None  # batches() has raised otherwise
-    return CKA(covariances.alignment(), list(rows), list(columns))
-
-
-class _FeatureCovariances:
-    """Sums of outer products of features, for each layer and all pairs, relative to the mean of the first batch.
-
-    The first `rows` features are those of the rows, the others those of the columns.
-    """
-
-    def __init__(self, values: list[Tensor], rows: int) -> None:
-        self.rows, self.columns, self.images = range(rows), range(rows, len(values)), 0
-        self.origins = [value.mean(0) for value in values]
-        pairs = [(i, i) for i in range(len(values))] + [(i, j) for i in self.rows for j in self.columns]
-        widths = [value.shape[1] for value in values]
-        size = sum(widths[i] * widths[j] for i, j in pairs)
-        if size > MAX_COVARIANCE_ENTRIES:
-            raise UserError(
-                f"the covariances of these features take {size * 8 / 2**30:.1f} GiB of the 2 GiB allowed; select fewer "
-                "layers with where, use read=pool_features, or use iso.cka"
-            )
-        self.sums = [torch.zeros_like(origin) for origin in self.origins]
-        self.products = {(i, j): values[0].new_zeros(widths[i], widths[j]) for i, j in pairs}
-
-    def add(self, values: list[Tensor]) -> None:
-        """Add the features of a batch. Shape: (B, p) each"""
-        self.images += len(values[0])
-        values = [value - origin for value, origin in zip(values, self.origins, strict=True)]
-        for total, value in zip(self.sums, values, strict=True):
-            total += value.sum(0)
-        for (i, j), product in self.products.items():
-            product += values[i].T @ values[j]
-
-    def alignment(self) -> Tensor:
-        """Return the linear CKA of all pairs. Shape: -> (rows, columns)"""
-        norms = {
-            (i, j): (product - torch.outer(self.sums[i], self.sums[j]) / self.images).norm()
-            for (i, j), product in self.products.items()
-        }
-        pairs = [norms[i, j].square() / (norms[i, i] * norms[j, j]) for i in self.rows for j in self.columns]
-        return torch.stack(pairs).view(len(self.rows), len(self.columns))
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     for batch in batches(data):
         if len(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
-        outputs = list(features(model, batch.to(next(model.parameters())), layers).items())
+        batch = batch.to(next(model.parameters()))
+        outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float()).items())
         final = outputs[-1][1]
         first = linear_cka(outputs[0][1], final)
         for name, value in outputs:

@@ -22,18 +22,10 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
         layers = {name: modules[name] for name in names if name in modules}
     else:
         layers = {name: module for name, module in modules.items() if name and matches_where(where, name, module)}
-    if len(layers) < least == 1:
-        hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
-        raise UserError(f"no layer of the model is selected for features{hint}")
     if len(layers) < least:
-        count = f"{len(layers)} layers are selected for features, and at least {least} are needed"
-        raise UserError(f"{count}; give where, like 'blocks.?'")
+        hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
+        raise UserError(f"{len(layers)} layers are selected for features, and at least {least} are needed{hint}")
     return layers
-
-
-def _vectors(output: Tensor) -> Tensor:
-    """Return the output of a layer as one vector for every image. Shape: -> (B, features)"""
-    return output.flatten(1).float()
 
 
 def _channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tensor:
@@ -44,7 +36,7 @@ def _channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tens
 
 @torch.no_grad()
 def features(
-    model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor] = _vectors
+    model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Return `read(output)` of every layer, in eval mode; feature maps are passed as (B, C, H, W).
 

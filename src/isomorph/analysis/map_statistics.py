@@ -1,4 +1,4 @@
-"""Statistics of attention maps by head: entropy, effective rank, similarity of heads.
+"""Statistics of attention maps by head: entropy, and similarity of heads.
 
 All are means over the images of a batch or a loader. Maps are computed for a few images of one layer at a time.
 """
@@ -53,30 +53,6 @@ def entropy(weights: Tensor) -> Tensor:
     """Return -sum w log w over the last axis, NaN where a weight is negative. Shape: (..., n) -> (...)"""
     terms = torch.special.entr(weights)
     return torch.where(torch.isinf(terms), torch.nan, terms).sum(-1)
-
-
-def effective_rank(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
-    """Return the effective rank of every head's map: exp of the entropy of its singular values, mean over images.
-
-    It is 1 for uniform attention, and N if each of N tokens attends to itself.
-
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
-    Source: Roy and Vetterli (2007), The effective rank
-    Raises: UserError as in `attention_maps`.
-
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> ranks = iso.analysis.effective_rank(vit, torch.randn(4, 3, 32, 32))
-        >>> tuple(ranks["blocks.0.attn"].shape)
-        (3,)
-    """
-    return _mean_of_maps(model, data, where, effective_matrix_rank)
-
-
-def effective_matrix_rank(maps: Tensor) -> Tensor:
-    """Return the effective rank of matrices. Shape: (..., n, m) -> (...)"""
-    values = torch.linalg.svdvals(maps)
-    return entropy(values / values.sum(-1, keepdim=True)).exp()
 
 
 def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:

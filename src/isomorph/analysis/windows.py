@@ -1,6 +1,5 @@
-"""Attention windows of Swin, MaxViT, DaViT, Twins and Hiera: the positions of their tokens, shift and padding."""
+"""Attention windows of Swin, MaxViT, DaViT and Twins: the positions of their tokens, shift and padding."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,8 +9,7 @@ from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import capture_inputs
-from isomorph.layers.grid import fit_grid
-from isomorph.surgery.attention_layers import mask_unit_order, names_of
+from isomorph.surgery.attention_layers import names_of
 
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
 """Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them."""
@@ -101,7 +99,7 @@ def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
 
 @torch.no_grad()
 def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
-    """Return the windows of the layers of timm's Swin, MaxViT, DaViT, Twins and Hiera, for images of this size.
+    """Return the windows of the layers of timm's Swin, MaxViT, DaViT and Twins, for images of this size.
 
     Models without windows give an empty dict.
 
@@ -122,15 +120,14 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
     layers = {name: module for name, module in model.named_modules() if set(names_of(module)) & set(_PLAIN_WINDOWS)}
     calls = {**blocks, **layers}
     found = capture_inputs(model, batch[:1], _map_size, calls) if calls else {}
-    windows = {
-        f"{name}.attn".removeprefix("."): _windows_of(blocks[name], found[name]) for name in blocks if name in found
-    }
-    for name, layer in layers.items():
-        if name in found:
-            attention, size_of_window = _PLAIN_WINDOWS[next(k for k in names_of(layer) if k in _PLAIN_WINDOWS)]
-            full = ".".join(filter(None, (name, attention)))
-            windows[full] = _plain_windows(found[name], size_of_window(layer))
-    return windows | _mask_units(model, batch)
+    windows = {}
+    for name, size in found.items():
+        if name in blocks:
+            windows[f"{name}.attn".removeprefix(".")] = _windows_of(blocks[name], size)
+        else:
+            attention, side = _PLAIN_WINDOWS[next(k for k in names_of(layers[name]) if k in _PLAIN_WINDOWS)]
+            windows[".".join(filter(None, (name, attention)))] = _plain_windows(size, side(layers[name]))
+    return windows
 
 
 _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
@@ -153,22 +150,3 @@ def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> Windows:
     numbers = F.pad(torch.arange(H * W).view(H, W), (0, -W % w, 0, -H % h), value=-1)
     rows = numbers.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)
     return Windows((H, W), rows.transpose(1, 2).flatten(0, 1).flatten(1))
-
-
-def _mask_units(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
-    """Return the windows of Hiera's attention, whose tokens are in the order of its mask units.
-
-    Layers that pool their queries are left out: their queries and keys have different grids.
-    """
-    named: list[tuple[str, Any]] = list(model.named_modules())
-    layers = {n: m for n, m in named if "timm.models.hiera.MaskUnitAttention" in names_of(m) and m.q_stride == 1}
-    counts = capture_inputs(model, batch[:1], lambda _, x: x.shape[1], layers) if layers else {}
-    found = {}
-    for name, count in counts.items():
-        layer = layers[name]
-        H, W = fit_grid(count, [(batch.shape[2], batch.shape[3])])[0]
-        side = math.isqrt(layer.window_size)
-        places = mask_unit_order(layer.window_size, (H // side, W // side)).long()
-        units = count // layer.window_size if layer.use_mask_unit_attn else 1
-        found[name] = Windows((H, W), (places[:, 0] * W + places[:, 1]).view(-1, units).T.contiguous())
-    return found

@@ -48,7 +48,7 @@ class Cells:
     out
         File for the results of finished cells (a corruption at a severity), one per line. The command resumes from it.
     baseline
-        File of another model's results (--out or --json) to compare with.
+        The --out file of another model to compare with.
     """
 
     corruption: tuple[str, ...] = ()

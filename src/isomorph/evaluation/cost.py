@@ -250,15 +250,17 @@ def cost_table(
     """
     if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
         raise UserError("sizes and batch sizes must be positive; give at least one of each")
-    total, done = len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))), 0
+    total = len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models)))
+    done = 0
 
     def step(description: str, work: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal done
         progress(done, total, description)
-        result = work(*arguments)
-        done += 1
-        progress(done, total, description)
-        return result
+        try:
+            return work(*arguments)
+        finally:
+            done += 1
+            progress(done, total, description)
 
     for size in sizes:
         size_text = "{} x {}".format(*size)
@@ -281,7 +283,6 @@ def cost_table(
                         row[column] = step(memory, peak_bytes, nets[training][name], inputs[name], batch, training)
                     except UserError as error:
                         row["problem"] = str(error)
-                        done += 1
                 yield row
 
 

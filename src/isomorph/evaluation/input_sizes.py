@@ -2,8 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from timm.data import ImageNetInfo, resolve_data_config
 from timm.layers import PatchEmbed
 from timm.models import get_model_input_config, get_model_traits
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import class_logits
@@ -93,10 +92,8 @@ def built_size(model: nn.Module) -> ImageSize | None:
 
 def _check_size(size: ImageSize) -> None:
     """Raise a UserError for a size that is not a height and a width of at least 1."""
-    if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(side, int) for side in size)):
+    if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224)")
-    if min(size) < 1:
-        raise UserError(f"a size of {size[0]} x {size[1]} has no pixels; give positive sizes")
 
 
 def input_channels(model: nn.Module) -> int:
@@ -125,28 +122,53 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
     """
     _check_size(size)
     shape = (input_channels(model), *size)
-    native = _is_native_size(model, shape)  # of the model as it is: a copy that timm has fitted says it was built so
-    problem = _find_problem(model, shape, native)
-    if problem and not _patch_embed_problem(model, shape, native) and hasattr(model, "set_input_size"):
+    problem = input_size_problem(model, shape)
+    if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
             with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
                 model.set_input_size(img_size=size)  # type: ignore[operator]
-            problem = _find_problem(model, shape, native)
+            problem = input_size_problem(model, shape)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            problem = _error_text(error)
+            problem = str(error)
     if problem:
-        raise UserError(f"the model takes no images of {size[0]} x {size[1]}: {problem}")
+        raise UserError(f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}")
     return model
 
 
+@torch.no_grad()
 def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
     """Return why the model does not take an image of this size (channels, height, width); empty if it does.
 
     Patches that do not fill the image are a problem too, since timm silently drops the edge that they leave out; not at
     the model's native size, where it was trained that way.
     """
-    return _find_problem(model, size, _is_native_size(model, size))
+    parameter = next(model.parameters())
+    if inputs := getattr(model, "example_inputs", None):
+        return f"its inputs are {' and '.join(inputs(1))}, not images alone"
+    if problem := _uncovered_edge(model, size):
+        return problem
+    try:
+        with eval_mode(model):
+            model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
+
+
+def _uncovered_edge(model: nn.Module, size: Sequence[int]) -> str:
+    """Return that timm's patches do not fill an image, with the nearest sizes that they fill; empty if they do."""
+    embed = getattr(model, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
+        return ""
+    pairs = list(zip(size[-2:], embed.patch_size, strict=True))
+    native = {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
+    if not any(side % step for side, step in pairs) or tuple(size[-2:]) in native:
+        return ""
+    below, above = ([(side + more * (step - 1)) // step * step for side, step in pairs] for more in (0, 1))
+    nearest = " or ".join("{} x {}".format(*sides) for sides in (below, above) if min(sides))
+    patch = "{} x {}".format(*embed.patch_size)
+    return f"patches of {patch} do not fill them; give {nearest}, because timm would leave out the rest of the image"
 
 
 def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
@@ -156,87 +178,6 @@ def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
             f"{name} cannot process the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, "
             "or model.kwargs.img_size if the model has it"
         )
-
-
-@torch.no_grad()
-def _find_problem(model: nn.Module, size: Sequence[int], native: bool) -> str:
-    """Return why the model does not take an image of this size, which may be its `native` one; empty if it does."""
-    parameter = next(model.parameters())
-    if inputs := getattr(model, "example_inputs", None):
-        return f"its inputs are {' and '.join(inputs(1))}, not images alone"
-    if problem := _patch_embed_problem(model, size, native):
-        return problem
-    try:
-        with eval_mode(model), _record_uncovered(model, size) as patches:
-            model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        return _error_text(error)
-    return "" if native else "".join(_uncovered_edge(patch, size) for patch in patches[-1:])
-
-
-def _error_text(error: Exception) -> str:
-    """Return an error's message in one line, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _is_native_size(model: nn.Module, size: Sequence[int]) -> bool:
-    """True if the model was trained or is tested at this size."""
-    return tuple(size[-2:]) in {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
-
-
-def _patch_embed_problem(model: nn.Module, size: Sequence[int], native: bool) -> str:
-    """Return why a size does not fit the model's patch embedding, without running the model; empty if it does."""
-    embed = getattr(model, "patch_embed", None)
-    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or native:
-        return ""
-    return _uncovered_edge(embed.patch_size, size)
-
-
-def _uncovered_edge(patch: Sequence[int], size: Sequence[int]) -> str:
-    """Return that patches do not fill an image, with the nearest sizes that they fill; empty if they do."""
-    pairs = list(zip(size[-2:], patch, strict=True))
-    if not any(side % step for side, step in pairs):
-        return ""
-    below, above = ([(side + more * (step - 1)) // step * step for side, step in pairs] for more in (0, 1))
-    nearest = " or ".join("{} x {}".format(*sides) for sides in (below, above) if min(sides))
-    of = str(patch[0]) if len(set(patch)) == 1 else "{} x {}".format(*patch)
-    return f"patches of {of} do not fill them; give {nearest}, because timm would leave out the rest of the image"
-
-
-@contextmanager
-def _record_uncovered(model: nn.Module, size: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch sizes, in pixels of the image, of patch convolutions that do not cover their input.
-
-    Patch convolutions have a stride equal to their kernel and no padding, and run on the image, or inside a module
-    with a `patch_size` (on the feature map of a backbone). Forward hooks see their inputs.
-    """
-    found: list[tuple[int, int]] = []
-
-    def record(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        sides, steps = inputs[0].shape[-2:], conv.kernel_size
-        if any(side % int(step) for side, step in zip(sides, steps, strict=True)):  # type: ignore[arg-type]
-            height, width = (int(k) * round(a / max(b, 1)) for k, a, b in zip(steps, size[-2:], sides, strict=True))  # type: ignore[arg-type]
-            found.append((height, width))
-
-    handles = [conv.register_forward_pre_hook(record) for conv in _patch_convolutions(model)]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """Return the convolutions that cut images into patches."""
-    inside = {child for module in model.modules() if hasattr(module, "patch_size") for child in module.children()}
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Conv2d)
-        and module.stride == module.kernel_size != (1, 1)
-        and module.padding in ((0, 0), "valid")
-        and (module in inside or module.in_channels == input_channels(model))
-    ]
 
 
 def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -> Inputs:

@@ -143,8 +143,10 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
         return source
     unknown = [name for name in source.classes if name not in own]
     if not unknown:
-        _check_unambiguous("the model", own, source.classes)
-        _check_unambiguous("the data", source.classes, source.classes)
+        for names, whose in ((own, "the model"), (source.classes, "the data")):
+            for name in source.classes:
+                if (count := names.count(name)) > 1:
+                    raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
         relabelled = copy.copy(source)
         relabelled.labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
         relabelled.classes = own
@@ -164,17 +166,6 @@ def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...
     names = getattr(getattr(model, "config", None), "id2label", None)
     own = tuple(composed(str(name)) for name in names.values()) if isinstance(names, Mapping) else ()
     return own if set(own) & set(classes) else ()
-
-
-def _check_unambiguous(whose: str, names: Sequence[str], used: Sequence[str]) -> None:
-    """Raise UserError if a name that is used stands for several classes."""
-    for name in used:
-        numbers = [str(number) for number, each in enumerate(names) if each == name]
-        if len(numbers) > 1:
-            raise UserError(
-                f"{whose} has {len(numbers)} classes named {name!r} (numbers {', '.join(numbers)}), so that images of "
-                f"{name!r} have no one label; give each class a name of its own"
-            )
 
 
 def sample_images(source: Source, samples: int) -> Source:

@@ -36,14 +36,6 @@ class Speed(NamedTuple):
     runs: int
 
 
-def _synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 @contextmanager
 def restored_afterwards(model: nn.Module) -> Iterator[None]:
     """Restore modes, buffers and gradients of a model after the block, which begins in eval mode."""
@@ -90,10 +82,12 @@ def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: I
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    """Return the time of some work, with the device idle before and after it."""
+    wait = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
+    wait()
     start = time.perf_counter()
     work()
-    _synchronize(device)
+    wait()
     return time.perf_counter() - start
 
 

@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -17,8 +17,6 @@ from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.evaluation.sweep import Scoring, Sweep, TestSet, check_num_classes, run_sweep
 
-T = TypeVar("T")
-U = TypeVar("U")
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 _FLAT = "flat"
 """Format of one folder of images without class folders, as ImageNet's validation archive unpacks."""
@@ -183,50 +181,29 @@ def find_suites(
 ) -> dict[SuiteLocation, list[Suite]]:
     """Find the folders of suites without opening them. imagenet and real share a folder if only one of them has one.
 
-    Raises: UserError with a line for every unknown suite and missing folder, and for a suite that is given twice.
+    Raises: UserError for an unknown suite or a missing folder, and for a suite that is given twice.
     """
     pairs = [item.strip().partition("=")[::2] for text in wanted for item in text.split(",")]
     folders = dict(pairs)
     if len(folders) < len(pairs):
         raise UserError("a suite is given twice; give each once")
     validation = folders.get("imagenet") or folders.get("real", "")
-
-    def locate(name: str) -> tuple[SuiteLocation, Suite]:
+    locations: dict[SuiteLocation, list[Suite]] = {}
+    for name, folder in folders.items():
         if name not in SUITES:
             raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
-        folder = folders[name] or (validation if name in ("imagenet", "real") else "")
-        return SUITES[name].find(folder, root, form), SUITES[name]
-
-    locations: dict[SuiteLocation, list[Suite]] = {}
-    for location, suite in _map_collecting_errors(locate, folders):
-        locations.setdefault(location, []).append(suite)
+        shared = validation if name in ("imagenet", "real") else ""
+        locations.setdefault(SUITES[name].find(folder or shared, root, form), []).append(SUITES[name])
     return locations
 
 
 def open_located(locations: Mapping[SuiteLocation, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
     """Open the suites found by `find_suites`. Raises: UserError for classes of another suite, or missing images."""
-
-    def open_one(location: SuiteLocation) -> TestSet:
-        source = location.open()
-        scorings = _map_collecting_errors(
-            lambda suite: suite.scoring(source, location.title, partial), locations[location]
-        )
-        return TestSet(source, scorings)
-
-    return _map_collecting_errors(open_one, locations)
-
-
-def _map_collecting_errors(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """Apply a function to every item. Raises: UserError with the messages of all failures, one per line."""
-    results, problems = [], []
-    for item in items:
-        try:
-            results.append(function(item))
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
-    return results
+    sources = {location: location.open() for location in locations}
+    return [
+        TestSet(source, [suite.scoring(source, location.title, partial) for suite in locations[location]])
+        for location, source in sources.items()
+    ]
 
 
 def evaluate_suites(

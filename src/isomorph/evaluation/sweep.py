@@ -154,11 +154,9 @@ def _score_predictions(
 def check_num_classes(num_classes: int | None, expected: int | None) -> None:
     """Raise UserError if a model has not the expected number of classes; None stands for unknown and passes."""
     if num_classes is not None and expected is not None and num_classes != expected:
-        larger = " (ImageNet-12k or -21k)" if num_classes > 10_000 else ""
-        kind = " (with a background class)" if num_classes == 1001 else larger
         raise UserError(
-            f"the model has {num_classes} classes{kind}, these suites are for the {expected} of ImageNet-1k; use a "
-            "model with that head, such as timm's models whose names end in in1k"
+            f"the model has {num_classes} classes, these suites are for the {expected} of ImageNet-1k; use a model with"
+            " that head, such as timm's models whose names end in in1k"
         )
 
 

@@ -168,7 +168,6 @@ def pack_layer_maps(
         step = (step[0] + 1, step[1]) if step[0] == step[1] else (step[0], step[1] + 1)
 
 
-ORDINALS = {2: "second", 3: "third"}
 EQUAL_BOUNDS = (1e-6, 1e-5)
 """Maps of two models that differ by no more are equal within the first of these that holds: rounding of float32."""
 
@@ -244,7 +243,15 @@ def build_viewer(
     data = {
         "models": [model.name for model in models],
         "layers": layers,
-        "images": [_image_data(image, i, models) for i, image in enumerate(images)],
+        "images": [
+            {
+                "name": image.name,
+                "uri": image.data_uri(),
+                "size": list(image.pixels.shape[1:]),
+                "predictions": [model.predictions[i] if model.predictions else "" for model in models],
+            }
+            for i, image in enumerate(images)
+        ],
         "step": step,
         "windows": layouts,
         "equalBounds": EQUAL_BOUNDS,
@@ -253,20 +260,10 @@ def build_viewer(
     return Viewer(data, blobs, rounding_note(all_maps, step))
 
 
-def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> dict[str, Any]:
-    return {
-        "name": image.name,
-        "uri": image.data_uri(),
-        "size": list(image.pixels.shape[1:]),
-        "predictions": [model.predictions[number] if model.predictions else "" for model in models],
-    }
-
-
 def rounding_note(layers: Sequence[LayerMaps], step: tuple[int, int]) -> str:
     """Return one or two sentences on how far the stored maps are rounded and thinned."""
     worst = max(maps.rounding for maps in layers)
     text = f"Each row of a map is stored in 256 levels; the largest rounding error on this page is {worst:.1g}."
     if step == (1, 1):
         return text
-    rows, columns = ("every" if n == 1 else f"every {ORDINALS.get(n, f'{n}th')}" for n in step)
-    return f"{text} To keep the page small, only {rows} row and {columns} column of queries is stored."
+    return f"{text} To keep the page small, one query of {step[0]} x {step[1]} is stored."

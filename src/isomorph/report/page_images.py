@@ -14,7 +14,6 @@ from torch import Tensor
 
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import read_image
-from isomorph.errors import UserError
 
 MAX_PNG_SIDE = 96
 """Images with larger sides are embedded as JPEG, others as PNG."""
@@ -23,33 +22,23 @@ _GAP = 6
 _JPEG_QUALITY = 88
 
 
-def data_uri(content: bytes, kind: Literal["png", "jpeg"]) -> str:
-    """Return the content of an image file as a data: URI."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def image_uri(image: Image.Image, kind: Literal["png", "jpeg"] = "jpeg") -> str:
     """Return an image as a data: URI."""
     file = io.BytesIO()
     image.save(file, kind, quality=_JPEG_QUALITY)
-    return data_uri(file.getvalue(), kind)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def stack_images(images: Sequence[Image.Image], width: int) -> Image.Image:
     """Return images of one size below each other on white, each reduced to at most a width."""
-    reduced = [_reduce(image, width) for image in images]
-    step = reduced[0].height + _GAP
+    first = images[0]
+    size = min(width, first.width), max(1, round(first.height * min(width, first.width) / first.width))
+    reduced = [image if image.size == size else image.resize(size, Image.Resampling.LANCZOS) for image in images]
+    step = size[1] + _GAP
     canvas = Image.new("RGB", (reduced[0].width, step * len(reduced) - _GAP), "white")
     for row, image in enumerate(reduced):
         canvas.paste(image, (0, row * step))
     return canvas
-
-
-def _reduce(image: Image.Image, width: int) -> Image.Image:
-    """Return an image reduced to at most a width."""
-    if image.width <= width:
-        return image
-    return image.resize((width, max(1, round(image.height * width / image.width))), Image.Resampling.LANCZOS)
 
 
 @dataclass(frozen=True)
@@ -73,14 +62,6 @@ class PageImage:
         return image_uri(Image.fromarray(np.ascontiguousarray(colour)), "png" if small else "jpeg")
 
 
-def _read_image(path: Path, channels: int) -> Image.Image:
-    """Return an image file, in grey for one channel, else in colour. Raises: UserError when it cannot be read."""
-    if not path.exists():
-        raise UserError(f"image {path} does not exist")
-    image = read_image(path)
-    return image.convert("L") if channels == 1 else image
-
-
 def normalise_images(images: Sequence[PageImage], config: dict[str, Any]) -> Tensor:
     """Return the images as a batch, normalised by the mean and std of the config. Shape: -> (B, C, H, W)"""
     batch = torch.stack([image.pixels for image in images])
@@ -102,5 +83,5 @@ def open_images(paths: Sequence[Path], config: dict[str, Any]) -> list[PageImage
     """
     channels = config["input_size"][0]
     unnormalised = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
-    transform = eval_transform(unnormalised)
-    return [PageImage(path.name, transform(_read_image(path, channels))) for path in paths]
+    transform, mode = eval_transform(unnormalised), "L" if channels == 1 else "RGB"
+    return [PageImage(path.name, transform(read_image(path).convert(mode))) for path in paths]

@@ -57,7 +57,7 @@ def robustness(
         batch_size: Images of a batch; by default 100.
         workers: Processes that corrupt images; by default 0.
         out: File for the results of finished cells, from which a later call resumes.
-        baseline: Another model's `out` file, or its result as JSON; adds the gain over it to the result.
+        baseline: Another model's `out` file; adds the gain over it to the result.
         name: Name of the model in the result; by default its class.
         progress: Called with the number of finished cells, of all cells, and the current corruption.
         runtime: The processes that share the images of every cell, all of which call this and get the result;

@@ -8,10 +8,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from isomorph.evaluation.robustness.scores import (
     Cells,
     common_cells,
     compare_to_baseline,
-    inputs_line,
     metric_of,
     robustness_summary,
 )
@@ -45,11 +44,6 @@ from isomorph.layers.eval_mode import eval_mode
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
 """Keys that must be equal in two results that are compared."""
-_OTHER_KEYS = ("weights", "data", "constants", "metric")
-_KEY_LABELS = {"version": "corruptions of version", "source": "data:"}
-"""Labels of keys in messages about results that differ."""
-_PARSE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
-"""Errors raised while parsing a file that is not a result file."""
 ProgressCallback = Callable[[float, int, str], None]
 """Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
 
@@ -110,25 +104,27 @@ def measure_cells(
     metric = metric_of(identity)
     base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
     if base:
-        check_same_inputs(str(options.baseline), base.identity, identity)
+        if differences := _differences(base.identity, identity):
+            what = "measure both on the same images"
+            raise UserError(f"{options.baseline} was measured on other images: {differences}; {what}")
         common_cells(wanted, base.cells, base.identity["model"])
     out = Path(options.out).expanduser() if options.out and runtime.is_main else None
-    with closing(CellFile(out, identity)) as file:
-        cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file
-        resumed = sum(key in cells for key in wanted)
-        for name, own in {CLEAN: (0,), **severities}.items():
-            left = tuple(severity for severity in own if (name, severity) not in cells)
+    file = CellFile(out, identity)
+    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file
+    resumed = sum(key in cells for key in wanted)
+    for name, own in {CLEAN: (0,), **severities}.items():
+        left = tuple(severity for severity in own if (name, severity) not in cells)
 
-            def report(done: float, name: str = name) -> None:
-                if options.progress:
-                    finished = sum(key in cells for key in wanted)
-                    options.progress(finished + done * (name != CLEAN), len(wanted), name)
+        def report(done: float, name: str = name) -> None:
+            if options.progress:
+                finished = sum(key in cells for key in wanted)
+                options.progress(finished + done * (name != CLEAN), len(wanted), name)
 
-            for severity, metrics in measure(name, left, report) if left else ():
-                cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
-                file.append(cells[name, severity])
+        for severity, metrics in measure(name, left, report) if left else ():
+            cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
+            file.append(cells[name, severity])
     found, clean = {key: cells[key] for key in wanted if key in cells}, cells.get((CLEAN, 0))
-    images = min(int(cell.get("images", 0)) for cell in found.values())
+    images = min(cell.get("images", 0) for cell in found.values())
     result = {**identity, "images": images, "clean": clean, "cells": list(found.values())}
     result |= robustness_summary(found, clean, imagenet, metric) | {"resumed": resumed}
     if base:
@@ -216,52 +212,33 @@ class CellFile:
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
         self.path, self.cells = path, dict[tuple[str, int], Cell]()
-        self.file: TextIO | None = None
         if path is None:
             return
-        with ExitStack() as if_refused:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = if_refused.enter_context(path.open("a"))
-                _lock(path, self.file.fileno())
-                if path.stat().st_size:
-                    saved = read_result(path)
-                    _check_same_model(path, saved, identity)
-                    self.cells.update(saved.cells)
-                    os.truncate(path, saved.complete)
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror}; give another file") from None
-            if not path.stat().st_size:
-                self.append({"kind": _KIND, **identity})
-            if_refused.pop_all()
+        if path.exists() and path.is_file() and path.stat().st_size:
+            saved = read_result(path)
+            if saved.identity["weights"] != identity["weights"]:
+                raise UserError(
+                    f"{path} holds cells of {saved.identity['model']} with other weights; use another --out"
+                )
+            if differences := _differences(saved.identity, identity):
+                raise UserError(f"{path} holds cells of other images: {differences}; use another --out")
+            self.cells.update(saved.cells)
+            os.truncate(path, saved.complete)
+        else:
+            self.append({"kind": _KIND, **identity})
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a line to disk."""
-        if self.file is None:
+        if self.path is None:
             return
         try:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
-            os.fsync(self.file.fileno())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; give another file") from None
-
-    def close(self) -> None:
-        """Let other commands write the file."""
-        if self.file:
-            self.file.close()
-
-
-def _lock(path: Path, descriptor: int) -> None:
-    """Keep other commands from writing an open file. Raises: UserError when one does already."""
-    try:
-        from fcntl import LOCK_EX, LOCK_NB, flock
-
-        flock(descriptor, LOCK_EX | LOCK_NB)
-    except ImportError:  # on Windows
-        pass
-    except BlockingIOError:
-        raise UserError(f"another command writes {path} now; wait for it, or give another --out") from None
 
 
 class SavedResult(NamedTuple):
@@ -273,116 +250,26 @@ class SavedResult(NamedTuple):
 
 
 def read_result(path: Path) -> SavedResult:
-    """Read an --out file, or saved --json output, whose `complete` is 0.
+    """Read an --out file, without an incomplete last line.
 
-    Raises: UserError when the file cannot be read, or is neither of them.
+    Raises: UserError when the file cannot be read, or is not a result file.
     """
     try:
         content = path.read_bytes()
-        complete = content.rfind(b"\n") + 1 if content.startswith(b'{"kind"') else 0
-        if complete:
-            found, *cells = [json.loads(line) for line in content[:complete].splitlines()]
-            complete *= found["kind"] == _KIND
-        else:
-            found = json.loads(content)
-            cells = [*found["cells"], *([found["clean"]] if found["clean"] else [])]
-        identity = {key: found[key] for key in _OTHER_KEYS if key in found} | {"model": str(found["model"])}
-        identity |= {key: found[key] for key in _IDENTITY_KEYS}
+        complete = content.rfind(b"\n") + 1
+        identity, *cells = [json.loads(line) for line in content[:complete].splitlines()]
+        if identity.pop("kind") != _KIND or not identity.keys() >= {"model", "weights", *_IDENTITY_KEYS}:
+            raise ValueError
         metric = metric_of(identity)
-        parsed = {(str(cell["corruption"]), int(cell["severity"])): _parse_cell(cell, metric) for cell in cells}
+        parsed = {(cell["corruption"], int(cell["severity"])): {**cell, metric: float(cell[metric])} for cell in cells}
         return SavedResult(identity, parsed, complete)
     except OSError as error:
-        what = "give a result file of isomorph robustness"
-        raise UserError(f"cannot read results {path}: {error.strerror}; {what}") from None
-    except _PARSE_ERRORS:
+        raise UserError(f"cannot read results {path}: {error.strerror}; give a result file of {_KIND}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{path} is not a result file of {_KIND}, or is damaged") from None
 
 
-def _parse_cell(line: Cell, metric: str) -> Cell:
-    """Return a cell with numbers. Raises: one of _PARSE_ERRORS for other values."""
-    numbers = {metric: float(line[metric])} | ({"images": int(line["images"])} if "images" in line else {})
-    if not 0 <= numbers[metric] <= 100 or not 0 <= numbers.get("images", 0) < 2**62:
-        raise ValueError
-    return {**line, **numbers}
-
-
-class Results(NamedTuple):
-    """Results of several models: top-1 (%) by model and cell, the images they were measured on, and problems.
-
-    `cells` is {model: {(corruption, severity): top-1}}, `measured` describes the images, `problems` are sentences.
-    """
-
-    cells: dict[str, dict[tuple[str, int], float]]
-    measured: str
-    problems: list[str]
-
-
-def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
-    """Read the results of models, given as {name: `weights_hash`}, from one file per model, in the order of the models.
-
-    Raises: UserError when a file is not a result file, has no finished cells, belongs to another model, or was
-    measured on other images than the first file.
-    """
-    top1: dict[str, dict[tuple[str, int], float]] = {}
-    problems, measured, first = list[str](), "", None
-    for path in paths:
-        identity, cells, complete = read_result(path)
-        if not set(cells) - {(CLEAN, 0)}:
-            raise UserError(f"{path} has no finished cells; run isomorph robustness with this --out again")
-        check_same_inputs(str(path), identity, first := first or identity)
-        owners = [name for name, weights in models.items() if weights == identity.get("weights") and name not in top1]
-        if not owners:
-            others = f"with other weights than {' and '.join(models)}"
-            raise UserError(f"{path} holds the results of {identity['model']}, {others}; give one file per model")
-        top1[owners[0]] = {key: cell[metric_of(identity)] for key, cell in cells.items()}
-        measured = measured or inputs_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
-        if 0 < complete < path.stat().st_size:
-            problems.append(f"{path.name}: its last line is incomplete and was ignored.")
-    return Results({name: top1[name] for name in models if name in top1}, measured, problems)
-
-
-def _check_same_model(path: Path, saved: SavedResult, wanted: Mapping[str, Any]) -> None:
-    """Raise UserError if the cells of a file belong to another model, or were measured on other images."""
-    if not saved.complete:
-        raise UserError(f"{path} is not a result file of {_KIND}, but its --json output; give another --out")
-    held = f"{path} holds cells of {saved.identity['model']} with"
-    if "weights" in wanted and saved.identity.get("weights") != wanted["weights"]:
-        raise UserError(f"{held} other weights; give another --out")
-    first, second = _describe_differences(saved.identity, wanted)
-    if first:
-        raise UserError(f"{held} {first}, but this run has {second}; give another --out")
-
-
-def check_same_inputs(path: str, saved: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Raise UserError if the results saved in a file were measured on other images than the other results."""
-    first, second = _describe_differences(saved, other)
-    if first:
-        raise UserError(
-            f"{path} was measured with {first}, {other.get('model')} with {second}; measure both on the same images"
-        )
-
-
-def _describe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
-    """Describe how two results differ: the differing values of the first, then of the second; "" if there are none."""
-    differing = [key for key in _IDENTITY_KEYS if a.get(key) != b.get(key)]
-    # the limit and the pictures determine the source, the size determines the pictures: report only the cause
-    caused = ["source"] * bool({"limit", "pictures"} & set(differing)) + ["pictures"] * ("size" in differing)
-    differing = [key for key in differing if key not in caused]
-    if differing == ["source"] and a.get("data") == b.get("data"):
-        return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
-    first, second = ([f"{_KEY_LABELS.get(key, key)} {_value_text(key, each)}" for key in differing] for each in (a, b))
-    if len(differing) == 1:
-        second = [_value_text(differing[0], b)]
-    return " and ".join(first), " and ".join(second)
-
-
-def _value_text(key: str, identity: Mapping[str, Any]) -> str:
-    """Return a value of an identity as text for a message."""
-    value = identity.get(key)
-    if key == "limit" and value is None:
-        return "none (all images)"
-    if key == "size" and isinstance(value, Sequence):
-        return " x ".join(map(str, value))
-    if key == "source" and not str(value).startswith("published "):
-        return identity.get("data") or "other images"
-    return str(value)
+def _differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return in which values the images of two results differ, the first one's before the second's; "" if in none."""
+    differing = [key for key in _IDENTITY_KEYS if saved[key] != other[key]]
+    return ", ".join(f"{key} {saved[key]}, here {other[key]}" for key in differing)

@@ -6,7 +6,6 @@ The published data sets are ImageNet-C, CIFAR-10-C and CIFAR-100-C, as their arc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +13,6 @@ import numpy as np
 from torch import nn
 
 from isomorph.data.corruptions.corrupt import (
-    CORRUPTION_CATEGORIES,
     CORRUPTION_VERSION,
     IMAGENET_C_CROP,
     MIN_IMAGE_SIDE,
@@ -83,11 +81,7 @@ class ImageNetC:
         folders = [folder for top in (self.root, *visible(self.root)) for folder in visible(top)]
         found = next((folder for folder in folders if folder.name == corruption), None)
         if found is None:
-            present = [folder.name for folder in folders if folder.name not in CORRUPTION_CATEGORIES]
-            near = "".join(f"; nearest: {name}" for name in get_close_matches(corruption, present, n=1))
-            raise UserError(
-                f"{self.root} has no folder {corruption}{near}; unpack it, or choose others with --corruption"
-            )
+            raise UserError(f"{self.root} has no folder {corruption}; unpack it, or choose others with --corruption")
         for severity in self.wanted.get(corruption, ()):
             if not (found / str(severity)).is_dir():
                 raise UserError(f"{found} has no folder {severity}; it must hold one per severity, 1 to 5")
@@ -113,18 +107,14 @@ class CifarC:
         if not os.path.isdir(self.root):
             raise UserError(f"no folder {self.root}; give the one with CIFAR-C's CORRUPTION.npy and labels.npy")
         labels = self._array("labels")
-        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not labels.size or labels.min() < 0:
-            raise UserError(f"{self.root / 'labels.npy'} must be a 1-D array with a class number for each image")
         for corruption in self.wanted:
-            path, images = self.root / f"{corruption}.npy", self._array(corruption)
-            shape = images.shape
-            if len(shape) != 4 or shape[3] != 3 or shape[0] != len(labels) or shape[0] % len(SEVERITIES):
-                raise UserError(
-                    f"{path} has shape {' x '.join(map(str, shape))}; it must be N x height x width x 3 with N a "
-                    f"multiple of 5 and equal to the {len(labels)} labels"
-                )
-            if images.dtype != np.uint8 or not images.size:
-                raise UserError(f"{path} holds {images.dtype}; it must hold images as uint8")
+            images = self._array(corruption)
+            shape, count = images.shape, len(labels)
+            fits = len(shape) == 4 and shape[3] == 3 and shape[0] == count and count % len(SEVERITIES) == 0
+            if not fits or images.dtype != np.uint8:
+                found = f"{self.root / corruption}.npy has shape {' x '.join(map(str, shape))} of {images.dtype}"
+                wanted = f"N x height x width x 3 of uint8, with N a multiple of 5 and equal to the {count} labels"
+                raise UserError(f"{found}; it must be {wanted}")
 
     def cell(self, corruption: str, severity: int, num_classes: int) -> Source:
         """Open the images of a corruption at a severity. Raises: UserError when their labels are not the model's."""
@@ -142,9 +132,7 @@ class CifarC:
         try:
             return np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
-            present = ", ".join(file.stem for file in visible(self.root, ".npy") if file.stem != "labels")
-            hint = f"choose from those present with --corruption: {present}" if present else "unpack CIFAR-10-C there"
-            raise UserError(f"no {path}; {hint}") from None
+            raise UserError(f"no {path}; unpack CIFAR-10-C or CIFAR-100-C there") from None
         except (ValueError, EOFError, OSError) as error:
             raise UserError(f"{path} cannot be read as an array ({first_line(error)})") from None
 

@@ -130,8 +130,9 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METR
     Raises: UserError when they have no common cell.
     """
     common = common_cells(cells, base, name)
-    ours, theirs = ({key: own[key] for key in common} for own in (cells, base))
-    our_scores, their_scores = (robustness_summary(own, None, False, metric) for own in (ours, theirs))
+    our_scores, their_scores = (
+        robustness_summary({key: own[key] for key in common}, None, False, metric) for own in (cells, base)
+    )
     gain: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
         pairs = {key: (our_scores[view][key], their_scores[view][key]) for key in our_scores[view]}
@@ -154,40 +155,29 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     severities, metric = list(result["by_severity"]), metric_of(result)
     cells = {(cell["corruption"], cell["severity"]): cell[metric] for cell in result["cells"]}
     gain, ce = result.get("against", {}), result.get("ce", {})
+    groups = {name: (name,) for name in result["by_corruption"]} | CORRUPTION_CATEGORIES | {"extra": EXTRA_CORRUPTIONS}
+    optional = ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)
+    rows = [[f"{result['model']}: {metric_title(result)}", *map(str, severities), "mean", *optional]]
 
-    def row(
-        name: str, values: Iterable[str], average: str = "", error: str = "", points: float | None = None
-    ) -> list[str]:
-        more = [error] * bool(ce) + ["" if points is None else f"{points:+.2f}"] * bool(gain)
-        return [name, *values, average, *more]
+    def add(name: str, means: Iterable[float | None], average: float | None, error: float | None, points: Any) -> None:
+        more = [_text(error, ".1f")] * bool(ce) + [_text(points, "+.2f")] * bool(gain)
+        rows.append([name, *(_text(value, ".1f") for value in means), _text(average, ".2f"), *more])
 
-    rows = [row(f"{result['model']}: {metric_title(result)}", map(str, severities), "mean", "CE (%)")]
-    rows[0][-1] = "gain" if gain else rows[0][-1]
-    groups = {
-        **{name: (name,) for name in result["by_corruption"]},
-        **CORRUPTION_CATEGORIES,
-        "extra": EXTRA_CORRUPTIONS,
-    }
     for view in ("by_corruption", "by_category"):
         for name, value in result[view].items():
             parts = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
-            means = (f"{mean(part):.1f}" if part else "" for part in parts)
             points = gain.get(view, {}).get(name, {}).get("points")
-            rows.append(row(name, means, f"{value:.2f}", f"{ce[name]:.1f}" if name in ce else "", points))
-    suite, whole = (
-        [name for name in result["by_corruption"] if name in IMAGENET_C_CORRUPTIONS],
-        len(IMAGENET_C_CORRUPTIONS),
-    )
-    if not suite:
-        return rows
-    part = "all of the suite" if len(suite) == whole else f"{len(suite)} of the suite's {whole}"
-    average = f"{result[f'mean_{metric}']:.2f}" if f"mean_{metric}" in result else ""
-    means = (f"{value:.1f}" for value in result["by_severity"].values())
-    rows.append(row(part, means, average, f"{result['mce']:.1f}" if "mce" in result else "", gain.get("points")))
-    for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")) if gain else ():
-        found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
-        rows.append(row(title, ("" if value is None else f"{value:+.2f}" for value in found)))
+            add(name, (mean(part) if part else None for part in parts), value, ce.get(name), points)
+    if count := sum(name in IMAGENET_C_CORRUPTIONS for name in result["by_corruption"]):
+        whole = len(IMAGENET_C_CORRUPTIONS)
+        name = "all of the suite" if count == whole else f"{count} of the suite's {whole}"
+        average, error = result.get(f"mean_{metric}"), result.get("mce")
+        add(name, result["by_severity"].values(), average, error, gain.get("points"))
     return rows
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def inputs_line(result: Mapping[str, Any], images: int) -> str:
