@@ -101,8 +101,8 @@ def mobileone(kernel: int, **options: Any) -> Callable[[], nn.Module]:
     return alone(lambda: MobileOneBlock(6, 6, kernel, num_conv_branches=2, layers=LayerFn(), **options))
 
 
-def chain() -> nn.Module:
-    return Alone(nn.Sequential(nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5)))
+def pair() -> nn.Module:
+    return Alone(iso.layers.AnnealedPair(nn.Conv2d(6, 8, 3), nn.Conv2d(8, 5, 1), slope=1.0))
 
 
 def encoder() -> nn.Module:
@@ -203,7 +203,7 @@ RULES = {
     "conv to pyramid, patchify": pyramid(conv(6, 8, 2, 2), ((2, 6, 8, 6),), rectify="none", whole=False),
     "conv to pyramid, standardised": pyramid(conv(6, 8, 3, padding=1, kind=StdConv2d), whole=False),
     "conv to pyramid, SAME": pyramid(conv(6, 8, 3, stride=2, kind=Conv2dSame), whole=False),
-    "chain": pyramid(chain, other=((1, 6, 4, 9),)),
+    "pair": pyramid(pair, other=((1, 6, 4, 9),)),
     "mobileone, 1x1": pyramid(mobileone(1)),
     "mobileone, 3x3": pyramid(mobileone(3, group_size=1), layout="P-W1S"),
     "joint qkv": pyramid(vit(depth=1), IMAGES, where="blocks.*.attn.qkv", other=OTHER_IMAGES),

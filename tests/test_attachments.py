@@ -22,7 +22,6 @@ def mobileone(kernel_size):
 
 TOKENS, MAP = (2, 7, 12), (2, 4, 6, 5)
 PLACED = dict(grid_size=(2, 3), prefix_tokens=1)
-CHAIN = (nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 1))
 SURGERY = {
     "ConvToGPSA": (iso.ConvToGPSA(), lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1)), MAP),
     "AttentionToGPSA": (iso.AttentionToGPSA(**PLACED), attention, TOKENS),
@@ -36,7 +35,11 @@ SURGERY = {
     ),
     "AttentionToRelative": (iso.surgery.AttentionToRelative(**PLACED), attention, TOKENS),
     "LinearToPyramid": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Linear(12, 8)), TOKENS),
-    "chain": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Sequential(*copy.deepcopy(CHAIN))), MAP),
+    "pair": (
+        iso.LinearToPyramid(),
+        lambda: nn.Sequential(iso.layers.AnnealedPair(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 5, 1), slope=1.0)),
+        MAP,
+    ),
     "mobileone 1x1": (iso.LinearToPyramid(), lambda: mobileone(1), MAP),
     "mobileone 3x3": (iso.LinearToPyramid(), lambda: mobileone(3), MAP),
     "BranchesToConv": (iso.BranchesToConv(), lambda: mobileone(3), MAP),
@@ -49,7 +52,7 @@ BACK = {
     "PositionalConv2d": (iso.revert, SURGERY["positions only"]),
     "ViTRelativeAttention": (iso.revert, SURGERY["AttentionToRelative"]),
     "PyramidLinear": (iso.fuse, (iso.LinearToPyramid("P-W1S"), *SURGERY["LinearToPyramid"][1:])),
-    "PyramidConv2d": (iso.fuse, (iso.LinearToPyramid("R-D1W1"), *SURGERY["chain"][1:])),
+    "PyramidConv2d": (iso.fuse, (iso.LinearToPyramid("R-D1W1"), *SURGERY["pair"][1:])),
 }
 
 
@@ -83,7 +86,7 @@ def check_nothing_is_lost(model, operate, shape):
                 assert torch.allclose(new.eval()(x), altered.eval()(x), atol=2e-3), case
     assert kept
     assert refused
-    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")  # an altered chain is not a target
+    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")  # an altered pair is not a target
     assert all(said.startswith(words) and "\n" not in said for said in refused), refused
 
 

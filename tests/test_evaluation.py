@@ -26,21 +26,6 @@ class Says(nn.Module):
         return self.logits[x[:, 0].long()]
 
 
-def test_metrics_in_closed_form():
-    sure = torch.tensor([[10.0, 0, 0, 0, 0, 0], [0, 10.0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0.0], [5, 4, 3, 2, 1, 0.0]])
-    labels = torch.tensor([0, 1, 3, 5])
-    model = Says(sure).train()
-    found = evaluate(model, [(torch.tensor([[0.0], [1.0]]), labels[:2]), (torch.tensor([[2.0], [3.0]]), labels[2:])])
-    assert found["top1"] == 50
-    assert found["top5"] == 75
-    log_p = sure.log_softmax(-1)
-    assert found["nll"] == pytest.approx(-log_p[torch.arange(4), labels].mean().item(), rel=1e-5)
-    confident, wrong = log_p[0, 0].exp().item(), log_p[2, 0].exp().item()
-    assert found["ece"] == pytest.approx(100 * (0.5 * (1 - confident) + 0.5 * wrong), rel=1e-4)
-    assert found["images"] == 4
-    assert model.training
-
-
 def slow_metrics(logits, labels):
     """Image by image, in float64, as the definitions read."""
     right, near, nll, bins = 0, 0, 0.0, {}
@@ -101,23 +86,17 @@ def test_too_few_classes_and_empty_loaders_are_said():
     refused("no batch", lambda: evaluate(Says(torch.zeros(1, 2)), []))
 
 
-def test_macs_count_convolutions_and_attention():
+def test_macs_count_convolutions_and_attention_in_any_form():
     assert count_macs(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 12)) == 8 * 3 * 9 * 120
-    layer = iso.layers.GPSA2d(16, 8, 3, 1, 1)
-    N, C, nh = 64, 16, 9
-    hd = math.ceil(C / nh)
-    projections = N * C * (2 * nh * hd + C)
-    attention = nh * N * ((N + 1) * hd + N * C)
-    assert count_macs(layer, (16, 8, 8)) == projections + attention + 8 * C * nh * N
-
-
-def test_macs_do_not_depend_on_the_form():
-    layer = iso.layers.GPSA2d(64, 64, 3, 1, 1)
-    N, C, nh, hd = 24 * 24, 64, 9, 8
+    N, C, nh, hd = 64, 16, 9, 2
+    projections, attention = N * C * (2 * nh * hd + C), nh * N * ((N + 1) * hd + N * C)
+    assert count_macs(iso.layers.GPSA2d(C, 8, 3, 1, 1), (C, 8, 8)) == projections + attention + 8 * C * nh * N
+    N, C, hd = 24 * 24, 64, 8  # by position along rows and columns
     projections, content = N * C * (2 * nh * hd + C), nh * N * (N + 1) * (hd + C)
-    position = nh * 24 * N * C + nh * N * 24 * C
-    assert 24**4 > 512 * 512
-    assert count_macs(layer, (64, 24, 24)) == projections + content + position + C * C * nh * N
+    position = 2 * nh * 24 * N * C
+    assert (
+        count_macs(iso.layers.GPSA2d(C, C, 3, 1, 1), (C, 24, 24)) == projections + content + position + C * C * nh * N
+    )
 
 
 def test_every_module_gets_its_own_mode_back():

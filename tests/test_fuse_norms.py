@@ -18,6 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d
 import isomorph as iso
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation, disturb
+from refusals import refused
 
 MAP, TOKENS, SIGNAL, VOLUME = (2, 4, 9, 8), (2, 7, 4), (2, 4, 11), (2, 4, 5, 6, 7)
 
@@ -95,14 +96,6 @@ MERGED = {
         net(lambda m, x: m.norm(m.fc(x).transpose(1, 2)), fc=LINEAR, norm=norm(kind=nn.BatchNorm1d)),
         TOKENS,
     ),
-    "linear, flattened": (
-        net(lambda m, x: m.norm(m.fc(x).flatten(0, 1)).view(-1, 7, 6), fc=LINEAR, norm=norm(kind=nn.BatchNorm1d)),
-        TOKENS,
-    ),
-    "tokens as a map": (
-        net(lambda m, x: m.norm(m.fc(x).permute(0, 3, 1, 2)), fc=LINEAR, norm=norm()),
-        (2, 5, 7, 4),
-    ),
     "frozen norm": (in_turn(THREE, frozen), MAP),
     "two norms": (in_turn(THREE, norm(), frozen), MAP),
     "layer scale": (in_turn(LINEAR, lambda: LayerScale(6, 0.3)), TOKENS),
@@ -177,7 +170,6 @@ def test_all_that_is_one_layer_is_merged(name):
     assert report.merged
     assert not report.left
     assert deviation(new(x), model(x)) < 1e-12
-    assert deviation(new(x[:1]), model(x[:1])) < 1e-12
     assert report.difference < 1e-12
     assert not any(isinstance(module, _BatchNorm | FrozenBatchNorm2d | LayerScale) for module in new.modules())
     assert all(getattr(module, "weight", None) is None for module in new.modules() if "Norm" in type(module).__name__)
@@ -277,46 +269,39 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
     assert left in str(report)
 
 
-SMALL = dict(num_classes=3)
 FAMILIES = {
-    "resnet18": dict(size=32),
-    "repvgg_a0": dict(size=32, width_factor=(0.25, 0.25, 0.25, 0.25)),
-    "mobileone_s0": dict(size=32),
-    "fastvit_t8": dict(size=64),
-    "levit_128s": dict(size=224),
-    "ghostnetv3_050": dict(size=64),
-    "regnetx_002": dict(size=32),
-    "efficientnet_b0": dict(size=32),
-    "densenet121": dict(size=32),
-    "vit_tiny_patch16_224": dict(size=224, depth=1, init_values=0.1),
+    "resnet18": (32, {}),
+    "repvgg_a0": (32, dict(width_factor=(0.25, 0.25, 0.25, 0.25))),
+    "fastvit_t8": (64, dict(layers=(1, 1, 1, 1))),
+    "levit_128s": (224, dict(depth=(1, 1, 1))),
+    "densenet121": (32, dict(block_config=(2, 2, 2, 2))),
+    "vit_tiny_patch16_224": (224, dict(depth=1, init_values=0.1)),
 }
 """Models of timm, and the size that they are tried at."""
-READ_BY_MANY = {"densenet121": 62, "ghostnetv3_050": 1}
+READ_BY_MANY = {"densenet121": 12}
 """How many norms read sums, lists or values that others read too."""
 
 
 def family(name):
     torch.manual_seed(0)
-    options = {key: value for key, value in FAMILIES[name].items() if key != "size" and "factor" not in key}
-    model = disturb(timm.create_model(name, **SMALL | options), 0.1).float()
-    return model, torch.randn(2, 3, FAMILIES[name]["size"], FAMILIES[name]["size"])
+    size, options = FAMILIES[name]
+    return disturb(timm.create_model(name, num_classes=3, **options), 0.1).float(), torch.randn(2, 3, size, size)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_families_of_timm(name, tmp_path):
     model, x = family(name)
-    parameters = sum(p.numel() for p in reparameterize_model(model).parameters())
     new, report = fuse_with_report(model, x)
     left = [key for key, module in new.named_modules() if isinstance(module, _BatchNorm)]
     assert sorted(report.left) == sorted(left)
     assert len(left) == READ_BY_MANY.get(name, 0)
     assert report.difference < 1e-12
+    parameters = sum(p.numel() for p in reparameterize_model(model).parameters())
     assert report.parameters[1] == sum(p.numel() for p in new.parameters()) <= parameters
     assert iso.verify(model, new, x).passed
     iso.save(new, tmp_path / "thin.safetensors")
-    again = iso.load(tmp_path / "thin.safetensors").eval()
-    assert torch.equal(again(x), new(x))
+    assert torch.equal(iso.load(tmp_path / "thin.safetensors").eval()(x), new(x))
     assert not fuse_with_report(new, x)[1].merged
 
 
@@ -367,15 +352,6 @@ def test_without_an_example_only_own_methods_are_used_and_it_is_said():
     assert repr(iso.fuse(timm.create_model("cifar_resnet20").eval(), norms=False)).count("BatchNorm2d") == 19
 
 
-def test_a_fused_model_is_saved_with_its_edits_and_comes_back_in_its_class(tmp_path):
-    model, x = made(MERGED["chain"][0], MAP)
-    new = iso.fuse(model, x)
-    iso.save(new, tmp_path / "thin.safetensors")
-    again = iso.load(tmp_path / "thin.safetensors", base=MERGED["chain"][0]()).double().eval()
-    assert deviation(again(x), new(x)) < 1e-12
-    assert {type(edit.rule).__name__ for edit in iso.edits(new)} == {"Merge"}
-
-
 def test_a_pyramid_in_a_block_of_timm_keeps_its_bias_under_timms_own_method():
     model, x = family("repvgg_a0")
     wide = disturb(iso.recast(model, iso.LinearToPyramid("P-W1S"), "stages.0.*.conv_kxk.conv"), 0.1).float()
@@ -403,11 +379,9 @@ def test_what_is_not_finite_is_an_error(name):
 
 def test_errors_say_what_to_give():
     model, x = made(in_turn(THREE, norm()), MAP)
-    with pytest.raises(iso.UserError, match="does not run on an input of shape 2x3x8x8"):
-        iso.fuse(model, torch.randn(2, 3, 8, 8))
+    refused("does not run on an input of shape 2x3x8x8", iso.fuse, model, torch.randn(2, 3, 8, 8))
     model[1].train()
-    with pytest.raises(iso.UserError, match="1 is in train mode"):
-        iso.fuse(model, x)
+    refused("1 is in train mode", iso.fuse, model, x)
 
 
 @torch.no_grad()
@@ -447,18 +421,6 @@ def test_all_entry_points_agree_and_the_input_stays():
     assert torch.equal(x, before)
     assert "other methods" in report.left["norm"] or "output of the model" in report.left["norm"]
     assert deviation(new.forward_features(x.clone()), model.forward_features(x.clone())) < 1e-12
-
-
-def test_padding_that_hangs_on_the_length_of_a_signal_is_seen():
-    def pads(model, x):
-        y = model.conv(x)
-        return model.norm(F.pad(y, (0, y.shape[-1] % 2)))
-
-    model, x = made(net(pads, conv=conv(4, 6, 3, kind=nn.Conv1d), norm=norm(kind=nn.BatchNorm1d)), (2, 4, 16))
-    new, _ = fuse_with_report(model, x)
-    for length in (16, 15, 12, 9):
-        values = torch.randn(2, 4, length, dtype=torch.float64)
-        assert deviation(new(values), model(values)) < 1e-12
 
 
 def test_a_model_without_numbers_to_compare_is_left():

@@ -25,7 +25,7 @@ class VanillaPair(nn.Module):
         super().__init__()
 
         def pair(i, o):
-            return nn.Sequential(nn.Conv2d(i, i, 1), nn.BatchNorm2d(i), nn.Conv2d(i, o, 1), nn.BatchNorm2d(o))
+            return iso.layers.AnnealedPair(nn.Conv2d(i, i, 1), nn.Conv2d(i, o, 1), slope=1.0)
 
         self.stem = nn.Conv2d(3, 8, 4, 4)
         self.stages = nn.ModuleList([pair(8, 16), pair(16, 12)])

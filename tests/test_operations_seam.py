@@ -13,7 +13,7 @@ from attention_layers import LAYERS
 from isomorph.operations import EditMaps, FusedCall, ReadMaps, see
 from isomorph.surgery.attention_layers import FACTS, AttentionFacts, attention_facts, heads_of
 from isomorph.surgery.edited_attention import edit_map
-from isomorph.surgery.linear_chains import conv_and_norm
+from isomorph.surgery.fuse import conv_and_norm
 from law_rows import Alone, deviation, disturb, values
 
 B, H, N, W = 2, 3, 6, 6  # heads as wide as there are tokens: shapes tell nothing

@@ -5,7 +5,6 @@ import os
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import isomorph as iso
 from isomorph.checkpoints import files, paths
@@ -15,9 +14,7 @@ from refusals import refused
 
 COMMANDS = {
     "recast": ["--where", "layer3.2.conv2", "--out", "OUT.safetensors"],
-    "export": ["--out", "OUT.pt2"],
     "evaluate": ["--data", "digits", "--max-images", "4", "--no-cost", "--per-class", "OUT.csv"],
-    "predict": ["--image", "photo.png", "--out", "OUT.json"],
     "push": ["me/net", "--out", "OUT"],
 }
 
@@ -36,7 +33,6 @@ def test_of_two_commands_one_writes(command, links, tmp_path, monkeypatch, capsy
         written.append(path)
 
     monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (32, 32)).save("photo.png")
     iso.save(timm.create_model("cifar_resnet20"), "m.safetensors")
     written = []
     monkeypatch.setattr(files, "_remove_abandoned", another_command_writes)

@@ -26,11 +26,9 @@ from test_gpsa import assert_equal, output_and_gradients, perturbed
 from torch_citizens import TorchCitizens
 
 GRIDS = [  # height, width, channels, kernel, stride, padding
-    (7, 9, 20, 3, 1, 1),
     (7, 4, 18, 5, 2, 2),
     (8, 7, 4, 3, 1, 0),
     (11, 4, 17, 3, (2, 1), (1, 2)),
-    (5, 6, 16, 1, 1, 0),
 ]
 
 
@@ -120,15 +118,6 @@ class TestTorchCitizens(TorchCitizens):
         make, shape = CITIZENS[name]
         self.layer, self.x = perturbed(make()), torch.randn(shape)
 
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore")  # the compiler and the exporter warn about themselves
-    def test_compiles_and_exports(self, name):
-        compiled = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(self.x), self.layer(self.x))
-        batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
-        exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch)
-        torch.testing.assert_close(exported.module()(self.x[:1]), self.layer(self.x[:1]))
-
 
 def test_soft_taps_keep_the_input_only():
     """What a convolution keeps for its backward pass, in arrays of the size of x: x, here in another layout."""
@@ -169,7 +158,6 @@ def small_vit():
 
 MODELS = {
     "T-CNN": (lambda: small_tcnn(0.3), {"layer3.0.conv1": "GPSA2d", "layer3.0.conv2": "PositionalConv2d"}),
-    "T-CNN on its taps": (lambda: small_tcnn(locality=20.0), {"layer3.0.conv1": "Conv2d"}),
     "model with its own edits": (
         lambda: timm.create_model("t_cifar_resnet20", init="exact"),
         {"layer3.1.conv1": "Conv2d"},
@@ -221,7 +209,7 @@ def test_verify_accepts_ten_times_the_tolerance_but_at_most_a_tenth_of_the_outpu
 BAD = {
     "tolerance 0.7 must be from 0 to 0.5": lambda: iso.prune(small_convit(), 0.7),
     "must be a number": lambda: iso.prune(small_convit(), "much"),
-    r"nothing to prune.*layer3\.0\.conv. is the nearest.*at least 0\.00013": lambda: iso.prune(small_tcnn(), 1e-6),
+    "within tolerance 1e-06; train on": lambda: iso.prune(small_tcnn(), 1e-6),
     "nothing to prune": lambda: iso.prune(iso.prune(small_tcnn())),
     "no gated attention layer": lambda: iso.prune(timm.create_model("cifar_resnet20")),
     r"there are layer3\.0\.conv1": lambda: iso.prune(small_tcnn(), where="layer1.*"),
@@ -236,13 +224,6 @@ BAD = {
 def test_bad_arguments_are_one_clear_line(message):
     with pytest.raises(iso.UserError, match=message):
         BAD[message]()
-
-
-def test_hooks_are_not_lost():
-    model = small_tcnn()
-    model.layer3[0].conv1.register_forward_hook(lambda *_: None)
-    with pytest.raises(iso.UserError, match="would be lost"):
-        iso.prune(model)
 
 
 def test_heads_without_content_from_the_start():
@@ -261,26 +242,21 @@ def test_heads_without_content_from_the_start():
 
 def test_the_command(tmp_path):
     iso.save(small_tcnn(), tmp_path / "t.safetensors")
-    done = isomorph("prune", "t.safetensors", "--out", "n.safetensors", folder=tmp_path)
+    done = isomorph("prune", "t.safetensors", "--out", "j.safetensors", "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2 layers pruned" in done.stdout
-    assert "wrote" in done.stdout
-    out = json.loads(isomorph("prune", "t.safetensors", "--out", "j.safetensors", "--json", folder=tmp_path).stdout)
+    out = json.loads(done.stdout)
     first = out["layers"][0]
     assert (first["layer"], first["becomes"]) == ("layer3.0.conv1", "position")
     for before, after in (first["parameters"], out["macs"]):
         assert after < before
     bad = {
-        ("t.safetensors", "--out", "n.safetensors"): "n.safetensors exists",
-        ("t.safetensors", "--out", "b.safetensors", "--tolerance", "0.6"): '"0.6" for --tolerance; must be <= 0.5',
-        ("t.safetensors", "--out", "b.safetensors", "--tolerance", "0"): "nothing to prune",
-        ("t.safetensors", "--out", "b.safetensors", "--batch", "0"): '"0" for --batch; must be >= 1',
-        ("t.safetensors", "--out", "b.safetensors", "--root", "x"): "give --data too",
-        ("t.safetensors", "--out", "b.safetensors", "--atol", "1e-9"): "give a smaller --tolerance, or a larger --atol",
+        ("j.safetensors",): "j.safetensors exists",
+        ("n.safetensors", "--tolerance", "0.6"): '"0.6" for --tolerance; must be <= 0.5',
+        ("n.safetensors", "--root", "x"): "give --data too",
+        ("n.safetensors", "--atol", "1e-9"): "give a smaller --tolerance, or a larger --atol",
     }
     for arguments, message in bad.items():
-        said = isomorph("prune", *arguments, folder=tmp_path)
-        assert said.returncode == 2, said.stdout
+        said = isomorph("prune", "t.safetensors", "--out", *arguments, folder=tmp_path)
+        assert (said.returncode, len(said.stderr.strip().splitlines())) == (2, 1)
         assert message in said.stderr
-        assert len(said.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "b.safetensors").exists()
+    assert not (tmp_path / "n.safetensors").exists()

@@ -42,13 +42,6 @@ class ByHead(nn.Module):
         self.qkv, self.key_dim = nn.Linear(4, 12), 2
 
 
-class Residual(nn.Sequential):
-    """A chain that does more than its chain."""
-
-    def forward(self, x):
-        return x + super().forward(x)
-
-
 def cnn():
     return timm.create_model("cifar_resnet20")
 
@@ -100,7 +93,6 @@ def two_vits():
     return nn.ModuleDict({"a": vit(), "b": vit()})
 
 
-ANOTHER = ("0", "matches only other classes")
 REJECTED = {
     # the arguments
     "a class": (cnn, iso.ConvToGPSA, "layer3.*", "is not a rule", "ConvToGPSA("),
@@ -158,17 +150,6 @@ REJECTED = {
     "a weight that torch reads": (lambda: nn.MultiheadAttention(4, 2), PYRAMID, "out_proj", "without calling it"),
     "outputs by head": (alone(ByHead), PYRAMID, "0.q", "orders the outputs by head"),
     "a pyramid": (once(PYRAMID, where="*.attn.v"), PYRAMID, "*.attn.v", "blocks.0.attn.v: ", "already a pyramid"),
-    "chain, circular": (chain(nn.Conv2d(3, 4, 1, padding_mode="circular"), nn.Conv2d(4, 4, 1)), PYRAMID, *ANOTHER),
-    "chain, padded later": (chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, padding=1)), PYRAMID, *ANOTHER),
-    "chain, one-sided": (chain(nn.Conv2d(3, 4, 2, padding="same"), nn.Conv2d(4, 4, 1)), PYRAMID, *ANOTHER),
-    "chain, no statistics": (
-        chain(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 4)),
-        PYRAMID,
-        *ANOTHER,
-    ),
-    "chain, nonlinear": (chain(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4)), PYRAMID, *ANOTHER),
-    "chain, single": (chain(nn.Linear(3, 4), nn.BatchNorm1d(4)), PYRAMID, *ANOTHER),
-    "chain, residual": (alone(lambda: Residual(nn.Linear(4, 4), nn.Linear(4, 4))), PYRAMID, *ANOTHER),
     # MobileOne
     "block, combined": (fused, COMBINED, "0", "one convolution already"),
     "block, other norms": (

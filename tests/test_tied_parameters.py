@@ -27,33 +27,29 @@ def tied_vit(*names):
     return vit
 
 
-def test_two_tied_convolutions_are_two_tied_attentions():
-    cnn = two_convs()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_tied_convolutions_are_two_tied_attentions(dtype):
+    cnn = two_convs().to(dtype)
+    cnn[0].weight.requires_grad_(False)
     tcnn = iso.recast(cnn, iso.ConvToGPSA(), "*")
-    assert tcnn[0].weight is tcnn[1].weight
+    assert tcnn[0].weight is tcnn[1].weight is not cnn[0].weight
+    assert not tcnn[0].weight.requires_grad
     assert tcnn[0].bias is not tcnn[1].bias
     assert tcnn[0].query.weight is not tcnn[1].query.weight
-    assert tcnn[0].weight is not cnn[0].weight
     note = "0.weight, 1.weight are still tied, but 0, 1 have new parameters that train apart"
     assert iso.surgery.notes(tcnn) == (note,)
     back = iso.revert(tcnn)
     assert back[0].weight is back[1].weight
-    iso.verify(cnn, back, torch.randn(1, 4, 6, 5))
+    with torch.device("meta"):
+        meta = iso.recast(two_convs(), iso.ConvToGPSA(), "*")
+    assert meta[0].weight is meta[1].weight
 
 
 def test_a_target_stays_tied_to_what_is_not_recast():
     tcnn = iso.recast(two_convs(third=True), iso.ConvToGPSA(), "1")
     assert tcnn[0].weight is tcnn[1].weight is tcnn[2].weight
-    assert isinstance(tcnn[1], iso.layers.GPSA2d)
     note = "0.weight, 1.weight, 2.weight are still tied, but 1 has new parameters that train apart"
     assert iso.surgery.notes(tcnn) == (note,)
-
-
-def test_untouched_modules_stay_tied():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    net[1].weight = net[0].weight
-    wide = iso.recast(net, iso.LinearToPyramid(), "2")
-    assert wide[0].weight is wide[1].weight
 
 
 def test_what_can_stay_tied_in_attention_does():
@@ -67,10 +63,7 @@ def test_what_can_stay_tied_in_attention_does():
     weights = ", ".join(f"blocks.{i}.attn.qkv.weight" for i in range(3))
     assert iso.surgery.notes(gated)[0] == f"{weights} were tied; they are no longer tied and train separately"
     assert "qkv.bias" in iso.surgery.notes(gated)[1]
-    report = iso.verify(vit, gated, torch.randn(1, 3, 32, 32))
-    assert report.notes[:-1] == iso.surgery.notes(gated)
-    assert f"note: {weights} were tied" in str(report)
-    assert report.as_dict()["notes"] == report.notes
+    assert f"note: {weights} were tied" in str(iso.verify(vit, gated, torch.randn(1, 3, 32, 32)))
 
 
 def test_a_tied_head_is_reported():
@@ -98,15 +91,3 @@ def test_what_has_learnt_apart_goes_back_apart_and_says_so():
     assert back[0].weight is not back[1].weight
     note = "1.weight was tied to 0.weight; they are no longer tied and train separately"
     assert note in iso.surgery.notes(back)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_ties_survive_any_precision_device_and_what_is_frozen(dtype):
-    cnn = two_convs().to(dtype)
-    cnn[0].weight.requires_grad_(False)
-    tcnn = iso.recast(cnn, iso.ConvToGPSA(), "*")
-    assert tcnn[0].weight is tcnn[1].weight
-    assert not tcnn[0].weight.requires_grad
-    with torch.device("meta"):
-        meta = iso.recast(two_convs(), iso.ConvToGPSA(), "*")
-    assert meta[0].weight is meta[1].weight

@@ -15,7 +15,7 @@ import isomorph as iso
 from isomorph.surgery import compare_outputs
 from refusals import refused
 
-LIMITS = "other sizes and batches, {}a second call, autocast, half precision, train mode; thorough=True tries them"
+LIMITS = "not tried: other sizes, batch sizes and signs, or a second call; thorough=True tries them"
 
 
 def net(conv):
@@ -74,7 +74,7 @@ def test_equal_is_relative_and_its_sentence_does_not_contradict_itself(scale):
     assert all(
         float(word) <= 1e-3 for word in report.verdict.split() if word.replace("e-", "").replace(".", "").isdigit()
     )
-    assert ("small random weights" in str(report)) == (scale < 1e-3)
+    assert ("small weights" in str(report)) == (scale < 1e-3)
 
 
 def test_rounding_is_measured():
@@ -98,22 +98,18 @@ def test_identical_infinities_are_equal_and_nan_is_not():
         assert error.value.exit_status == 1
 
 
-def test_one_note_says_what_was_not_compared_and_cannot_be_seen():
+def test_notes_say_what_was_not_compared_and_cannot_be_seen():
     def make(w, x):
         return {"y": w * x, "n": 2.0, "more": [np.zeros(2), {3}, None, SimpleNamespace(y=x)]}
 
-    report = iso.verify(Gives(make), Gives(make), X.abs())
-    others = "not compared besides tensors: SimpleNamespace, float, ndarray, set"
-    assert report.notes == (f"{others}; not tried: {LIMITS.format('negative inputs, ')}",)
-    assert iso.verify(Gives(scaled), Gives(scaled), X).notes == (f"not tried: {LIMITS.format('')}",)
+    report = iso.verify(Gives(make), Gives(make), X)
+    assert report.notes == (LIMITS, "not compared besides tensors: SimpleNamespace, float, ndarray, set")
 
 
 HIDDEN = {  # what a batch of two positive images of 8 x 8 does not show, and the name of the row that shows it
     "negative inputs": lambda w, x: w.sum() * x.abs(),
     "another batch size": lambda w, x: w.sum() * x * (2 if len(x) == 1 else 1),
     "another size": lambda w, x: w.sum() * x * (2 if x.shape[-1] > 8 else 1),
-    "autocast to bfloat16": lambda w, x: w.sum() * x * (2 if torch.is_autocast_enabled("cpu") else 1),
-    "bfloat16": lambda w, x: w.sum() * x * (2 if w.dtype == torch.bfloat16 else 1),
 }
 
 
@@ -122,30 +118,18 @@ def test_thorough_tries_what_a_batch_cannot_show(what):
     a, b, x = Gives(lambda w, x: w.sum() * x), Gives(HIDDEN[what]), torch.rand(2, 3, 8, 8)
     assert iso.verify(a, b, x).passed
     assert iso.verify(a, copy.deepcopy(a), x, thorough=True).passed
-    refused_ = pytest.raises(iso.UserError, match=f"but {what} differs by")
-    with refused_ as error:
+    with pytest.raises(iso.UserError, match="NOT equal") as error:
         iso.verify(a, b, x, thorough=True)
-    assert len(error.value.report.tried) == 6
+    assert [what in row.name for row in error.value.report.inputs if row.fp64] == [True]
 
 
-def test_thorough_notes_train_mode_and_what_does_not_run():
-    cnn = timm.create_model("cifar_resnet20").eval()
-    report = iso.verify(cnn, iso.recast(cnn, iso.LinearToPyramid(), "linear"), torch.rand(4, 3, 8, 8), thorough=True)
-    assert "train mode: relative difference " in str(report)
-    assert "not tried" not in str(report)
-    dropout = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(48, 3)).eval()
-    said = str(iso.verify(dropout, dropout, torch.rand(2, 3, 4, 4), thorough=True))
-    assert "train mode was not compared: the original is random in it" in said
+def test_thorough_notes_what_does_not_run():
+    model, x = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).eval(), torch.rand(2, 3, 8, 8)
+    said = str(iso.verify(model, model, x, thorough=True))
     assert "another size was not compared: the model does not run on" in said
-    only_small = Gives(lambda w, x: x.view(2, 3, 8, 8))
-    refused(
-        "does not run .*; the original does",
-        iso.verify,
-        Gives(lambda w, x: x),
-        only_small,
-        torch.rand(2, 3, 8, 8),
-        thorough=True,
-    )
+    assert "not tried" not in said
+    same, only_small = Gives(lambda w, x: x), Gives(lambda w, x: x.view(2, 3, 8, 8))
+    refused("does not run .*; the original does", iso.verify, same, only_small, x, thorough=True)
 
 
 def test_a_random_original_is_named():
@@ -175,17 +159,8 @@ def test_what_was_replaced_and_not_called_is_noticed():
         iso.verify(old, iso.recast(old, iso.LinearToPyramid(), ["read", "called", "idle"]), X)
 
 
-def test_a_different_model_is_caught():
-    cnn = net(nn.Conv2d(4, 4, 3, padding=1))
-    with pytest.raises(iso.UserError, match="NOT equal") as caught:
-        iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA("paper"), "1"), torch.randn(1, 4, 6, 6))
-    assert caught.value.report.targets[0].deviation > 1e-3
-
-
 def test_a_step_that_changes_the_function_is_caught():
-    cnn = timm.create_model("resnet50d", num_classes=4).eval()
-    for block in cnn.layer4:
-        nn.init.ones_(block.bn3.weight)
+    cnn = timm.create_model("resnet18", num_classes=4).eval()
     tcnn = iso.recast(iso.unstride(cnn, "layer4"), iso.ConvToGPSA(), "layer4.*.conv2")
     with pytest.raises(iso.UserError, match="NOT equal"):
         iso.verify(cnn, tcnn, torch.randn(1, 3, 64, 64))
@@ -202,21 +177,10 @@ def test_a_branch_that_is_switched_off_proves_nothing():
     assert caught.value.report.fp64 == 0
 
 
-def test_doubtful_results_have_a_note():
-    cnn = net(nn.Conv2d(4, 4, 3, padding=1))
-    cnn.append(nn.Conv2d(4, 2, 1, bias=False))
+def test_small_outputs_have_a_note():
+    cnn = net(nn.Conv2d(4, 4, 3, padding=1)).append(nn.Conv2d(4, 2, 1, bias=False))
     cnn[-1].weight.data.zero_()
-    report = iso.verify(cnn, copy.deepcopy(cnn), torch.randn(1, 4, 6, 6))
-    assert report.passed
-    assert "all outputs are 0" in str(report)
-    trained = copy.deepcopy(cnn)
-    nn.init.normal_(trained[-1].weight)
-    assert "all outputs are 0" not in str(compare_outputs(cnn, trained, torch.randn(1, 4, 6, 6)))
-    half = net(nn.Conv2d(4, 4, 3, padding=1)).to(torch.bfloat16)
-    other = copy.deepcopy(half)
-    other[1].weight.data *= 1.01
-    with pytest.raises(iso.UserError, match="weights are in bfloat16: rounding alone"):
-        iso.verify(half, other, torch.randn(1, 4, 6, 6))
+    assert "all outputs are at most 0" in str(iso.verify(cnn, copy.deepcopy(cnn), torch.randn(1, 4, 6, 6)))
 
 
 def test_arguments_need_no_tensor_of_their_own():
@@ -244,18 +208,11 @@ def test_what_cannot_be_compared_is_said(model, x, atol, message):
     refused(message, iso.verify, nn.Identity(), model, x, atol)
 
 
-def test_eval_is_forced_and_modes_are_left():
+def test_eval_is_forced_modes_are_left_and_the_report_is_text_and_plain_values():
     cnn = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5)).train()
-    report = iso.verify(cnn, cnn, torch.randn(1, 4, 6, 6))
-    assert report.fp32 == 0
+    report = iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "0"), torch.randn(1, 4, 6, 6), seeds=[3])
     assert cnn.training
     assert cnn[1].training
-
-
-def test_report_reads_as_text_and_as_plain_values():
-    cnn = net(nn.Conv2d(4, 4, 3, padding=1))
-    report = iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "1"), torch.randn(1, 4, 6, 6), seeds=[3])
     assert report.as_dict()["passed"] is True
     assert len(report.inputs) == 2
-    assert "float64" in str(report)
-    assert "GPSA2d" in str(report)
+    assert all(said in str(report) for said in ("float64", "input 1x4x6x6, random, seed 3: ", "module 0, GPSA2d: "))

@@ -46,7 +46,7 @@ def verify(
     atol
         Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER.
     thorough
-        Try also other sizes and batches, negative inputs, a second call, lower precision and train mode.
+        Try the first input a second time too, with the other sign, and at another size and batch size.
     """
     images.check()
     with opt.loading():

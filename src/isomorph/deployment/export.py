@@ -22,7 +22,7 @@ from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.model_inputs import cast_floats, run_model
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.verify import ROUNDING, InputDeviation
+from isomorph.surgery.verify import ROUNDING, Difference
 from isomorph.terminal_tables import count_of
 
 ATOL = 1e-4
@@ -183,7 +183,7 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
     artefact = load_artefact(contents, kind)
     plain = copy.deepcopy(model).cpu().float().eval()
     exact = copy.deepcopy(plain).double()
-    rows: list[InputDeviation] = []
+    rows: list[Difference] = []
     for shape, inputs in shapes.examples():
         single = only_tensor(run_model(plain, inputs)).double()
         double = only_tensor(run_model(exact, cast_floats(inputs, torch.float64)))
@@ -195,5 +195,5 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
                 raise
             apart = (math.inf, math.inf)
         rounding = min(atol, ROUNDING * (single - double).abs().max().item())
-        rows.append(InputDeviation(shape, *apart, double.abs().max().item(), rounding=rounding))
-    return VerifyReport(atol, tuple(rows), ())
+        rows.append(Difference(shape, *apart, double.abs().max().item(), rounding=rounding))
+    return VerifyReport(atol, tuple(rows))

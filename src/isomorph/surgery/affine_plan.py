@@ -7,7 +7,6 @@ layer; without a layer it is written into all layers that read it.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -113,7 +112,7 @@ class Group:
     windows: tuple[Window, ...]
     gone: tuple[Change, ...]
     parts: tuple[Part, ...] = ()
-    shift: Tensor | None = None
+    shift: Tensor = torch.zeros(0)  # noqa: RUF009
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -228,7 +227,7 @@ class Plan:
         if name in _LAYERS:
             return self._follow_layer(operation)
         if name in _NORMS and _bind(operation).get("input") is self.flow.tensors[x]:
-            return self._follow_norm(operation, x) if len(operation.args) < 9 else None  # torch.batch_norm has 9
+            return self._follow_norm(operation, x)
         if name in _VIEWS and (base := self._take(x)):
             axis = _new_axis(operation, base.axis, self._shape(x), self._shape(operation.outputs[0]))
             return None if axis is None else replace(base, axis=axis, viewed=True)
@@ -273,16 +272,15 @@ class Plan:
     def _neutral(self, operation: Operation) -> tuple[Change | None, str]:
         """Return the module or parameter that can be made neutral in place of an operation, or the reason why none."""
         name, flow = operation.module, self.flow
-        module, own, calls = self.model.get_submodule(name), self._own[name], flow.inputs[name]
+        own, calls = self._own[name], flow.inputs[name]
         steps = all(each.name in _ARITHMETIC | _UNCHANGED | {"batch_norm"} for each in own)
         last = [calls[0][0] if calls and calls[0] else None, *(each.outputs[0] for each in own)]
         in_turn = all(before in each.inputs for before, each in zip(last[:-1], own, strict=True))
         single = all(sum(v not in flow.constant for v in each.inputs) == 1 for each in own)
+        if operation.name in _NORMS and (reason := self._not_alone(name)):
+            return None, reason
         if name and len(calls) == 1 == len(calls[0]) and steps and in_turn and single:
-            attached = describe_attachments(module)
-            return (None, f"it has {attached}") if attached else (("identity", name), "")
-        if len(calls) > 1 and operation.name in _NORMS:
-            return None, "it is called more than once"
+            return (None, "") if describe_attachments(self.model.get_submodule(name)) else (("identity", name), "")
         constants = [value for value in operation.inputs if value in flow.constant]
         while constants and id(flow.tensors[constants[0]]) not in flow.names:
             maker = flow.made.get(constants[0])
@@ -303,9 +301,8 @@ class Plan:
                 return None
             self.norms.add(name)
             axis = 1 if operation.name == "group_norm" else len(self._shape(output)) - 1
-            attached = describe_attachments(self.model.get_submodule(name))
-            if attached or len(self.flow.inputs[name]) != 1:
-                self.left[name] = f"it has {attached}" if attached else "it is called more than once"
+            if reason := self._not_alone(name):
+                self.left[name] = reason
                 return None
             shift = torch.zeros_like(weight) if bias is None else bias
             return replace(self._source(output, axis), source=(0, 0)).scaled(weight, shift, ("unscaled", name))
@@ -323,6 +320,12 @@ class Plan:
             self.left[name] = self._why_none_before(x)
             base = self._source(x, 1)
         return base.scaled(gain, shift, change)
+
+    def _not_alone(self, name: str) -> str:
+        """Return why a norm cannot be changed, or ""."""
+        attached = describe_attachments(self.model.get_submodule(name))
+        twice = "it is called more than once" if len(self.flow.inputs[name]) > 1 else ""
+        return f"it has {attached}" if attached else twice
 
     def _why_none_before(self, value: Value) -> str:
         maker = self.flow.made.get(value)
@@ -357,15 +360,16 @@ class Plan:
         """Follow the sum of two functions of one source, or of the source and a function of it."""
         if operation.name not in _ADD or operation.inputs[0] == operation.inputs[1]:
             return None
-        found, total = [self._take(value) for value in operation.inputs], None
-        if all(each and not each.viewed for each in found) and len({(e.source, e.axis) for e in found if e}) == 1:
-            total = found[0].plus(found[1])  # type: ignore[union-attr, arg-type]
+        one, other = (self._take(value) for value in operation.inputs)
+        total = None
+        if one and other and not (one.viewed or other.viewed) and (one.source, one.axis) == (other.source, other.axis):
+            total = one.plus(other)
         else:
-            for each, other in zip(found, operation.inputs[::-1], strict=True):
-                if each and each.source == other and not each.viewed:
-                    part = Part(None, Window(), torch.ones_like(each.shift), stays=True)
-                    total = replace(each, parts=(*each.parts, part))
-        return total if total and (_carrier(total.parts) or not any(p.layer for p in total.parts)) else None
+            for each, value in ((one, operation.inputs[1]), (other, operation.inputs[0])):
+                if each and each.source == value and not each.viewed:
+                    own = Part(None, Window(), torch.ones_like(each.shift), stays=True)
+                    total = replace(each, parts=(*each.parts, own))
+        return total if total and (_carrier(total.parts) or not any(part.layer for part in total.parts)) else None
 
     def _write_into_layer(self, found: Affine) -> None:
         carrier = _carrier(found.parts)
@@ -382,41 +386,35 @@ class Plan:
     def _push(self, value: Value, found: Affine) -> None:
         if len(found.parts) > 1:
             return
-        try:
-            readers = list(self._readers(value, found.axis, bool(found.shift.any())))
-        except _NotAllReaders as reason:
-            for _, name in found.gone:
-                if name in self.norms:
-                    self.left[name] = f"{self.left[name]}; {reason}" if name in self.left else str(reason)
+        readers: list[tuple[str, Window]] = []
+        if reason := self._find_readers(value, found.axis, bool(found.shift.any()), readers):
+            for name in self.norms.intersection(name for _, name in found.gone):
+                self.left[name] = f"{self.left[name]}; {reason}" if name in self.left else reason
             return
         names, windows = zip(*readers, strict=True)
         self._add(Group("readers", names, windows, found.gone, found.parts, found.shift))
 
-    def _readers(self, value: Value, axis: int, shifted: bool) -> Iterator[tuple[str, Window]]:
-        """Yield the layers that read a value, also as a view of it. Raises: _NotAllReaders if others read it."""
+    def _find_readers(self, value: Value, axis: int, shifted: bool, readers: list[tuple[str, Window]]) -> str | None:
+        """Add the layers that read a value, also as a view of it; return why it cannot be written into all, if so."""
         if value in self._kept or not self.flow.reads[value]:
-            raise _NotAllReaders("what it gives is an output of the model")
+            return "what it gives is an output of the model"
+        shape = self._shape(value)
         for operation in self.flow.reads[value]:
-            moved, output = None, operation.outputs[0]
-            if operation.name in _UNCHANGED | {"roll"}:
-                moved = axis
-            elif operation.name in _VIEWS:
-                moved = _new_axis(operation, axis, self._shape(value), self._shape(output))
-            if moved is not None:
-                yield from self._readers(output, moved, shifted)
+            output, moved = operation.outputs[0], axis
+            if operation.name in _VIEWS:
+                moved = _new_axis(operation, axis, shape, self._shape(output))
+            if operation.name in _VIEWS | _UNCHANGED | {"roll"} and moved is not None:
+                if reason := self._find_readers(output, moved, shifted, readers):
+                    return reason
                 continue
-            layer = operation.name in _LAYERS and self._values.get(output)
-            if (
-                not layer
-                or layer.source != value
-                or axis != len(self._shape(value)) - 1 - len(layer.parts[0].window[0])
-            ):
-                raise _NotAllReaders(self._refused.get(output) or f"it is read by {operation.name}")
+            layer = self._values.get(output) if operation.name in _LAYERS else None
+            if not layer or layer.source != value or axis != len(shape) - 1 - len(layer.parts[0].window.kernel):
+                return self._refused.get(output) or f"it is read by {operation.name}"
             name, window = layer.parts[0][:2]
             if window.transposed or (shifted and any(window.padding)):
-                raise _NotAllReaders(f"{name} is transposed" if window.transposed else f"{name} pads with zeros")
-            assert name is not None
-            yield name, window
+                return f"{name} is transposed" if window.transposed else f"{name} pads with zeros"
+            readers.append((str(name), window))
+        return None
 
     def _add(self, group: Group) -> None:
         """Add a group unless the code that connects its modules branches on the numbers of a batch."""
@@ -447,10 +445,6 @@ class Plan:
                 outputs[first.layer] = rows
                 windows = first.window, second.window
                 self._add(Group("chain", (first.layer, second.layer), windows, (("identity", second.layer),)))
-
-
-class _NotAllReaders(Exception):
-    """Not everything that reads a value is a layer into which it can be written."""
 
 
 def _child_of(parent: str, name: str) -> str | None:

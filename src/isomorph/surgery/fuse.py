@@ -2,9 +2,8 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,17 +14,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.operations import unwrap
-from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
-from isomorph.surgery.merge import Cases, FuseReport, compare, merge, own_example, search
+from isomorph.operations import see, unwrap
+from isomorph.surgery.merge import Cases, FuseReport, merge, own_example, search
 from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import check_finite, check_model, match_original, replay, usual_defaults
+from isomorph.surgery.recast import check_finite, check_model, replay, usual_defaults
 from isomorph.surgery.record import Edit, add_notes, copy_model
 from isomorph.surgery.rule import Rule
 from isomorph.surgery.where import outermost_modules
 
-FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
+_FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
 """Layers that are fused before the block around them."""
 _METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 """Methods by which a module merges itself: the first returns the result, the others change the module."""
@@ -35,9 +33,9 @@ _METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 class Fuse(Rule):
     """Rule that replaces a layer by the result of its method `fuse()` or `reparameterize()`, the same in eval mode.
 
-    Methods of timm run in float64. Pyramids inside the module are fused first. In units of a convolution and a
-    BatchNorm, the bias of a fused pyramid moves into the running mean if the convolution had none, so that the unit has
-    the parameters with which it was created; methods of timm ignore such a bias.
+    Methods of timm run in float64. Pyramids inside the module are fused first. Where a BatchNorm alone reads a fused
+    pyramid that had no bias, the bias moves into the running mean, so that the unit has the parameters with which it
+    was created; methods of timm ignore such a bias.
 
     Raises: UserError from `build` if the module has no `fuse()`.
 
@@ -50,33 +48,32 @@ class Fuse(Rule):
     atol: ClassVar[float] = 1e-4
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the module's `fuse()` cannot handle all layers inside it and it is no unit with a pyramid."""
-        free = _method(module) and not _is_blocked(module)
-        return None if free or _pyramid_of_unit(module) else f"{type(module).__name__} has no fused form"
+        """Return that the module has no method by which it merges itself, or one that cannot handle a layer in it."""
+        layers = [part for part in module.modules() if type(part).__module__.startswith("isomorph.layers.")]
+        known = _is_own(module) or all(isinstance(part, _FUSED_FIRST) for part in layers)
+        return None if known and _method(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the fused form of a copy of the module in eval mode.
-
-        Raises: UserError if the module has no `fuse()`, or overrides the forward that its `fuse()` is for.
-        """
+        """Return the fused form of a copy of the module in eval mode. Raises: UserError if the module has none."""
         self.check(module)
-        if name := _pyramid_of_unit(module):
-            return _build_unit(self, copy.deepcopy(module), name)
-        kind, method = type(module), _method(module)
-        owner = next((base for base in kind.__mro__ if method in vars(base)), kind)
-        # a subclass with its own forward may compute something that the inherited fuse() does not know
-        if any("forward" in vars(base) for base in kind.__mro__[: kind.__mro__.index(owner)]):
-            raise UserError(f"{kind.__name__} overrides forward, which {owner.__name__}.{method}() does not know")
+        copied: Any = copy.deepcopy(module).eval()
         try:
-            copied: Any = copy.deepcopy(module).eval()
-            for name, inner in outermost_modules(copied, lambda part: isinstance(part, FUSED_FIRST)).items():
-                if inner is not copied:
-                    copied.set_submodule(name, self.build(inner).eval())
-            return copied.fuse() if _is_own(copied) else _merge_by_timm(copied, method)
+            _fuse_pyramids(copied)
+            fused = copied.fuse() if _is_own(module) else _merge_by_timm(copied, _method(module))
         except RuntimeError:
             if reason := first_altered_part(module):
-                raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
+                raise UserError(f"{type(module).__name__} cannot be fused: {reason}") from None
             raise
+        if isinstance(module, Pyramid):
+            fused.has_new_bias = not module.replaces_bias
+        return fused
+
+    def attach(self, model: nn.Module) -> None:
+        """Move the biases that fused pyramids have, and their layers had not, into the norms after them."""
+        parents = Counter(layer for unit in model.modules() for layer in unit.children())
+        for unit in model.modules():
+            if any(getattr(layer, "has_new_bias", False) and parents[layer] == 1 for layer in unit.children()):
+                _absorb_bias(unit)
 
 
 def _method(module: nn.Module) -> str:
@@ -93,19 +90,27 @@ def _merge_by_timm(module: nn.Module, method: str) -> nn.Module:
     """Return what a method of timm makes of a module, computed in float64, with its dtype, device and requires_grad."""
     parameters = list(module.parameters())
     dtypes, trained = {p.dtype for p in parameters}, any(p.requires_grad for p in parameters)
-    absorb_conv_biases(module)
-    if len(dtypes) != 1:
-        return getattr(module, method)() or module
-    with _new_tensors(torch.float64, parameters[0].device):
-        merged = getattr(module.double(), method)() or module
-    return merged.to(dtypes.pop()).eval().requires_grad_(trained)
+    if len(dtypes) == 1:
+        module.double()
+    with usual_defaults(module):  # timm's methods make layers without saying in which dtype and where
+        torch.set_default_dtype(next(module.parameters()).dtype)
+        merged = getattr(module, method)() or module
+    return (merged.to(dtypes.pop()) if len(dtypes) == 1 else merged).eval().requires_grad_(trained)
+
+
+def _fuse_pyramids(module: nn.Module) -> None:
+    for name, inner in outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST)).items():
+        if name:
+            module.set_submodule(name, Fuse().build(inner))
+    Fuse().attach(module)
 
 
 def guard_pyramids(model: nn.Module) -> None:
     """Make methods of timm fuse the pyramids in their module first, since they read weights and no biases, in place."""
     for module in model.modules():
+        held = any(isinstance(part, Pyramid) for part in module.modules())
         for method in _METHODS:
-            own, held = getattr(type(module), method, None), any(isinstance(part, Pyramid) for part in module.modules())
+            own = getattr(type(module), method, None)
             vars(module).pop(method, None)
             if own and held and not own.__module__.startswith("isomorph."):
                 vars(module)[method] = partial(_fuse_pyramids_first, module, method)
@@ -113,48 +118,48 @@ def guard_pyramids(model: nn.Module) -> None:
 
 def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
     vars(module).pop(method)
-    for name, inner in outermost_modules(module, lambda part: isinstance(part, FUSED_FIRST)).items():
-        module.set_submodule(name, Fuse().build(inner))
-    absorb_conv_biases(module)
+    _fuse_pyramids(module)
     return getattr(module, method)()
 
 
-@contextmanager
-def _new_tensors(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Context in which new tensors have a dtype and a device: timm's methods make layers without saying which."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
+@torch.no_grad()
+def _absorb_bias(unit: nn.Module) -> None:
+    """Move the bias of the linear layer in a unit of two into the running mean of the norm after it, in place."""
+    if names := conv_and_norm(unit):
+        layer, norm = map(unit.get_submodule, names)
+        if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
+            norm.running_mean.sub_(layer.bias)  # type: ignore[operator]
+            layer.bias = None
 
 
-def recast_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of isomorph in a module, or the module itself if it is one."""
-    return [part for part in module.modules() if type(part).__module__.startswith("isomorph.layers.")]
+def conv_and_norm(unit: nn.Module) -> tuple[str, str] | None:
+    """Return the names of the linear layer and of the BatchNorm that alone reads its output, in a unit of the two.
 
-
-def _is_blocked(module: nn.Module) -> bool:
-    """True for a method that is not isomorph's on a module with recast layers that stay, as attention does."""
-    return not _is_own(module) and not all(isinstance(part, FUSED_FIRST) for part in recast_layers(module))
-
-
-def _pyramid_of_unit(module: nn.Module) -> str | None:
-    """Return the name of the pyramid in a unit of a pyramid and a BatchNorm, without `fuse()`, or None for others."""
-    if _method(module) or not any(isinstance(child, Pyramid) for child in module.children()):
+    They are children of the module, and run in this order whatever its class: ConvNormAct, GhostNet's ConvBnAct,
+    LeViT's pairs. None for others, for a BatchNorm without running statistics, and where the output is used otherwise.
+    """
+    children: dict[str, Any] = dict(unit.named_children())
+    layers = [name for name, child in children.items() if isinstance(child, nn.Linear | nn.Conv2d)]
+    norms = [name for name, child in children.items() if getattr(child, "running_mean", None) is not None]
+    if len(layers) != 1 or len(norms) != 1:
         return None
-    names = conv_and_norm(module)
-    return names[0] if names else None
-
-
-def _build_unit(rule: Fuse, unit: nn.Module, name: str) -> nn.Module:
-    pyramid: Any = unit.get_submodule(name)
-    unit.set_submodule(name, match_original(rule.build(pyramid), pyramid))
-    if not pyramid.replaces_bias:
-        absorb_conv_biases(unit)
-    return unit
+    layer, unit = children[layers[0]], copy.deepcopy(unit).eval()
+    for part in unit.modules():  # hooks of the user are not for an example
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    if isinstance(layer, nn.Linear):
+        shape = [2, layer.in_features]
+    else:
+        shape = [
+            2,
+            layer.in_channels,
+            *(d * (k - 1) + 1 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)),
+        ]
+    try:
+        flow = see(unit, lambda: unit(layer.weight.new_zeros(shape)))
+    except Exception:  # it takes other inputs
+        return None
+    return (layers[0], norms[0]) if flow.norm_after(layers[0]) == norms[0] else None
 
 
 def fuse(
@@ -209,22 +214,12 @@ def fuse_with_report(
             f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval() first"
         )
     check_finite(plain)
-    names, problem = fusible_modules(plain, norms), "give an example, a batch as the model reads it"
-    left: dict[str, str] = {}
-    merged: dict[str, str] = {}
-    cases: Cases | None = None
-    exact = copy_model(model)
+    names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
+    exact, cases, problem = copy_model(model), None, ""
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
-        exact.double()
-        tried = own_example(exact) if example is None else example
-        try:
-            cases = Cases(exact, tried) if tried is not None else None
-        except DoesNotRun as error:
-            if example is not None:  # an error of the model in its own precision is the user's
-                run_model(model, example if isinstance(example, torch.Tensor | Mapping) else next(iter(example)))
-            problem = f"in float64, {error}" if example is not None else f"{error}; give an example"
+        cases, problem = _cases(exact.double(), model, example)
     if cases:
-        left |= search(list(names), lambda chosen: compare(cases, lambda: _fused(copy.deepcopy(exact), chosen)))
+        left = search(names, lambda chosen: cases.fault(lambda: _fused(copy.deepcopy(exact), chosen)))
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
     if cases:
@@ -234,23 +229,33 @@ def fuse_with_report(
         new.load_state_dict(exact.state_dict())
         left |= reasons
     elif norms:
-        left |= {name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)}
+        left = {name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)}
     if left:
         name, reason = next(iter(left.items()))
         add_notes(new, f"fuse left {len(left)} norms or layers as they are, {name} because: {reason}")
-    counts = [sum(p.numel() for p in each.parameters()) for each in (plain, new)]
-    tested = (cases.difference(exact), (cases.macs, cases.count(exact)), cases.sizes) if cases else (None, None, ())
-    difference, macs, sizes = tested
-    return new, FuseReport(names, merged, left, (counts[0], counts[1]), macs, difference, sizes)
+    before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
+    report = FuseReport(names, merged, left, (before, after))
+    if cases:
+        macs = cases.macs, cases.count(exact)
+        report = replace(report, macs=macs, difference=cases.difference(exact), inputs=cases.sizes)
+    return new, report
 
 
-def _is_changed(rule: Fuse, module: nn.Module) -> bool:
-    """True if a method that changes its module has not been called before; some of timm's fail the second time."""
-    module = copy.deepcopy(module).to("meta")
+def _cases(exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None) -> tuple[Cases | None, str]:
+    """Return the calls by which a model in float64 is compared, or why there are none.
+
+    Raises: an error of the model in its own precision, which is the user's.
+    """
+    tried = own_example(exact) if example is None else example
+    if tried is None:
+        return None, "give an example, a batch as the model reads it"
     try:
-        return rule.build(module).state_dict().keys() != module.state_dict().keys()
-    except (AttributeError, TypeError):
-        return False
+        return Cases(exact, tried), ""
+    except DoesNotRun as error:
+        if example is None:
+            return None, f"{error}; give an example"
+        run_model(model, example if isinstance(example, torch.Tensor | Mapping) else example[0])
+        return None, f"in float64, {error}"
 
 
 def _fused(model: nn.Module, names: Sequence[str]) -> nn.Module:
@@ -265,19 +270,21 @@ def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]
         >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
         ('linear',)
     """
-    model, rule = unwrap(model), Fuse()
-    names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    blocked = (module for module in model.modules() if _method(module) and _is_blocked(module))
-    # a blocked module's fuse() may call that of its children, which stay as they are until it is free
-    waiting = {part for module in blocked for part in module.modules() if not isinstance(part, FUSED_FIRST)}
+    rule = Fuse()
 
     def wanted(module: nn.Module) -> bool:
-        """True for a module to replace; not for a unit whose pyramid has other names too, under which it would stay."""
-        name = _pyramid_of_unit(module)
-        shared = name is not None and names[module.get_submodule(name)] > names[module]
         method = _method(module)
-        asked = name is not None or method == "fuse" or (branches and method != "")
-        found = asked and rule.accepts(module) and module not in waiting and not shared
-        return found and (name is not None or method == "fuse" or _is_changed(rule, module))
+        if not rule.accepts(module) or not (branches or method == "fuse"):
+            return False
+        return method == "fuse" or _is_changed(rule, module)
 
-    return tuple(outermost_modules(model, wanted))
+    return tuple(outermost_modules(unwrap(model), wanted))
+
+
+def _is_changed(rule: Fuse, module: nn.Module) -> bool:
+    """True if a method that changes its module has not been called before; some of timm's fail the second time."""
+    module = copy.deepcopy(module).to("meta")
+    try:
+        return rule.build(module).state_dict().keys() != module.state_dict().keys()
+    except (AttributeError, TypeError):
+        return False

@@ -5,12 +5,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.errors import UserError, first_line
+from isomorph.errors import DoesNotRun, UserError, first_line
 from isomorph.layers import MapAttention
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.map_attention import InsertedBlock, Layout
@@ -88,7 +89,7 @@ def class_with_block(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"{kind.__name__}WithBlock", (WithBlock, kind), {"original": kind})
 
 
-def entry_of(output: Any, entry: int | str | None) -> Any:
+def _entry(output: Any, entry: int | str | None) -> Any:
     return output if entry is None else output[entry]
 
 
@@ -134,14 +135,10 @@ class Insert(Rule):
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the block is unknown, that one is inserted already, or that the module iterates its children."""
+        """Return that the block is unknown, or that one is inserted already."""
         if self.block not in BLOCKS:
             return f"the block {self.block} is not registered; call iso.surgery.register_block with it first"
-        if isinstance(module, WithBlock):
-            return "a block is inserted after it already"
-        if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            return f"it is a {type(module).__name__}; insert after its last child"
-        return "it has a child named inserted" if hasattr(module, "inserted") else None
+        return "a block is inserted after it already" if hasattr(module, "inserted") else None
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return a copy of the module with a new block. Raises: UserError as in `check`."""
@@ -157,14 +154,14 @@ def insert(
     block: MakeBlock | nn.Module,
     after: Where,
     example: Inputs | None = None,
-    layout: Layout | None = None,
     entry: int | str | None = None,
 ) -> nn.Module:
     """Return a copy of the model with a new block after each selected module: x + gamma * block(x), gamma = 0.
 
     The outputs are equal bit by bit at first; training moves gamma. Names of the old state dict stay, the new
     parameters are those of `inserted`. After an nn.Sequential means after its last child. `iso.revert` removes blocks
-    whose gamma is still 0.
+    whose gamma is still 0. An output with three axes is read as tokens, another as a map, whose channels are the axis
+    with a size that the module's parameters have.
 
     Args:
         model: any network.
@@ -172,8 +169,6 @@ def insert(
             `iso.layers.MapAttention`; or a module, which is copied to every place.
         after: a glob over module names, several, or a function `(name, module) -> bool`.
         example: a batch as the model reads it; timm's models know their input size.
-        layout: of the output; by default tokens if it has three axes, else the map whose channels are as many as the
-            module has outputs.
         entry: index or key of the entry to change, of an output with several; by default the only map or tokens in it.
 
     Raises: UserError if `after` selects nothing, a module that is not called in the example or called by its parent in
@@ -191,16 +186,21 @@ def insert(
     if example is None:
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
     example = cast_floats(example, next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32))
-    name = _registered_name(block)
-    seen = _outputs(model, list(_places(model, after)), example)
-    edits: dict[Insert, list[str]] = {}
-    for place, outputs in seen.items():
-        edits.setdefault(_rule(model, place, outputs, name, layout, entry), []).append(place)
+    name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
+    before = _run(model, example, {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen})
+    rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
-    for rule, places in edits.items():
-        new = replay(new, Edit(rule, tuple(places)))
-    _match_features(new, seen)
-    _check(model, new, seen, example)
+    for rule in dict.fromkeys(rules.values()):
+        new = replay(new, Edit(rule, tuple(place for place in rules if rules[place] == rule)))
+    for place, rule in rules.items():  # also in a frozen model, and after a module without parameters
+        features = _entry(seen[place][0], rule.entry)
+        new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
+    outputs = _check_blocks(new, {place: len(found) for place, found in seen.items()}, example)
+    if not all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
+        raise UserError(
+            "the outputs differ after inserting: the model is random in eval mode, or a block is not finite"
+        )
+    _note_dead_gammas(new, list(rules), outputs)
     return new
 
 
@@ -232,63 +232,53 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
         yield place
 
 
-@torch.no_grad()
-def _outputs(model: nn.Module, places: Sequence[str], example: Inputs) -> dict[str, list[Any]]:
-    """Return what the modules return in one forward, call by call."""
-    seen: dict[str, list[Any]] = {place: [] for place in places}
-    hooks = [
-        model.get_submodule(place).register_forward_hook(lambda _, __, output, of=seen[place]: of.append(output))
-        for place in places
-    ]
+def _run(model: nn.Module, example: Inputs, hooks: Mapping[str, tuple[Any, Any]]) -> list[Tensor]:
+    """Return the tensors that a model in eval mode gives, with hooks before and after some modules."""
+    handles = []
+    for name, (before, after) in hooks.items():
+        module = model.get_submodule(name)
+        handles += [module.register_forward_pre_hook(before)] if before else []
+        handles.append(module.register_forward_hook(after))
     try:
-        with eval_mode(model):
-            run_model(model, example)
+        with eval_mode(model), torch.enable_grad():  # the same kernels with and without blocks
+            return tensors_in(run_model(model, example))
     finally:
-        for hook in hooks:
-            hook.remove()
-    for place, outputs in seen.items():
-        if not outputs:
-            raise UserError(
-                f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
-                "children, or takes another path; choose another module"
-            )
-    return seen
+        for handle in handles:
+            handle.remove()
 
 
 def _is_features(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
 
 
-def _rule(
-    model: nn.Module, place: str, outputs: list[Any], block: str, layout: Layout | None, entry: int | str | None
-) -> Insert:
-    """Return the rule that fits what a module returns."""
+def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None) -> Insert:
+    """Return the rule that fits what a module returns. Raises: UserError if none does."""
+    if not outputs:
+        raise UserError(
+            f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
+            "children, or takes another path; choose another module"
+        )
     output = outputs[0]
     if entry is None and not isinstance(output, Tensor):
-        items = (
-            output.items()
-            if isinstance(output, Mapping)
-            else enumerate(output)
-            if isinstance(output, tuple | list)
-            else ()
-        )
+        listed = output if isinstance(output, tuple | list) else ()
+        items = output.items() if isinstance(output, Mapping) else enumerate(listed)
         fitting = [key for key, value in items if _is_features(value)]
         if len(fitting) != 1:
             found = f"has {len(fitting)} maps" if fitting else "has no map or tokens"
             raise UserError(f"the output of {place}, a {type(output).__name__}, {found}; give entry, its index or key")
         entry = fitting[0]
     try:
-        features = entry_of(output, entry)
+        features = _entry(output, entry)
     except (KeyError, IndexError, TypeError):
         raise UserError(f"the output of {place} has no entry {entry!r}") from None
     if not _is_features(features):
         shown = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise UserError(f"{place} returns no map or tokens, but {shown}; choose a module that does")
-    layout = layout or _guess_layout(model, place, features)
+    layout = _layout(model, place, features)
     return Insert(block, features.shape[1 if layout == "map" else -1], layout, entry)
 
 
-def _guess_layout(model: nn.Module, place: str, features: Tensor) -> Layout:
+def _layout(model: nn.Module, place: str, features: Tensor) -> Layout:
     """Return the layout of a module's output: by how often its own parameters, or all, have each axis' size."""
     if features.ndim == 3:
         return "tokens"
@@ -300,60 +290,39 @@ def _guess_layout(model: nn.Module, place: str, features: Tensor) -> Layout:
     return "map"
 
 
-def _match_features(model: nn.Module, seen: Mapping[str, list[Any]]) -> None:
-    """Move each block to the device and dtype of what it reads, to be trained even in a frozen model."""
-    for place, outputs in seen.items():
-        inserted: Any = model.get_submodule(f"{place}.inserted")
-        features = entry_of(outputs[0], inserted.entry)
-        inserted.to(features.device, features.dtype).requires_grad_(True)
-
-
-def _check(model: nn.Module, new: nn.Module, seen: Mapping[str, list[Any]], example: Inputs) -> None:
-    """Check the blocks alone and in the network, whose outputs must be equal, and note gammas without a gradient.
+def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:
+    """Return the outputs of a model with blocks, each of which must fit what it reads and run as often as its module.
 
     Raises: UserError naming the place otherwise.
     """
-    for place, outputs in seen.items():
-        inserted: Any = new.get_submodule(f"{place}.inserted")
-        for output in outputs:
-            _check_block(place, inserted, entry_of(output, inserted.entry))
-    calls: Counter[str] = Counter()
-    hooks = [
-        new.get_submodule(f"{place}.inserted").register_forward_hook(lambda *_, of=place: calls.update([of]))
-        for place in seen
-    ]
-    with eval_mode(model), eval_mode(new), torch.enable_grad():  # the same kernels for both
-        before, after = run_model(model, example), run_model(new, example)
-    for hook in hooks:
-        hook.remove()
-    for place, outputs in seen.items():
-        if calls[place] != len(outputs):
-            raise UserError(
-                f"{place} iterates over its children, and would call the block {calls[place]} times in "
-                f"{len(outputs)} calls; insert after one of its children"
-            )
-    pairs = list(zip(tensors_in(before), tensors_in(after), strict=True))
-    if not all(torch.equal(a, b) for a, b in pairs):
-        raise UserError(
-            "the outputs differ after inserting: the model is random in eval mode, or a block is not finite"
-        )
-    _note_dead_gammas(new, list(seen), [after for _, after in pairs])
+    running: list[tuple[str, Tensor, int]] = []
+    seen: Counter[str] = Counter()
 
+    def enter(place: str, _: nn.Module, args: tuple[Tensor]) -> None:
+        running.append((place, args[0], args[0]._version))
+        seen[place] += 1
 
-def _check_block(place: str, inserted: InsertedBlock, features: Tensor) -> None:
-    """Check that a block fits what it reads. Raises: UserError if not."""
-    x = features.movedim(-1, 1) if inserted.layout == "map, channels last" else features
-    version, shape = x._version, tuple(x.shape)
+    def leave(_: nn.Module, __: Any, y: Any) -> None:
+        place, x, version = running.pop()
+        if x._version != version:
+            raise UserError(f"the block after {place} changes its input in place; make its first layer not in place")
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            found = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise UserError(f"the block after {place} turns {tuple(x.shape)} into {found}; it must keep the shape")
+
     try:
-        with eval_mode(inserted), torch.no_grad():
-            y = inserted.block(x)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-        raise UserError(f"the block does not fit {shape} after {place}: {first_line(error)[:160]}") from None
-    if x._version != version:
-        raise UserError(f"the block after {place} changes its input in place; make its first layer not in place")
-    if not isinstance(y, Tensor) or y.shape != shape:
-        found = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
-        raise UserError(f"the block after {place} turns {shape} into {found}; it must keep the shape")
+        outputs = _run(model, example, {f"{place}.inserted.block": (partial(enter, place), leave) for place in calls})
+    except DoesNotRun as error:
+        place, x, _ = running[0]
+        reason = first_line(error.__cause__ or error)[:160]
+        raise UserError(f"the block does not fit {tuple(x.shape)} after {place}: {reason}") from None
+    for place, count in calls.items():
+        if seen[place] != count:
+            raise UserError(
+                f"{place} iterates over its children, and would call the block {seen[place]} times in {count} calls; "
+                "insert after one of its children"
+            )
+    return outputs
 
 
 def _note_dead_gammas(model: nn.Module, places: Sequence[str], outputs: Sequence[Tensor]) -> None:

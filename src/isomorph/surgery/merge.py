@@ -1,10 +1,9 @@
 """Merge norms, scales, branches and chains of a model into its layers, in float64, and compare both models."""
 
 import copy
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -13,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from timm.models import get_model_input_config
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, Part, Plan, Window
-from isomorph.surgery.model_inputs import Inputs, describe_shape, run_model
+from isomorph.surgery.model_inputs import Inputs, cast_floats, describe_shape, run_model
+from isomorph.surgery.outputs import largest_difference, relative
 from isomorph.surgery.rule import Rule
-from isomorph.surgery.verify import cast_floats
+from isomorph.surgery.where import list_names
 
 TOLERANCE = 1e-6
 """Largest difference in float64, relative to the largest output, that is rounding: models may round inside."""
@@ -33,10 +32,9 @@ _ENTRIES = ("forward", "forward_features", "forward_intermediates")
 class Merge(Rule):
     """Rule that gives a module the form that it has after its function, or another's, was written into a layer.
 
-    Forms: "written", a layer with other weights; "biased", one with a bias too; "resized", one with `outputs` outputs;
-    "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "unscaled", a norm
-    without weight and bias; "without", a module without the parameter `name`. The values come from `fuse`, or from a
-    checkpoint.
+    Forms: "layer", a layer with other weights, where asked for with a `bias` or another number of `outputs`;
+    "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "without", a module
+    without the parameter `name`. The values come from `fuse`, or from a checkpoint.
 
     Example:
         >>> iso.surgery.Merge("identity").build(torch.nn.BatchNorm2d(4))
@@ -45,6 +43,7 @@ class Merge(Rule):
 
     form: str
     outputs: int = 0
+    bias: bool = False
     name: str = ""
 
     atol: ClassVar[float] = 1e-4
@@ -52,7 +51,7 @@ class Merge(Rule):
 
     def reason(self, module: nn.Module) -> str | None:
         """Return that the module has no weight, where the form needs one, or None."""
-        needed = {"biased": "weight", "resized": "weight", "without": self.name}.get(self.form)
+        needed = {"layer": "weight", "without": self.name}.get(self.form)
         return f"it has no {needed}" if needed and getattr(module, needed, None) is None else None
 
     @torch.no_grad()
@@ -65,24 +64,17 @@ class Merge(Rule):
             kept = [(name, part) for name, part in module.named_children() if type(part) is not nn.Identity]
             return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
         new: Any = copy.deepcopy(module)
-        if self.form in ("unscaled", "without"):
-            for name in (self.name,) if self.name else ("weight", "bias"):
-                if name in new._parameters:
-                    new._parameters[name] = None
+        if self.form == "without":
+            new._parameters[self.name] = None
             return new
-        if self.form == "written":
-            return new
-        rows = self.outputs or _outputs(new)
+        weight, known = new.weight, "out_features" if hasattr(new, "out_features") else "out_channels"
+        rows = self.outputs or getattr(new, known, len(weight))
         if self.outputs:
-            new.weight = nn.Parameter(new.weight.new_zeros(rows, *new.weight.shape[1:]), new.weight.requires_grad)
-            setattr(new, "out_features" if hasattr(new, "out_features") else "out_channels", rows)
-        if new.bias is None or self.outputs:
-            new.bias = nn.Parameter(new.weight.new_zeros(rows), new.weight.requires_grad)
+            new.weight = nn.Parameter(weight.new_zeros(rows, *weight.shape[1:]), weight.requires_grad)
+            setattr(new, known, rows)
+        if self.outputs or (self.bias and new.bias is None):
+            new.bias = nn.Parameter(weight.new_zeros(rows), weight.requires_grad)
         return new
-
-
-def _outputs(layer: Any) -> int:
-    return getattr(layer, "out_channels", None) or getattr(layer, "out_features", None) or len(layer.weight)
 
 
 class Nothing(nn.Module):
@@ -129,40 +121,9 @@ class FuseReport:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"  left {', '.join(names[:3])}{more}: {reason}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  left {list_names(names)}: {reason}" for reason, names in reasons.items())])
 
     __repr__ = __str__
-
-
-_CHOICES = {"topk", "sort", "argsort", "nms", "nonzero", "where", "gt", "lt", "ge", "le"}
-"""Operations whose integers and truth values may hang on the last digit of their input."""
-
-
-class _SameChoices(TorchFunctionMode):
-    """Context in which the operations that choose, as before non-maximum suppression, choose what they did before.
-
-    `chosen` collects what they gave the first time; after that they give it again.
-    """
-
-    def __init__(self, chosen: list[Any]) -> None:
-        super().__init__()
-        self._chosen, self._again = chosen, iter(chosen) if chosen else None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, out = getattr(func, "__name__", ""), func(*args, **(kwargs or {}))
-        if name not in _CHOICES or (name == "where" and len(args) > 1):
-            return out
-        if self._again is None:
-            self._chosen.append(out)
-            return out
-        before = next(self._again)
-        if name in ("topk", "sort"):
-            dim = (kwargs or {}).get("dim", args[2] if name == "topk" and len(args) > 2 else -1)
-            return type(out)((args[0].gather(dim, before[1]), before[1]))
-        return before
 
 
 def own_example(model: nn.Module) -> Inputs | None:
@@ -180,39 +141,38 @@ class Cases:
     """The calls by which a model in float64 is compared: all its entry points, at three sizes where it has several.
 
     Of a model that chooses among its numbers, as detectors do, the outputs of the modules before and after the choice
-    are compared too, and a changed model is made to choose the same.
+    are compared too.
+
+    Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
     def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
         given = [example] if isinstance(example, Tensor | Mapping) else list(example)
         first, *others = [cast_floats(x, torch.float64) for x in (given if given[1:] else (*given, *_crops(given[0])))]
-        self._first, self._calls = first, list[tuple[str, Inputs, list[Tensor], list[Any]]]()
-        with FlopCounterMode(display=False) as counter:  # raises DoesNotRun with the reason where it does not run
+        self._first, self._calls = first, list[tuple[str, Inputs, list[Tensor]]]()
+        with FlopCounterMode(display=False) as counter:
             deciding = see(model, lambda: run_model(model, _copy(first))).deciding
         self.macs = counter.get_total_flops() // 2
-        parents = [(name, model.get_submodule(name)) for name in deciding]
-        self._watched = [
-            ".".join(filter(None, (name, child))) for name, each in parents for child, _ in each.named_children()
-        ]
+        parts = [(name, child) for name in deciding for child, _ in model.get_submodule(name).named_children()]
+        self._watched = [f"{name}.{child}".lstrip(".") for name, child in parts]
         entries = [name for name in _ENTRIES if callable(getattr(model, name, None))]
-        calls = [(entry, x) for x in others for entry in entries if isinstance(x, Tensor) or entry == "forward"]
-        for entry, x in (*calls, ("forward", first)):
-            self._try(model, entry, x)
-        if len(self._calls) == 1 and isinstance(first, Tensor):  # it runs at one size only
-            for entry in entries[1:]:
-                self._try(model, entry, first)
-        numbers = [each for _, _, found, _ in self._calls for each in found if each.numel()]
+        for x in others:
+            for entry in entries if isinstance(x, Tensor) else entries[:1]:
+                self._try(model, entry, x)
+        alone = not self._calls and isinstance(first, Tensor)  # it runs at one size only
+        for entry in entries if alone else entries[:1]:
+            self._try(model, entry, first)
+        numbers = [each for *_, found in self._calls for each in found]
         if not numbers:
             raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
         if not all(torch.isfinite(each).all() for each in numbers):
             raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
         self._calls.sort(key=lambda call: call[1] is not first)
-        self.sizes = tuple(dict.fromkeys(describe_shape(inputs) for _, inputs, *_ in self._calls))
+        self.sizes = tuple(dict.fromkeys(describe_shape(inputs) for _, inputs, _ in self._calls))
 
     def _try(self, model: nn.Module, entry: str, inputs: Inputs) -> None:
-        chosen: list[Any] = []
         with suppress(Exception):  # this model has other sizes, or another method of that name
-            self._calls.append((entry, inputs, self._outputs(model, entry, inputs, chosen), chosen))
+            self._calls.append((entry, inputs, self._outputs(model, entry, inputs)))
 
     @torch.no_grad()
     def count(self, model: nn.Module) -> int:
@@ -222,23 +182,23 @@ class Cases:
         return counter.get_total_flops() // 2
 
     @torch.no_grad()
-    def _outputs(self, model: nn.Module, entry: str, inputs: Inputs, chosen: list[Any]) -> list[Tensor]:
+    def _outputs(self, model: nn.Module, entry: str, inputs: Inputs) -> list[Tensor]:
         """Return the floating-point outputs of a call in float64, and those of the watched modules."""
         found: list[Any] = []
         watched = [model.get_submodule(name) for name in self._watched]
         handles = [module.register_forward_hook(lambda *call: found.append(call[-1])) for module in watched]
         try:
-            with torch.random.fork_rng(), _SameChoices(chosen) if watched else nullcontext():
+            with torch.random.fork_rng():
                 torch.manual_seed(0)
                 found.append(_call(model, entry, inputs))
         finally:
             for handle in handles:
                 handle.remove()
-        return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point()]
+        return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
 
     def plans(self, model: nn.Module, affine: bool) -> Iterator[Plan]:
         """Yield what each call shows; sizes beyond the second are for the comparison."""
-        for entry, inputs, *_ in self._calls:
+        for entry, inputs, _ in self._calls:
             if describe_shape(inputs) in self.sizes[:2]:
                 yield Plan(model, see(model, partial(_call, model, entry, inputs)), affine)
 
@@ -247,13 +207,19 @@ class Cases:
 
         Raises: whatever a model raises that cannot be run.
         """
-        largest = 0.0
-        for entry, inputs, expected, chosen in self._calls:
-            for one, other in zip(expected, self._outputs(model, entry, inputs, chosen), strict=True):
-                if one.numel():
-                    difference = (one - other).abs().max() / one.abs().max().clamp_min(1e-300)
-                    largest = max(largest, math.inf if difference.isnan() else difference.item())
-        return largest
+        return max(
+            relative(*largest_difference(expected, self._outputs(model, entry, inputs)))
+            for entry, inputs, expected in self._calls
+            if expected
+        )
+
+    def fault(self, change: Callable[[], nn.Module]) -> str | None:
+        """Return how the model that `change` gives differs, or None if it does not."""
+        try:
+            difference = self.difference(change())
+        except Exception as error:  # of any code that meets another module than before
+            return f"the model does not run with it merged: {first_line(error)[:100]}"
+        return None if difference <= TOLERANCE else f"with it merged, outputs differ by {difference:.1e} of the largest"
 
 
 def _copy(inputs: Inputs) -> Inputs:
@@ -298,15 +264,6 @@ def search(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict
     return bad
 
 
-def compare(cases: Cases, change: Callable[[], nn.Module]) -> str | None:
-    """Return how the model that `change` gives differs, or None if it does not."""
-    try:
-        difference = cases.difference(change())
-    except Exception as error:  # of any code that meets another module than before
-        return f"the model does not run with it merged: {first_line(error)[:100]}"
-    return None if difference <= TOLERANCE else f"with it merged, outputs differ by {difference:.1e} of the largest"
-
-
 def merge(
     model: nn.Module, cases: Cases, affine: bool = False
 ) -> tuple[nn.Module, list[tuple[Merge, str]], dict[str, str], dict[str, str]]:
@@ -329,20 +286,15 @@ def merge(
         new = copy.deepcopy(model)
         return new, [edit for group in groups if group in chosen for edit in _apply(new, group, removed)]
 
-    scaled = [group for group in groups if any(form in ("ones", "zeros") for form, _ in group.gone)]
-    removed = bool(scaled) and compare(cases, lambda: merged(groups, True)[0]) is None
-    bad = search(groups, lambda chosen: compare(cases, lambda: merged(chosen, removed)[0]))
-    new, edits = merged([group for group in groups if group not in bad], removed)
-    into = {}
+    scaled = any(form in ("ones", "zeros") for group in groups for form, _ in group.gone)
+    removed = scaled and cases.fault(lambda: merged(groups, True)[0]) is None
+    bad = search(groups, lambda chosen: cases.fault(lambda: merged(chosen, removed)[0]))
+    good = [group for group in groups if group not in bad]
+    into = {name: ", ".join(group.carriers) for group in good for _, name in group.gone}
     for group in (first or {}).values():
-        fine = group in groups and group not in bad
-        for _, name in group.gone:
-            if fine:
-                into[name] = group.carriers[0] if len(group.carriers) == 1 else ", ".join(group.carriers)
-            elif name in norms:
-                left.setdefault(
-                    name, bad.get(group, "calls at other sizes or by other methods differ in what they read")
-                )
+        reason = bad.get(group, "calls at other sizes or by other methods differ in what they read")
+        left = {name: reason for _, name in group.gone if name in norms} | left
+    new, edits = merged(good, removed)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 
 
@@ -350,29 +302,30 @@ def merge(
 def _apply(model: nn.Module, group: Group, removed: bool) -> list[tuple[Merge, str]]:
     """Write a group into its carriers, in place, and return the edits; `removed`: scales become None, not 1 or 0."""
     edits: list[tuple[Merge, str]] = []
+    layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 
-    def reshape(rule: Merge, name: str) -> None:
-        model.set_submodule(name, rule.build(model.get_submodule(name)).eval())
+    def reshape(rule: Merge, name: str) -> Any:
+        model.set_submodule(name, new := rule.build(model.get_submodule(name)).eval())
         edits.append((rule, name))
+        return new
 
     if group.kind == "chain":
-        written: list[tuple[Tensor, Tensor | None]] = [_product(*map(model.get_submodule, group.carriers))]
-        reshape(Merge("resized", outputs=len(written[0][0])), group.carriers[0])
+        written = [_product(*layers)]
     elif group.kind == "readers":
-        (part,), shift = group.parts, group.shift
-        each = zip(group.carriers, group.windows, strict=True)
-        written = [_after_scale(model.get_submodule(name), window.groups, part.gain, shift) for name, window in each]
+        written = [_after_scale(layer, window, group) for layer, window in zip(layers, group.windows, strict=True)]
     else:
-        written = [_sum(model, group)]
+        written = [_sum(model, layers[0], group)]
     for name, (weight, bias) in zip(group.carriers, written, strict=False):
-        reshape(Merge("written" if bias is None else "biased"), name)
-        layer: Any = model.get_submodule(name)
+        layer = reshape(Merge("layer", len(weight) if group.kind == "chain" else 0, bias is not None), name)
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
     for form, name in group.gone:
         owner, _, leaf = name.rpartition(".")
-        if form not in ("ones", "zeros"):
+        if form == "unscaled":
+            for each, _ in list(model.get_submodule(name).named_parameters()):
+                reshape(Merge("without", name=each), name)
+        elif form not in ("ones", "zeros"):
             reshape(Merge(form), name)
         elif removed:
             reshape(Merge("without", name=leaf), owner)
@@ -390,27 +343,24 @@ def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
 
 
-def _after_scale(layer: Any, groups: int, gain: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of layer(gain * x + shift), for channels in groups."""
-    weight = layer.weight.unflatten(0, (groups, -1))  # (G, out, in, ...)
-    sides = (groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
-    bias = layer.bias
-    if shift is not None and shift.any():
-        extra = (weight * shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
+def _after_scale(layer: Any, window: Window, group: Group) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of layer(gain * x + shift)."""
+    weight, bias = layer.weight.unflatten(0, (window.groups, -1)), layer.bias  # (G, out, in, ...)
+    sides = (window.groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
+    if group.shift.any():
+        extra = (weight * group.shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
         bias = extra if bias is None else bias + extra
-    return (weight * gain.view(sides)).flatten(0, 1), bias
+    return (weight * group.parts[0].gain.view(sides)).flatten(0, 1), bias
 
 
-def _sum(model: nn.Module, group: Group) -> tuple[Tensor, Tensor | None]:
+def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor | None]:
     """Return the weight and the bias with which the carrier computes the sum of the parts and the shift."""
-    carrier: Any = model.get_submodule(group.carriers[0])
-    weight, bias, window = torch.zeros_like(carrier.weight), group.shift, group.windows[0]
-    assert bias is not None
+    weight, bias = torch.zeros_like(carrier.weight), group.shift
     for part in group.parts:
         layer: Any = model.get_submodule(part.layer) if part.layer else None
         if layer is not None and layer.bias is not None:
             bias = bias + part.gain * layer.bias
-        weight = weight + _filters(part, layer, window, weight)
+        weight = weight + _filters(part, layer, group.windows[0], weight)
     return weight, bias if carrier.bias is not None or bias.any() else None
 
 

@@ -12,8 +12,7 @@ from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from isomorph.layers.pyramid.conv import PyramidConv2d, Unit, convolve_units
 from isomorph.layers.pyramid.moments import sync_group
 from isomorph.layers.pyramid.tokens import Window
-from isomorph.surgery.fuse import Fuse
-from isomorph.surgery.linear_chains import absorb_conv_biases, is_plain_norm, linear_mismatch
+from isomorph.surgery.linear_layers import is_plain_norm, linear_mismatch
 from isomorph.surgery.plain_layers import describe_attachments, overridden_methods
 
 _BRANCHES = ("conv_kxk.", "conv_scale", "identity")
@@ -69,13 +68,6 @@ class CombinedBlock(MobileOneBlock):
         units = [Unit(branch.conv, branch.bn) for branch in (*self.conv_kxk, *scale)]
         return units if self.identity is None else [*units, Unit(None, self.identity)]
 
-    def reparameterize(self) -> None:
-        """Merge the branches, as timm's `reparameterize_model` asks for; it ignores the biases of pyramids."""
-        for name, branch in enumerate(() if self.reparam_conv is not None else self.conv_kxk):
-            if Fuse().accepts(branch):
-                self.conv_kxk[name] = Fuse().build(branch)
-        super().reparameterize()
-
 
 def shared_window(block: MobileOneBlock) -> Window | None:
     """Return the window of a block's convolutions, or None if its branches do not all read patches of that window.
@@ -124,7 +116,6 @@ def is_pointwise_block(block: MobileOneBlock) -> bool:
 def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
     """Merge all branches of a MobileOne block in eval mode into one convolution."""
     fused = copy.deepcopy(block).double().eval()
-    absorb_conv_biases(fused)
     with next(block.parameters()).device:  # where timm makes the convolution
         fused.reparameterize()
     return fused.reparam_conv.to(next(block.parameters()).dtype)

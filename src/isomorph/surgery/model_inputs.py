@@ -85,10 +85,6 @@ def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:
     return map_floats(batch, partial(cast, dtype=dtype))
 
 
-def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-
-
 def other_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Yield a batch again, and with other values and sizes."""
     yield "a second call", batch

@@ -1,15 +1,14 @@
 """Outputs of two models next to each other: the largest difference, and what they consist of."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from isomorph.errors import DoesNotRun, UserError
-from isomorph.surgery.model_inputs import Inputs, run_model
+from isomorph.errors import UserError
 
 
 def max_or_inf(values: Iterable[float]) -> float:
@@ -66,15 +65,6 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
     return max(found, key=lambda pair: (relative(*pair), pair[1]))
 
 
-def both_outputs(models: Sequence[nn.Module], x: Inputs) -> list[Any]:
-    """Return the outputs of two models. Raises: UserError if only the first can read the inputs."""
-    output = run_model(models[0], x)
-    try:
-        return [output, run_model(models[1], x)]
-    except DoesNotRun as error:
-        raise UserError(f"{error}; the original does") from error
-
-
 def noise_of(output: Any, other: Any) -> float:
     """Return the difference of two outputs of one model, 0 where it is not finite or they have different shapes."""
     try:
@@ -82,8 +72,3 @@ def noise_of(output: Any, other: Any) -> float:
     except UserError:
         return 0.0
     return difference if math.isfinite(difference) else 0.0
-
-
-def first_tensor(output: Any) -> Tensor:
-    """Return the output of a module, or the first of several, as of torch's and MViT's attention."""
-    return output if isinstance(output, Tensor) else output[0]

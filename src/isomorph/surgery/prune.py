@@ -77,15 +77,6 @@ def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
     return layers
 
 
-def _left_out(layer: Any) -> dict[str, float]:
-    """Return the largest share of a head's attention that each simpler form of a layer leaves out."""
-    share = layer.position_share.detach().double()
-    left_out = {"position": (1 - share).max().item(), "attention": share.max().item()}
-    if isinstance(layer, TapHeads):
-        left_out["convolution"] = max(left_out["position"], layer.off_tap_share().max().item())
-    return {form: part for form, part in left_out.items() if hasattr(layer, _METHODS[form])}
-
-
 def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> dict[str, str]:
     """Return what `prune` would make of each layer that it changes: "position", "convolution" or "attention".
 
@@ -101,9 +92,12 @@ def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*
     found = {}
     for name, layer in _gated_layers(model, where).items():
         check_finite(layer, name)
-        left_out = _left_out(layer)
+        share = layer.position_share.detach().double()
+        left_out = {"position": (1 - share).max().item(), "attention": share.max().item()}
+        if isinstance(layer, TapHeads):
+            left_out["convolution"] = max(left_out["position"], layer.off_tap_share().max().item())
         for form in ("convolution", "position", "attention"):  # the simplest first
-            if left_out.get(form, 1.0) <= tolerance:
+            if hasattr(layer, _METHODS[form]) and left_out.get(form, 1.0) <= tolerance:
                 found[name] = form
                 break
     return found
@@ -139,21 +133,12 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     """
     forms = prunable_layers(model, tolerance, where)
     if not forms:
-        raise UserError(_nothing_to_prune(_gated_layers(model, where), tolerance))
+        raise UserError(
+            f"nothing to prune: no layer has closed or opened all of its heads within tolerance {tolerance:g}; train "
+            "on, or give a larger one"
+        )
     pruned = copy_model(model)
     for form in dict.fromkeys(forms.values()):
-        names = tuple(name for name, own in forms.items() if own == form)
         rule: Any = Prune(form, tolerance)  # type: ignore[arg-type]  # its atol is no class variable, as in the protocol
-        pruned = replay(pruned, Edit(rule, names))
+        pruned = replay(pruned, Edit(rule, tuple(name for name, own in forms.items() if own == form)))
     return pruned
-
-
-def _nothing_to_prune(layers: dict[str, Any], tolerance: float) -> str:
-    needed, name = min((min(_left_out(layer).values(), default=1.0), name) for name, layer in layers.items())
-    digits = 1 - math.floor(math.log10(needed)) if needed > 0 else 0
-    enough = math.ceil(needed * 10**digits) / 10**digits  # rounded up to two digits
-    advice = f", or give a tolerance of at least {enough:g}" if enough <= TOLERANCE[1] else ""
-    return (
-        f"nothing to prune: no layer has closed or opened all of its heads within tolerance {tolerance:g}; "
-        f"{name or 'the model'} is the nearest: train on{advice}"
-    )

@@ -70,11 +70,10 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     check_model(model)
     model = copy_model(model)
     ties = Ties(model)
-    names = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
+    possible = {name: module for name, module in model.named_modules() if _revert_method(module)}
+    names = [name for name, module in possible.items() if matches_where(where, name, module)]
     if not names:
-        possible = [n for n, m in model.named_modules() if _revert_method(m)]
-        listed = list_names([name or "the model" for name in possible])
-        hint = f"layers that can be: {listed}" if possible else "for pyramids use fuse"
+        hint = f"layers that can be: {list_names(list(possible))}" if any(possible) else "for pyramids use fuse"
         raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
     layers = [model.get_submodule(name) for name in names]
     reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers}

@@ -12,17 +12,20 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import AnnealedPair, BranchedConv2d, BranchedLinear, JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers import (
+    AnnealedPair,
+    AnnealedReLU,
+    BranchedConv2d,
+    BranchedLinear,
+    JointPyramid,
+    PyramidConv2d,
+    PyramidLinear,
+)
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.pyramid.base import Layout, init_from_affine, init_random
 from isomorph.layers.pyramid.batchnorm import weight_matrix
 from isomorph.surgery.fuse import guard_pyramids
-from isomorph.surgery.linear_chains import (
-    conv_padding,
-    is_chain,
-    linear_mismatch,
-    merge_chain,
-)
+from isomorph.surgery.linear_layers import conv_padding, is_plain_norm, linear_mismatch
 from isomorph.surgery.mobileone import block_mismatch, combine, is_pointwise_block, merge_branches
 from isomorph.surgery.parents import SEPARATE_BIAS, call_joint_projections
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
@@ -92,7 +95,6 @@ class LinearToPyramid(Rule):
     - nn.Linear;
     - nn.Conv2d with zero padding, as a linear layer on its patches; timm's convolutions with standardised weights
       (from the weight as it is now) or TensorFlow's SAME padding too;
-    - an nn.Sequential of several of these with BatchNorms and nothing else, as one linear map;
     - timm's MobileOneBlock: a 1x1 block is replaced, in a 3x3 block the convolutions are (TDRL A.4);
     - the pair of convolutions of a VanillaNet block, once its ReLU is the identity, or with `init="paper"` before that.
 
@@ -183,12 +185,13 @@ class LinearToPyramid(Rule):
             return self._part_reason(module)
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
-        if isinstance(module, nn.Sequential):
-            if is_chain(module, annealed=self.init == "paper"):
-                return None
-            if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
+        if isinstance(module, AnnealedPair):
+            if self.keeps_function and not module.act.is_identity:
                 return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
-            return "it contains more than linear layers and BatchNorm"
+            parts = [
+                part for part in module.children() if not isinstance(part, AnnealedReLU) and not is_plain_norm(part)
+            ]
+            return next(filter(None, map(linear_mismatch, parts)), None)
         if reason := linear_mismatch(plain_layer(module)):
             return reason
         _, parent = self._parents.get(module, ("", None))
@@ -218,8 +221,10 @@ class LinearToPyramid(Rule):
             return self._build_part(module)
         if isinstance(module, MobileOneBlock):
             return self._build_block(module)
-        if isinstance(module, nn.Sequential):
-            module = merge_chain(module, annealed=self.init == "paper")
+        if isinstance(module, AnnealedPair):
+            pair = copy.deepcopy(module)
+            pair.act = AnnealedReLU(1.0)
+            module = pair.eval().fuse()
         name, parent = self._parents.get(module, ("", None))
         plain = plain_layer(module)
         if isinstance(plain, nn.Conv2d):
