@@ -271,7 +271,7 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
 
 FAMILIES = {
     "resnet18": (32, {}),
-    "repvgg_a0": (32, dict(width_factor=(0.25, 0.25, 0.25, 0.25))),
+    "repvgg_a0": (32, {}),
     "fastvit_t8": (64, dict(layers=(1, 1, 1, 1))),
     "levit_128s": (224, dict(depth=(1, 1, 1))),
     "densenet121": (32, dict(block_config=(2, 2, 2, 2))),

@@ -229,7 +229,8 @@ def test_a_layer_of_several_units():
 def test_units_keep_train_mode():
     wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
     assert all(
-        module.training for module in iso.surgery.replay(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0",))).modules()
+        module.training
+        for module in iso.surgery.replay(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",))).modules()
     )
 
 

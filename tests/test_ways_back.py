@@ -188,7 +188,7 @@ def test_a_layer_that_left_its_original_is_named_with_its_deviation(name):
 
 
 REPARAMETERISED = {  # a network whose blocks merge their branches, and the layers in them that become pyramids
-    "repvgg_a0": (dict(width_factor=(0.25,) * 4), "stages.0.*.conv_*.conv"),
+    "repvgg_a0": ({}, "stages.0.*.conv_*.conv"),
     "fastvit_t8": (dict(layers=(1, 1, 1, 1)), "stages.0.blocks.0.*.conv_kxk.*.conv"),
     "repvit_m0_9": ({}, "stages.0.blocks.0.*.conv*.c"),
     "repghostnet_050": ({}, "blocks.0.*"),

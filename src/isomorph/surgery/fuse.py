@@ -54,15 +54,22 @@ class Fuse(Rule):
         return None if known and _method(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the fused form of a copy of the module in eval mode. Raises: UserError if the module has none."""
+        """Return the fused form of a copy of the module in eval mode.
+
+        Raises: UserError if the module has none, or overrides the forward that its method is for.
+        """
         self.check(module)
+        kind, method = type(module), _method(module)
+        kinds = kind.__mro__[: next((i for i, base in enumerate(kind.__mro__) if method in vars(base)), 0)]
+        if any("forward" in vars(base) for base in kinds):  # the inherited method may not know what it computes
+            raise UserError(f"{kind.__name__} overrides forward, which its method {method}() does not know")
         copied: Any = copy.deepcopy(module).eval()
         try:
             _fuse_pyramids(copied)
-            fused = copied.fuse() if _is_own(module) else _merge_by_timm(copied, _method(module))
+            fused = copied.fuse() if _is_own(module) else _merge_by_timm(copied, method)
         except RuntimeError:
             if reason := first_altered_part(module):
-                raise UserError(f"{type(module).__name__} cannot be fused: {reason}") from None
+                raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
             raise
         if isinstance(module, Pyramid):
             fused.has_new_bias = not module.replaces_bias
@@ -148,7 +155,7 @@ def conv_and_norm(unit: nn.Module) -> tuple[str, str] | None:
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
     if isinstance(layer, nn.Linear):
-        shape = [2, layer.in_features]
+        shape = [2, 2, layer.in_features]
     else:
         shape = [
             2,

@@ -186,6 +186,8 @@ class LinearToPyramid(Rule):
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
         if isinstance(module, AnnealedPair):
+            if (type(module), type(module.act)) != (AnnealedPair, AnnealedReLU):
+                return f"{type(module).__name__} may compute something else than AnnealedPair"
             if self.keeps_function and not module.act.is_identity:
                 return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
             parts = [
