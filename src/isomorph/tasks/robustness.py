@@ -1,30 +1,16 @@
-"""Metrics under corruptions, of image classifiers and of models for other tasks on images."""
+"""Accuracy of image classifiers under corruptions."""
 
-import copy
-import hashlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from isomorph.data.corruptions.corrupt import (
-    CLEAN,
-    CORRUPTION_VERSION,
-    SEVERITY_SCALE,
-    ImageCorruption,
-    corruption_functions,
-)
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.robustness.cells import RobustnessOptions, measure_cells, measure_classifier
+from isomorph.evaluation.robustness.cells import RobustnessOptions, measure_classifier
 from isomorph.operations import unwrap
-from isomorph.training.task import EvaluationOptions, Task, task_of, task_record
-
-_PICTURES = "files at their own size, corrupted, then as in testing"
-"""How images are made. Results are compared by this text, so it must not change."""
+from isomorph.training.task import task_of, task_record
 
 
 def robustness(
@@ -36,12 +22,9 @@ def robustness(
     were, to 224 px; else with the model's own test crop), then corrupted. Each image has its own random generator, so
     `workers` and the order do not change the result. Accuracies are in per cent.
 
-    A model that `iso.train` trained for segmentation or detection is measured by mean IoU or box AP: its images are
-    corrupted at their own size and then processed as in testing; masks and boxes stay those of the clean images.
-
     Args:
         source: The clean images: a source, a folder, or the name of a data source. With `folder`, they are optional and
-            give the clean error. For segmentation and detection a folder, or None for the data of $ISOMORPH_DATA.
+            give the clean error.
         suite: "imagenet-c", or "cifar-c" for the arrays of CIFAR-10-C or CIFAR-100-C in `folder`.
         options: Any of the following.
         folder: Published data set to evaluate on instead of corrupting `source`.
@@ -74,61 +57,7 @@ def robustness(
     (10, ['snow', 'fog'])
     """
     given, model = RobustnessOptions(suite, **options), unwrap(model, to_copy=False)
-    if (task := task_of(model)) is None:
-        source = open_source(source, "test") if isinstance(source, str | Path) else source
-        return measure_classifier(model, source, given)
-    for option, default in vars(RobustnessOptions()).items():
-        if option in ("suite", "folder", "size", "partial") and getattr(given, option) != default:
-            raise UserError(f"{option} is for image classifiers; leave it out for this model")
-    if isinstance(source, Source):
-        raise UserError("give the data of this model's task as a folder or the name of a data source")
-    return measure_task(model, task, str(source) if source else None, None, given)
-
-
-def measure_task(
-    model: nn.Module, task: Task, data: str | None, root: Path | None, options: RobustnessOptions
-) -> dict[str, Any]:
-    """Measure the metric of a model's own task under corruptions of the images. Returns the same as `robustness`.
-
-    Raises: UserError for a task without images that can be corrupted, and as `robustness`.
-    """
-    metric = task.corruption_metric
-    if not metric:
-        raise UserError(f"the model is for {task_record(model)['name']}: corruptions of images do not apply to it")
-    options.wanted()  # raises before images are opened
-    corruption_functions()  # raises now, not after hours, if their package is missing
-    given = EvaluationOptions(data, root, options.batch_size, options.workers, None, options.limit)
-    images = task.open_images(model, given)
-    identity = {  # what must be equal for two results to be comparable, and the images in words
-        "metric": metric,
-        "suite": "imagenet-c",
-        "version": CORRUPTION_VERSION,
-        "source": _fingerprint(images),
-        "limit": options.limit,
-        "size": list(images.image(0).size[::-1]),
-        "seed": options.seed,
-        "pictures": _PICTURES,
-        "data": f"{len(images):,} images of {len(images.classes):,} classes",
-        "constants": SEVERITY_SCALE,
-    }
-
-    def measure(
-        name: str, severities: tuple[int, ...], report: Callable[[float], None]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for severity in severities:
-            report(0)
-            altered = copy.copy(images)
-            altered.alter = None if name == CLEAN else ImageCorruption(name, severity, options.seed)
-            yield severity, task.evaluate_images(model, altered, given, options.runtime)[0]
-
-    return measure_cells(model, identity, options, measure)
-
-
-def _fingerprint(images: Any) -> str:
-    """Return a hash of the names of images and classes, and of the first, the middle and the last image and truth."""
-    names = [images.file_name(index) for index in range(len(images))]
-    digest = hashlib.sha256("\n".join([*images.classes, *names]).encode())
-    for index in sorted({0, len(images) // 2, len(images) - 1}):
-        for values in (np.asarray(images.image(index)), *images.truth(index)):
-            digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()[:16]
+    if task_of(model):
+        raise UserError(f"robustness is for image classifiers; the model is for {task_record(model)['name']}")
+    source = open_source(source, "test") if isinstance(source, str | Path) else source
+    return measure_classifier(model, source, given)

@@ -40,8 +40,6 @@ class EvaluationOptions(NamedTuple):
     workers: int = 0
     size: tuple[int, int] | None = None
     max_images: int | None = None
-    page: Path | None = None
-    """File for a page with the predictions of single images, the worst first."""
 
 
 class Prediction(NamedTuple):
@@ -106,8 +104,6 @@ class Task:
     """Metrics to print after each epoch, with their formats."""
     classifies: ClassVar[bool] = False
     """True if the models classify images: `isomorph evaluate` measures their accuracy."""
-    corruption_metric: ClassVar[str] = ""
-    """Metric of `evaluate_images`, in percent, for `isomorph robustness`; empty if the task has no such images."""
 
     recorded: bool = False
     """True for the task that a checkpoint names, whose options may come from anyone: it fetches nothing by them."""
@@ -163,6 +159,7 @@ class Task:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
         raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
 
+<<<<<<< HEAD
     def open_images(self, model: nn.Module, options: EvaluationOptions) -> Any:
         """Return the images to evaluate a trained model on, with their truth; for tasks with a `corruption_metric`.
 
@@ -177,6 +174,8 @@ class Task:
         """Return rows of metrics on opened images, the first of all together; for tasks with a `corruption_metric`."""
         raise NotImplementedError
 
+=======
+>>>>>>> 853881ae (tasks: no pages of tests, no robustness of dense tasks)
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         """Return the prediction of a trained model for a file. Raises: UserError when it cannot be read."""
         raise UserError(f"{type(self).__name__} makes no predictions for a file")

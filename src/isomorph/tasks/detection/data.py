@@ -66,14 +66,6 @@ def pycocotools(module: str) -> Any:
     return optional_module(f"pycocotools.{module}", "detection needs pycocotools, which is not installed", "dense")
 
 
-def decode_masks(coded: Sequence[Any]) -> np.ndarray:
-    """Return masks from pycocotools' RLE. Shape: n masks -> (n, H, W) uint8"""
-    codec = pycocotools("mask")
-    with warnings.catch_warnings():  # of NumPy 2, about pycocotools' own arrays
-        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
-        return np.stack([codec.decode(each) for each in coded])
-
-
 def encode_outline(outline: Any, height: int, width: int) -> dict[str, Any]:
     """Return an outline in COCO's format, polygons or RLE as text or numbers, as pycocotools' RLE.
 
@@ -90,7 +82,11 @@ def draw_masks(outlines: Sequence[Any], height: int, width: int) -> Tensor:
     """Return the masks of checked outlines in COCO's format. Shape: -> (n, H, W) uint8"""
     if not outlines:
         return torch.zeros(0, height, width, dtype=torch.uint8)
-    return torch.from_numpy(decode_masks([encode_outline(each, height, width) for each in outlines]))
+    codec = pycocotools("mask")
+    with warnings.catch_warnings():  # of NumPy 2, about pycocotools' own arrays
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        masks = [codec.decode(encode_outline(each, height, width)) for each in outlines]
+    return torch.from_numpy(np.stack(masks))
 
 
 def run_lengths(text: str) -> list[int]:
@@ -285,9 +281,6 @@ class DetectionSource(ImageSet[ImageRecord]):
     def path(self, index: int) -> Path:
         return self.folder / self.samples[index].file
 
-    def file_name(self, index: int) -> str:
-        return self.samples[index].file
-
     def image(self, index: int) -> Image.Image:
         image, record = super().image(index), self.samples[index]
         if image.size != (record.width, record.height):
@@ -297,9 +290,6 @@ class DetectionSource(ImageSet[ImageRecord]):
                 "data says)"
             )
         return image
-
-    def truth(self, index: int) -> list[np.ndarray]:
-        return [tensor.numpy() for tensor in self.objects(index).values()]
 
     def objects(self, index: int) -> Objects:
         """Return the objects of an image, without crowds. Boxes are cut at the borders of the image."""

@@ -1,4 +1,4 @@
-"""Detections of a trained network: their average precision, by pycocotools, and pictures of them."""
+"""Detections of a trained network: their average precision, by pycocotools, and a picture of them."""
 
 import contextlib
 import io
@@ -12,7 +12,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.models.detection.roi_heads import paste_masks_in_image
-from torchvision.ops import box_iou
 from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
@@ -21,18 +20,14 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, label_names
 from isomorph.layers.eval_mode import eval_mode, require_finite
-from isomorph.report.html import ImageCard
-from isomorph.report.page_images import image_uri, stack_images
 from isomorph.tasks.detection.data import (
     DetectionSource,
     FitTransform,
     ImageRecord,
-    decode_masks,
     encode_outline,
     fitted_size,
     pycocotools,
 )
-from isomorph.tasks.image_sets import write_test_page
 from isomorph.training.task import Prediction
 
 KINDS = {"bbox": "box", "segm": "mask"}
@@ -43,12 +38,6 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f
 """Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito)."""
 SHOWN_SCORE = 0.3
 """Detections below this score are in the JSON and not in the picture."""
-SHOWN_IMAGES = 24
-"""Images on the page."""
-_WIDTH = 420
-"""Largest width of each of the two pictures of an image, in pixels."""
-_IOU = 0.5
-"""Overlap from which a detection of the right class has found an object."""
 
 
 class FittedImages(Dataset[tuple[Tensor, int]]):
@@ -221,100 +210,17 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
 
 
 def draw_objects(image: Image.Image, found: Mapping[str, Tensor], names: Sequence[str]) -> Image.Image:
-    """Draw boxes with class and score, and outlines filled in half-transparent colours.
-
-    Detections with a score are drawn from a score of .3; objects without scores are all drawn.
-    """
-    if "scores" in found:
-        shown = found["scores"] >= SHOWN_SCORE
-        found = {name: value[shown] for name, value in found.items()}
+    """Draw boxes with class and score, and outlines filled in half-transparent colours, from a score of .3."""
+    shown = found["scores"] >= SHOWN_SCORE
+    found = {name: value[shown] for name, value in found.items()}
     labels = found["labels"].tolist()
     colours: list[Any] = [COLOURS[label % len(COLOURS)] for label in labels]
     canvas = V.pil_to_tensor(image.convert("RGB"))
     if labels and "masks" in found:
         canvas = draw_segmentation_masks(canvas, found["masks"].bool(), alpha=0.45, colors=colours)
     if labels:
-        scores = [f" {score:.2f}" for score in found["scores"].tolist()] if "scores" in found else [""] * len(labels)
-        texts = [names[label] + score for label, score in zip(labels, scores, strict=True)]
+        texts = [f"{names[label]} {score:.2f}" for label, score in zip(labels, found["scores"].tolist(), strict=True)]
         corners = found["boxes"].clamp(min=0).minimum(torch.tensor([image.width - 1, image.height - 1] * 2))
         width = max(2, round(max(image.size) / 200))
         canvas = draw_bounding_boxes(canvas, corners, texts, colors=colours, width=width)
     return V.to_pil_image(canvas)
-
-
-class ImageScore(NamedTuple):
-    """What was found in an image: objects found, missed, and detections of nothing, or of an object found already."""
-
-    image: int
-    found: int
-    missed: int
-    wrong: int
-
-    @property
-    def f1(self) -> float:
-        """Share of what is right, of objects and detections together; 1 for an image without either."""
-        total = 2 * self.found + self.missed + self.wrong
-        return 2 * self.found / total if total else 1.0
-
-
-def write_detections(path: Path, source: DetectionSource, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the page of a test. `rows` are the metrics of all images, and then of every class.
-
-    Raises: UserError when it cannot be written, or an image cannot be read.
-    """
-    by_image = group_results(source, results)
-    index_of = {record.id: index for index, record in enumerate(source.samples)}
-    scores = [score_image(source, index_of[number], by_image[number]) for number in results.image_ids]
-    worst = sorted(scores, key=lambda score: (score.f1, -score.missed - score.wrong, score.image))[:SHOWN_IMAGES]
-    found, missed, wrong = (sum(column) for column in list(zip(*scores, strict=True))[1:])
-    lead = (
-        f"Box AP50 is {rows[0].get('box_ap50', 0):.1f} on {len(scores)} images. From a score of {SHOWN_SCORE}, "
-        f"{found} of {found + missed} objects are found, and {wrong} detections are wrong."
-    )
-    cards = [_card(source, score, by_image[source.samples[score.image].id]) for score in worst]
-    text = (
-        f"Above the truth, below the detections from a score of {SHOWN_SCORE}. An object is found by a detection of "
-        f"its class that overlaps it by half (IoU {_IOU})."
-    )
-    write_test_page(path, "Detections", lead, rows, "Average precision of every class.", cards, text)
-
-
-def group_results(source: DetectionSource, results: Results) -> dict[int, dict[str, Tensor]]:
-    """Return the detections of every image, by its number: boxes, labels, scores, and masks where there are any."""
-    entries: dict[int, list[dict[str, Any]]] = {number: [] for number in results.image_ids}
-    for entry in results.entries:
-        entries[entry["image_id"]].append(entry)
-    return {number: _as_tensors(source, some) for number, some in entries.items()}
-
-
-def _as_tensors(source: DetectionSource, entries: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    boxes = torch.tensor([each["bbox"] for each in entries], dtype=torch.float32).reshape(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]
-    labels = torch.tensor([source.label_of[e["category_id"]] for e in entries], dtype=torch.int64)
-    found = {"boxes": boxes, "labels": labels, "scores": torch.tensor([float(e["score"]) for e in entries])}
-    if entries and "segmentation" in entries[0]:
-        found["masks"] = torch.from_numpy(decode_masks([each["segmentation"] for each in entries])).bool()
-    return found
-
-
-def score_image(source: DetectionSource, index: int, detections: Mapping[str, Tensor]) -> ImageScore:
-    """Match the detections of an image with its objects, best first, each object once."""
-    truth = source.objects(index)
-    shown = torch.where(detections["scores"] >= SHOWN_SCORE)[0]
-    shown = shown[detections["scores"][shown].argsort(descending=True)]
-    free = torch.ones(len(truth["labels"]), dtype=torch.bool)
-    overlaps = box_iou(detections["boxes"], truth["boxes"])
-    for number in shown.tolist():
-        fits = free & (truth["labels"] == detections["labels"][number]) & (overlaps[number] >= _IOU)
-        if fits.any():
-            free[torch.where(fits, overlaps[number], -1).argmax()] = False
-    found = int((~free).sum())
-    return ImageScore(index, found, int(free.sum()), len(shown) - found)
-
-
-def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tensor]) -> ImageCard:
-    """Return an image twice, with the truth and with the detections, and what was found in it."""
-    image = source.image(score.image)
-    pictures = [draw_objects(image, each, source.classes) for each in (source.objects(score.image), detections)]
-    lines = [f"found {score.found} of {score.found + score.missed}, wrong {score.wrong}"]
-    return ImageCard(image_uri(stack_images(pictures, _WIDTH)), source.samples[score.image].file, lines)

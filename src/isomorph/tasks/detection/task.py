@@ -32,7 +32,6 @@ from isomorph.tasks.detection.results import (
     collect_detections,
     metric_rows,
     predict_file,
-    write_detections,
 )
 from isomorph.training.build import build_model
 from isomorph.training.objectives.distillation import FrozenTeacher
@@ -184,7 +183,6 @@ class Detection(Task):
         *("data.crop_pct", "data.images"),
     )
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
-    corruption_metric = "box_ap"
 
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.scale.parallel == "fsdp":
@@ -242,11 +240,8 @@ class Detection(Task):
             loss = GuidedDetectionLoss(model, open_model(options.teacher), device, options)
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 
-    def open_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
-        """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's.
-
-        Raises: UserError for missing data, or data of other classes.
-        """
+    def _test_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
+        """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's."""
         given, own = options.data, self.options
         if given is not None and given.endswith(".json"):
             source = self._open(Path(given).parent, "test", Path(given).name, None)
@@ -262,19 +257,12 @@ class Detection(Task):
         return drawn_once(source, options.max_images)
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
-        return self.evaluate_images(model, self.open_images(model, options), options, runtime)
-
-    def evaluate_images(
-        self, model: nn.Module, images: DetectionSource, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+        images = self._test_images(model, options)
         config = evaluation_config(model, options.size)
         batch = min(options.batch_size, _LARGEST_BATCH)
         loader = loader_of_share(FittedImages(images, config), batch, options.workers, runtime)
         results = collect_detections(model.to(runtime.device), loader, runtime)
-        rows = metric_rows(images, results)
-        if options.page and runtime.is_main:
-            write_detections(options.page, images, results, rows)
-        return rows
+        return metric_rows(images, results)
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         return predict_file(model, path)

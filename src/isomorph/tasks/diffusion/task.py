@@ -17,7 +17,6 @@ from isomorph.data.loaders import eval_transform, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime, derive_seed
-from isomorph.errors import UserError
 from isomorph.evaluation.model_data import open_split
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
@@ -176,8 +175,6 @@ class Diffusion(Task):
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""
-        if options.page:
-            raise UserError("--page is not for diffusion models; see their images with `isomorph sample`")
         config = dict(model.pretrained_cfg)  # type: ignore[arg-type]
         if options.size:
             config["input_size"] = (config["input_size"][0], *options.size)

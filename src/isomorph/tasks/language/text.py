@@ -1,7 +1,6 @@
-"""What all tasks on text share: tokenisers, padded batches, options, loaders, and a page of attention."""
+"""What all tasks on text share: tokenisers, padded batches, options, loaders."""
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -21,9 +20,6 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.errors import UserError, optional_module
-from isomorph.report.charts import Matrix
-from isomorph.report.html import Section, write_page
-from isomorph.terminal_tables import metric_table
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Task
@@ -31,12 +27,6 @@ from isomorph.training.task import EvaluationOptions, Task
 UNUSED_EMBEDDINGS = 256
 """Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256."""
 _NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-EXAMPLES = 3
-"""Examples on the page of attention: of the shortest, a middle and the longest that fits."""
-MAX_TOKENS = 32
-"""Most tokens of an example on the page, so that they can be read."""
-MAX_LAYERS = 6
-"""Layers on the page; of deeper networks this many, evenly spread."""
 
 
 def read_text(path: Path) -> str:
@@ -216,70 +206,4 @@ class LanguageTask(Task):
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
         test = self.open_test(model, source, data_root(options.root or folder))
         test = drawn_once(test, options.max_images)
-        metrics = self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)
-        if options.page and runtime.is_main:
-            write_attention(options.page, model, test, self.tokenizer, metrics)
-        return [metrics]
-
-
-def write_attention(path: Path, model: nn.Module, examples: Any, tokenizer: Any, metrics: Mapping[str, float]) -> None:
-    """Write a page with the metrics of a test and the attention maps of some of its examples.
-
-    Raises: UserError when it cannot be written, or the network hands out no maps.
-    """
-    batch = choose_examples(examples, tokenizer.pad_token_id)
-    maps = attention_of(model, batch)
-    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    texts = [
-        tokenizer.convert_ids_to_tokens(ids[own].tolist()) for ids, own in zip(batch["input_ids"], real, strict=True)
-    ]
-    heads, shown = maps[0].shape[1], np.unique(np.linspace(0, len(maps) - 1, min(MAX_LAYERS, len(maps))).round())
-    sections = [Section("Metrics", "Over the whole test.", table=metric_table("test", metrics))]
-    for layer in shown.astype(int).tolist():
-        charts = [
-            _chart(maps[layer][i, head][own][:, own], f"Example {i + 1}, head {head + 1}", tokens)
-            for i, (tokens, own) in enumerate(zip(texts, real, strict=True))
-            for head in range(heads)
-        ]
-        sections.append(Section(f"Layer {layer + 1} of {len(maps)}", "", charts=charts))
-    lead = (
-        f"Attention of {len(maps)} layers with {heads} heads each, on {len(texts)} examples of the test, without their "
-        "padding. Each row is a query, each column a key that it attends to. Refined maps may have negative attention."
-    )
-    write_page(path, "Attention on text", lead, sections)
-
-
-def _chart(attention: Tensor, title: str, tokens: Sequence[str]) -> Matrix:
-    """Return a map as a chart, with the same colours on both sides of 0 if it has negative values. Shape: (N, N)"""
-    low, high = attention.min().item(), attention.max().item()
-    names = [f"{number} {token}" for number, token in enumerate(tokens, 1)]
-    bound = max(-low, high)
-    return Matrix(title, "query", "key", names, names, attention.tolist(), -bound if low < 0 else 0.0, bound)
-
-
-def choose_examples(examples: Any, padding: int) -> dict[str, Tensor]:
-    """Return a batch of some examples, from the shortest to the longest that fits the page; longer ones are cut."""
-    lengths = np.array([len(examples[i][0]["input_ids"]) for i in range(min(len(examples), 2000))])
-    order = np.argsort(lengths, kind="stable")
-    fitting = order[lengths[order] <= MAX_TOKENS]
-    pool = fitting if len(fitting) else order
-    chosen = pool[np.unique(np.linspace(0, len(pool) - 1, min(EXAMPLES, len(pool))).round().astype(int))]
-    cut = [({n: x[:MAX_TOKENS] for n, x in examples[int(i)][0].items() if n != "positions"}, Tensor()) for i in chosen]
-    return PadBatch(padding)(cut)[0]
-
-
-@torch.no_grad()
-def attention_of(model: Any, batch: dict[str, Tensor]) -> Sequence[Tensor]:
-    """Return the attention maps of every layer, as the network applies them. Shape: -> layers of (B, nh, N, N)
-
-    Raises: UserError for a network that does not form maps.
-    """
-    body = copy.deepcopy(model.body).eval()
-    body.set_attn_implementation("eager")  # the other implementations never form a map
-    inputs = {name: x.to(model.table.device) for name, x in batch.items()}
-    if getattr(body.config, "type_vocab_size", 0) <= 1:
-        inputs.pop("token_type_ids", None)
-    maps = getattr(body(**inputs, output_attentions=True), "attentions", None)
-    if not maps or maps[0] is None:
-        raise UserError(f"{type(body).__name__} does not return its attention maps, so it has no page")
-    return [layer.float().cpu() for layer in maps]
+        return [self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)]

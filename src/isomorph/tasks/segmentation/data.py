@@ -109,9 +109,6 @@ class MaskedImages(ImageSet[Files]):
     def path(self, index: int) -> Path:
         return self.samples[index].image
 
-    def truth(self, index: int) -> list[np.ndarray]:
-        return [self.mask(index)]
-
     def mask(self, index: int) -> np.ndarray:
         """Return the class of every pixel of an image. Shape: -> (H, W)"""
         path = self.samples[index].mask

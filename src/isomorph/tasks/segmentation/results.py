@@ -1,13 +1,11 @@
-"""What a trained network predicts for the pixels of whole images: windows, metrics, pictures and the page of a test.
+"""What a trained network predicts for the pixels of whole images: windows, metrics and pictures.
 
 Logits come from windows of the size that the network was trained on, averaged where they overlap.
 """
 
 import colorsys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +15,9 @@ from torch import Tensor, nn
 from isomorph.distributed import Runtime
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.models.task_networks.upernet import resize_map
-from isomorph.report.charts import Matrix
-from isomorph.report.html import ImageCard, Section
-from isomorph.report.page_images import image_uri, stack_images
-from isomorph.tasks.image_sets import write_test_page
 from isomorph.tasks.segmentation.augment import SegmentationPart
-from isomorph.tasks.segmentation.data import IGNORE, MaskedImages
+from isomorph.tasks.segmentation.data import IGNORE
 
-SHOWN_IMAGES = 16
-"""Images on the page."""
 WINDOWS = 8
 """Windows that are computed at once."""
 
@@ -132,52 +124,30 @@ def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: 
     return logits[0].argmax(0)
 
 
-class ImageScore(NamedTuple):
-    """The mean IoU of one image, in percent, its counts, and the predicted classes. Shape: mask (H, W)"""
-
-    number: int
-    miou: float
-    counts: Confusion
-    mask: np.ndarray
-
-
-def worst_images(scores: Iterable[ImageScore]) -> list[ImageScore]:
-    """Return the images with the lowest mean IoU, the lowest first; an image without any class has none (NaN)."""
-    known = (score for score in scores if score.miou == score.miou)
-    return sorted(known, key=lambda score: (score.miou, score.number))[:SHOWN_IMAGES]
-
-
 def measure(
     model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime
-) -> tuple[Confusion, int, list[ImageScore]]:
-    """Return the counts over the images of all processes, the number of images, and the worst of them."""
-    total, worst, images = Confusion(model.num_classes), list[ImageScore](), 0  # type: ignore[arg-type]
+) -> tuple[Confusion, int]:
+    """Return the counts over the images of all processes, and the number of images."""
+    total, images = Confusion(model.num_classes), 0  # type: ignore[arg-type]
     with eval_mode(model):
         for image, truth in loader:
             with runtime.autocast():
-                predicted = predict_mask(model, image, part, tuple(truth.shape[-2:])).cpu()
-            counts, number = Confusion(len(total.counts)), runtime.rank + images * runtime.world
-            counts.add(truth[0], predicted)
-            score = ImageScore(number, counts.metrics()["miou"], counts, predicted.numpy().astype(np.uint8))
-            worst, images = worst_images([*worst, score]), images + 1
-            total.counts += counts.counts
-    counted, numbers, scores = zip(*runtime.gather((total.counts.tolist(), images, worst)), strict=True)
+                total.add(truth[0], predict_mask(model, image, part, tuple(truth.shape[-2:])).cpu())
+            images += 1
+    counted, numbers = zip(*runtime.gather((total.counts.tolist(), images)), strict=True)
     total.counts = torch.tensor(counted).sum(0)
-    return total, sum(numbers), worst_images(chain(*scores))
+    return total, sum(numbers)
 
 
 # pictures
 
 
 SHOWN_CLASSES = 25
-"""Classes in the confusion matrix, those that are confused most."""
-_WIDTH = 420
-"""Largest width of each picture of an image, in pixels."""
+"""Classes in the legend, the most frequent ones."""
 _ROW = 28
 """Height of a row of the legend, in pixels."""
 _LONGEST_NAME = 60
 """Letters of a class in the legend."""
-_WORST_CLASSES = 3
 _OPACITY = 0.55
 """Opacity of a mask over its image."""
 _GOLDEN = 0.6180339887
@@ -208,57 +178,6 @@ def overlay(image: Image.Image, mask: np.ndarray, colours: np.ndarray, opacity: 
     painted = colours[np.minimum(mask, len(colours) - 1)].astype(np.float32)
     mixed = np.where(shown, (1 - opacity) * pixels + opacity * painted, pixels)
     return Image.fromarray(mixed.round().astype(np.uint8))
-
-
-def write_masks(
-    path: Path, pairs: MaskedImages, total: Confusion, worst: Sequence[ImageScore], rows: Sequence[Mapping[str, Any]]
-) -> None:
-    """Write the page of a test. `rows` are the metrics of all images, and then of every class.
-
-    Raises: UserError when it cannot be written, or an image cannot be read.
-    """
-    classes = sorted(rows[1:], key=lambda row: -1 if row["iou"] is None else row["iou"])
-    known = [row for row in classes if row["iou"] is not None]
-    lead = (
-        f"The mean IoU over {len(known)} classes is {rows[0]['miou']:.1f}% on {rows[0]['images']} images, from "
-        f"{known[0]['iou']:.1f}% ({known[0]['class']}) to {known[-1]['iou']:.1f}% ({known[-1]['class']})."
-    )
-    colours = class_colours(len(pairs.classes), pairs.colours)
-    pixels = (total.counts.sum(0) + total.counts.sum(1)).tolist()
-    legend = ImageCard(image_uri(draw_legend(pairs.classes, colours, pixels)), "Colours", ["The most frequent first"])
-    by_class = "The lowest IoU first. The accuracy is the share of a class's pixels that were found."
-    how_to_read = "Above: the truth; below: the prediction. Pixels without a class are not coloured."
-    cards = [legend, *(_card(pairs, score, colours) for score in worst)]
-    confusion = _confusion_section(total, pairs.classes)
-    write_test_page(path, "Segmentation", lead, [rows[0], *classes], by_class, cards, how_to_read, confusion)
-
-
-def _confusion_section(total: Confusion, names: Sequence[str]) -> Section:
-    """Return the shares of each true class's pixels that were predicted as each class."""
-    counts = total.counts.double()
-    shares = 100 * counts / counts.sum(1, keepdim=True).clamp_min(1)  # (K, K)
-    wrong = counts - torch.diag(counts.diagonal())
-    chosen = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True)[:SHOWN_CLASSES].sort().values
-    labels = [names[i] if i < len(names) else f"class {i}" for i in chosen.tolist()]
-    chart = Matrix(
-        "Share of a class's pixels, %", "true class", "predicted class", labels, labels,
-        shares[chosen][:, chosen].tolist(), 0.0, 100.0,
-    )  # fmt: skip
-    which = f"The {SHOWN_CLASSES} classes that are confused most. " if len(names) > SHOWN_CLASSES else ""
-    return Section("Confusion", f"{which}A row shows what the pixels of a class were taken for.", charts=[chart])
-
-
-def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageCard:
-    """Return the truth and the prediction of an image next to each other, with its worst classes."""
-    image, truth = pairs.image(score.number), pairs.mask(score.number)
-    shown = np.where(truth == IGNORE, IGNORE, score.mask)
-    picture = stack_images([overlay(image, mask, colours) for mask in (truth, shown)], _WIDTH)
-    rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
-    lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
-    text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
-    return ImageCard(
-        image_uri(picture), pairs.file_name(score.number), [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
-    )
 
 
 def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[float]) -> Image.Image:

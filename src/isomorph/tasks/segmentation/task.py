@@ -35,7 +35,6 @@ from isomorph.tasks.segmentation.results import (
     index_image,
     measure,
     predict_mask,
-    write_masks,
 )
 from isomorph.training.build import build_model
 from isomorph.training.objectives.distillation import FrozenTeacher
@@ -121,7 +120,6 @@ class Segmentation(Task):
     fields = SegmentationPart
     sources = tuple(FORMATS)
     printed = {"miou": ".2f", "pixel_accuracy": ".2f"}
-    corruption_metric = "miou"
     options: SegmentationPart
 
     def check_recipe(self, recipe: Recipe) -> None:
@@ -176,13 +174,13 @@ class Segmentation(Task):
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-            counts, images, _ = measure(module, loader, self.options, runtime)
+            counts, images = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
         task = SegmentationLoss(model, self.options, device, open_teacher(self.options, model))
         return Objective(task, measure_masks, lambda metrics: metrics["miou"])
 
-    def open_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
+    def _test_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
         """Return the images and masks to evaluate a trained model on: those given, else of the kind it was trained on.
 
         Raises: UserError for missing data, or data of other classes.
@@ -202,17 +200,10 @@ class Segmentation(Task):
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         if options.size:
             raise UserError("--size does not apply to segmentation, which resizes images as in training; leave it out")
-        return self.evaluate_images(model, self.open_images(model, options), options, runtime)
-
-    def evaluate_images(
-        self, model: nn.Module, images: MaskedImages, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
+        images = self._test_images(model, options)
         loader = self._image_loader(evaluation_config(model), images, options.workers, runtime)
-        counts, number, worst = measure(model.to(runtime.device), loader, self.options, runtime)
-        rows = [{**counts.metrics(), "images": number}, *counts.rows(images.classes)]
-        if options.page and runtime.is_main:
-            write_masks(options.page, images, counts, worst, rows)
-        return rows
+        counts, number = measure(model.to(runtime.device), loader, self.options, runtime)
+        return [{**counts.metrics(), "images": number}, *counts.rows(images.classes)]
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         image = read_image(path)
