@@ -31,7 +31,7 @@ from isomorph.tasks.detection.data import (
     read_annotations,
     run_lengths,
 )
-from isomorph.tasks.detection.results import Results, as_results, ground_truth, group_results, metric_rows, score_image
+from isomorph.tasks.detection.results import Results, as_results, ground_truth, metric_rows
 from isomorph.tasks.detection.task import DetectionPart, GuidedDetectionLoss, guided_losses
 from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
@@ -352,17 +352,6 @@ def test_nothing_found_has_no_precision(tmp_path):
         metric_rows(source, Results([], []))
 
 
-def test_scores_of_an_image(tmp_path):
-    source = open_split(write(tmp_path), "train", masks=False)
-    entry = {"image_id": 0, "category_id": 3, "bbox": [10, 10, 20, 20], "score": 0.9}
-    twice = Results([entry, {**entry, "score": 0.8}, {**entry, "score": 0.1}], [0])
-    score = score_image(source, 0, group_results(source, twice)[0])
-    assert (score.found, score.missed, score.wrong) == (1, 0, 1)
-    other = Results([{**entry, "category_id": 7}], [0])
-    score = score_image(source, 0, group_results(source, other)[0])
-    assert (score.found, score.missed, score.wrong, score.f1) == (0, 1, 1, 0)
-
-
 VIT = dict(embed_dim=24, num_heads=3, depth=1)
 HEADS = dict(channels=16, features=32, proposals=30, samples=16)
 NETWORK = dict(name="mask_rcnn", kwargs=dict(backbone="tdrl_vit_ti", backbone_kwargs=VIT, **HEADS))
@@ -431,20 +420,14 @@ class TestRun:
         same = zip(by_folder.state_dict().values(), by_file.state_dict().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in same)
 
-    @pytest.mark.filterwarnings("ignore:__array__ implementation")
-    def test_predictions_and_robustness(self, squares, tmp_path):
+    def test_predictions(self, squares, tmp_path):
         root, result = squares
         done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")
         assert not done.returncode, done.stderr
         with Image.open(tmp_path / "y.png") as picture:
             assert picture.size == (64, 48)
-        entries = json.loads((tmp_path / "y.json").read_text())
-        for each in entries:
+        for each in json.loads((tmp_path / "y.json").read_text()):
             assert set(each) == {"label", "name", "score", "box", "segmentation"}
-            assert codec.decode(each["segmentation"]).shape == (48, 64)
-        found = iso.robustness(result.model, root, corruptions=["brightness"], severities=[2])
-        assert found["clean"]["box_ap"] == pytest.approx(result.metrics["box_ap"])
-        assert {"mask_ap", "box_ap50"} <= found["cells"][0].keys()
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -33,7 +33,7 @@ from isomorph.tasks.language.glue import (
     training_sentences,
 )
 from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
-from isomorph.tasks.language.text import LanguageTask, PadBatch, attention_of, choose_examples, open_tokenizer
+from isomorph.tasks.language.text import LanguageTask, PadBatch, open_tokenizer
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import find_task
 from isomorph.training.task import EvaluationOptions, task_of
@@ -261,19 +261,6 @@ class TestRuns:
             task_of(model), model, "fine", ClassifierOptions(), EvaluationOptions(str(root)), ALONE, json_=False
         )
         assert "accuracy (%)" in capsys.readouterr().out
-
-    def test_the_page_of_attention(self, root, tokenizer, tmp_path, pretrained):
-        model = iso.load(pretrained / "model.safetensors").eval()
-        rows = [(("a b c", "d"), 1.0), (("a", "b"), 0.0), (("a b c d e f", "g h"), 0.0)]
-        batch = choose_examples(Sentences(rows, ("x", "y"), tokenizer, 32), 0)
-        assert batch["attention_mask"].sum(1).tolist() == [5, 7, 11]
-        maps = attention_of(model, batch)
-        assert [tuple(layer.shape) for layer in maps] == [(3, 2, 11, 11)]
-        options = EvaluationOptions(str(root / "text.txt"), page=tmp_path / "page.html", max_images=3)
-        task_of(model).evaluate(model, options, ALONE)
-        page = (tmp_path / "page.html").read_text()
-        assert "Example 3, head 2" in page
-        assert "Layer 1 of 1" in page
 
     def test_a_regression_and_a_split(self, root, tmp_path):
         values = fine_tuning(root, "stsb")
