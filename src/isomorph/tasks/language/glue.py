@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from isomorph.data.formats.registry import data_root
-from isomorph.distributed import ALONE, REPEATED, Runtime, to_device
+from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
 from isomorph.layers.eval_mode import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
-from isomorph.tasks.language.text import LanguagePart, LanguageTask, read_lines, read_text
+from isomorph.tasks.language.text import LanguagePart, LanguageTask, read_text
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import Objective, Prediction
+from isomorph.training.task import Objective
 
 Column = str | int
 """A column by its name in the header, or by its number in a file without header."""
@@ -324,30 +324,6 @@ class TextClassification(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         return self._read(open_root(root, [self.options.dataset]), "test")
-
-    def predict(self, model: nn.Module, path: Path) -> Prediction:
-        """Return the prediction for every line of a text file; the two texts of a pair are separated by a tab."""
-        columns = len(self.glue.texts)
-        texts = [tuple(line.split("\t")) for line in read_lines([path])]
-        for number, row in enumerate(texts, start=1):
-            if len(row) != columns:
-                what = f"{len(row)} columns, and {self.options.dataset} takes {columns}"
-                raise UserError(f"{path}, text {number}: {what}")
-        examples = Sentences([(row, 0.0) for row in texts], self.glue.classes, self.tokenizer, self.options.length)
-        loader = self.share_loader(examples, 32, 0, ALONE)
-        outputs = torch.from_numpy(_predict(model, loader, ALONE)[0])
-        rows = [self._describe(row, output) for row, output in zip(texts, outputs, strict=True)]
-        return Prediction(rows, {".json": rows})
-
-    def _describe(self, texts: tuple[str, ...], output: Tensor) -> dict[str, Any]:
-        """Return a prediction in plain values: texts, and the most probable class or the score."""
-        text = " | ".join(texts)
-        if len(self.glue.classes) == 1:
-            return {"text": text, self.glue.classes[0]: output[0].item()}
-        share = output.softmax(-1)
-        best = int(share.argmax())
-        return {"text": text, "class": self.glue.classes[best], "probability": 100 * share[best].item()}
-
 
 @torch.no_grad()
 def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, rea
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import Rate
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import Objective, Prediction
+from isomorph.training.task import Objective
 
 IGNORED = -100
 """Target of a position that does not count."""
@@ -190,26 +190,6 @@ class MaskedLM(LanguageTask):
             packed = divide(packed, part)[1]
         packed.fixed = True
         return packed
-
-    @torch.no_grad()
-    def predict(self, model: nn.Module, path: Path) -> Prediction:
-        """Return the most probable words for every [MASK] in a text file."""
-        tokenizer, rows = self.tokenizer, []
-        device = next(model.parameters()).device
-        for text in read_lines([path]):
-            ids = tokenizer(text, truncation=True, max_length=self.options.length, return_tensors="pt")["input_ids"]
-            positions = (ids == tokenizer.mask_token_id).nonzero()[:, 1][None]  # (1, K)
-            if not positions.numel():
-                raise UserError(f"{path}: a line has no {tokenizer.mask_token} for a word to predict: {text[:60]}")
-            with eval_mode(model):
-                share = model(ids.to(device), positions=positions.to(device))[0].float().softmax(-1)  # (K, V)
-            require_finite(share)
-            for number, each in enumerate(share, start=1):
-                best = each.topk(min(5, len(each)))
-                words = " ".join(tokenizer.convert_ids_to_tokens(best.indices.tolist()))
-                rows.append({"text": text, "mask": number, "words": words, "probability": 100 * best.values[0].item()})
-        return Prediction(rows, {".json": rows})
-
 
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
     """Return sums: loss, right predictions, words, sequences. Shape: logits (B, K, V), targets (B, K) -> (4,)"""
