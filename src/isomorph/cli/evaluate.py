@@ -61,8 +61,7 @@ def evaluate_(
     size: opt.Sizes = None,
     of: ClassifierOptions = ClassifierOptions(),  # noqa: B008
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
-    page: Path | None = None,
-    overwrite: Annotated[bool, Parameter(negative="", help="Replace --per-class or --page if they exist.")] = False,
+    overwrite: Annotated[bool, Parameter(negative="", help="Replace --per-class if it exists.")] = False,
     device: opt.Device = "auto",
     json_: opt.Json = False,
 ) -> None:
@@ -76,15 +75,11 @@ def evaluate_(
         A folder of images with one folder per class (in val/ or test/, or directly), or a data source: cifar10,
         cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its
         folder (imagefolder, tar, webdataset, huggingface), by default detected.
-    page
-        File for a page (.html) of a model for segmentation or detection: its predictions next to the truth, the worst
-        images first, with the metrics of every class. Of a text network: its attention.
     """
     if of.suite and of.classes is not None:
         raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
     if of.partial and not of.suite:
         raise UserError("--partial applies to --suite only; give --suite too")
-    opt.check_out(page, overwrite, suffixes=(".html",), option="--page")
     opt.check_out(of.per_class, overwrite, suffixes=(".csv",), option="--per-class")
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
@@ -95,11 +90,9 @@ def evaluate_(
     locations = find_suites(of.suite, load.root, data) if of.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
-    given = EvaluationOptions(data, **vars(load), page=page)
+    given = EvaluationOptions(data, **vars(load))
     if task := task_of(net):
         evaluate_task(task, net, model, of, given._replace(size=_only(size)), runtime, json_)
-    elif page:
-        raise UserError("--page is for networks of other tasks, such as detectors; for a classifier: isomorph analyze")
     else:
         rows, costs = _measure(
             net, of, given, locations, tuple(size or ()), runtime, Path(model).suffix in opt.EXPORTED
@@ -121,18 +114,13 @@ def evaluate_task(
     task: Any, net: Any, model: str, of: ClassifierOptions, given: Any, runtime: Any, json_: bool
 ) -> None:
     """Print the metrics of a model's own task: a table of the first row, and one with a line for each further row."""
-    reject_classifier_options({name: value for name, value in vars(of).items() if name not in ("rfc_fill", "cost")})
+    if given_here := [name for name, value in vars(of).items() if value and name not in ("rfc_fill", "cost")]:
+        option = given_here[0].replace("_", "-")
+        raise UserError(f"--{option} is for image classifiers; leave it out for this model")
     rows = task.evaluate(net, given, runtime)
     if runtime.is_main:
         texts = [metric_table(model, rows[0]), *([row_table(rows[1:])] if rows[1:] else [])]
-        show(json_, {"model": model, "rows": rows}, *texts, *([f"page: {given.page}"] if given.page else []))
-
-
-def reject_classifier_options(given: Mapping[str, Any]) -> None:
-    """Raise UserError for an option that is for image classifiers only, with a value."""
-    for option, value in given.items():
-        if value:
-            raise UserError(f"--{option.replace('_', '-')} is for image classifiers; leave it out for this model")
+        show(json_, {"model": model, "rows": rows}, *texts)
 
 
 def _measure(

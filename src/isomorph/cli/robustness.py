@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from isomorph.cli import options as opt
-from isomorph.cli.evaluate import reject_classifier_options
 from isomorph.cli.output import page_footer, progress_bar, show
+from isomorph.errors import UserError
 
 
 @opt.group
@@ -77,8 +77,6 @@ def robustness(
 ) -> None:
     """Measure accuracy under the corruptions of ImageNet-C, by corruption, category and severity, and mCE.
 
-    Of a model for segmentation or detection: mean IoU or box AP.
-
     Example: isomorph robustness t.safetensors --data photos --max-images 200
 
     Parameters
@@ -87,8 +85,7 @@ def robustness(
         imagenet-c, or cifar-c for the published CIFAR-10-C or CIFAR-100-C, which needs --folder.
     data
         A folder of clean images to corrupt, or a data source: cifar10, cifar100, digits or imagefolder; by default the
-        one the model was trained on. With --folder: the clean images, for the relative mCE. For segmentation and
-        detection: a folder with masks or annotations.
+        one the model was trained on. With --folder: the clean images, for the relative mCE.
     seed
         Seed of the random corruptions.
     page
@@ -98,10 +95,12 @@ def robustness(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, read_result
+        from isomorph.evaluation.model_data import open_test_images
+        from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, measure_classifier, read_result
         from isomorph.evaluation.robustness.images import open_published
         from isomorph.evaluation.robustness.scores import severity_table, summary_lines
         from isomorph.report.robustness_page import write_robustness
+        from isomorph.training.task import task_of, task_record
     own = dict(folder=of.folder, size=of.size, partial=of.partial)
     loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
     files = dict(out=cells.out, baseline=cells.baseline, name=opt.display_name(model, opening.pretrained))
@@ -110,25 +109,14 @@ def robustness(
     open_published(suite, of.folder, options.wanted())
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
+    if task_of(net):
+        raise UserError(f"robustness is for image classifiers; {model} is for {task_record(net)['name']}")
+    clean = None if of.folder and data is None else open_test_images(net, data, load.root, of.classes, of.split)
     with progress_bar("cells", show=runtime.is_main) as progress:
-        result = _measure(net, data, load.root, of, replace(options, runtime=runtime, progress=progress))
+        result = measure_classifier(net, clean, replace(options, runtime=runtime, progress=progress))
     if runtime.is_main:
         if page:
             base = read_result(cells.baseline.expanduser()) if cells.baseline else None
             write_robustness(page, result, base, page_footer())
         written = [f"page: {page}"] if page else []
         show(json_, result, severity_table(result), "\n" + "\n".join(summary_lines(result)), *written)
-
-
-def _measure(net: Any, data: str | None, root: Path | None, of: ClassifierOptions, options: Any) -> dict[str, Any]:
-    """Return the result of a model: of its own task, or of a classifier on published images or its data source's."""
-    from isomorph.evaluation.model_data import open_test_images
-    from isomorph.evaluation.robustness.cells import measure_classifier
-    from isomorph.tasks.robustness import measure_task
-    from isomorph.training.task import task_of
-
-    if task := task_of(net):
-        reject_classifier_options(vars(of))
-        return measure_task(net, task, data, root, options)
-    clean = None if of.folder and data is None else open_test_images(net, data, root, of.classes, of.split)
-    return measure_classifier(net, clean, options)

@@ -159,23 +159,6 @@ class Task:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
         raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
 
-<<<<<<< HEAD
-    def open_images(self, model: nn.Module, options: EvaluationOptions) -> Any:
-        """Return the images to evaluate a trained model on, with their truth; for tasks with a `corruption_metric`.
-
-        They have a length, `classes`, `image(index)` in RGB, `file_name(index)`, `truth(index)` (a list of arrays), and
-        `alter`: None, or a function that changes each image after it was read, given the name of its file.
-        """
-        raise NotImplementedError
-
-    def evaluate_images(
-        self, model: nn.Module, images: Any, options: EvaluationOptions, runtime: Runtime
-    ) -> list[dict[str, Any]]:
-        """Return rows of metrics on opened images, the first of all together; for tasks with a `corruption_metric`."""
-        raise NotImplementedError
-
-=======
->>>>>>> 853881ae (tasks: no pages of tests, no robustness of dense tasks)
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         """Return the prediction of a trained model for a file. Raises: UserError when it cannot be read."""
         raise UserError(f"{type(self).__name__} makes no predictions for a file")

@@ -325,6 +325,7 @@ class TextClassification(LanguageTask):
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         return self._read(open_root(root, [self.options.dataset]), "test")
 
+
 @torch.no_grad()
 def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple[np.ndarray, np.ndarray]:
     """Return outputs and labels of a process's share of the examples. Raises: NotFinite for outputs that are not.

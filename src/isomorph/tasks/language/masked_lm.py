@@ -191,6 +191,7 @@ class MaskedLM(LanguageTask):
         packed.fixed = True
         return packed
 
+
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
     """Return sums: loss, right predictions, words, sequences. Shape: logits (B, K, V), targets (B, K) -> (4,)"""
     counted, sequences = targets >= 0, (targets != REPEATED).any(1).sum()

@@ -124,9 +124,7 @@ def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: 
     return logits[0].argmax(0)
 
 
-def measure(
-    model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime
-) -> tuple[Confusion, int]:
+def measure(model: nn.Module, loader: Iterable[Any], part: SegmentationPart, runtime: Runtime) -> tuple[Confusion, int]:
     """Return the counts over the images of all processes, and the number of images."""
     total, images = Confusion(model.num_classes), 0  # type: ignore[arg-type]
     with eval_mode(model):
