@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.files import read_contents, strip_wrappers
+from isomorph.checkpoints.files import strip_wrappers
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
@@ -236,13 +236,6 @@ def test_broken_files_are_named_in_one_line(tmp_path):
         elif content is not None:
             save(tmp_path / name, content)
         assert len(refused(said, open_own, tmp_path / name, arch="cifar_resnet20")) < 400
-
-
-def test_the_reader_of_nothing_but_weights(tmp_path):
-    path = Path(save(tmp_path / "w.pth", {"state_dict": {"model": {"a": torch.ones(1)}}, "args": {"model": "x"}}))
-    contents = read_contents(path)
-    assert (list(contents.tensors), contents.entry, contents.settings) == (["a"], "state_dict", {"model": "x"})
-    assert not contents.notes
 
 
 class Own(nn.Module):
