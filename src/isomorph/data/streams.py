@@ -189,24 +189,20 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         """Images of a part of a batch."""
 
     def __iter__(self) -> Iterator[_StreamBatch]:
-        order, parts, first = self.sampler.order, self.sampler.parts.own, self.sampler.first
+        steps, parts, first = self.sampler.order.steps, self.sampler.parts.own, self.sampler.first
         worker, workers = _worker_position()
         turn = (worker + first * len(parts)) % workers  # the loader asks worker 0 first, at whichever step it starts
-        start = first
-        for epoch in range(first // order.steps, self.sampler.epochs):
-            begin, end = epoch * order.steps, (epoch + 1) * order.steps
-            batches = [(step, part) for step in range(begin, end) for part in parts]
-            own = [batch for n, batch in enumerate(batches, begin * len(parts)) if n % workers == turn]
-            done = {part: sum(1 for step, p in own if p == part and step < start) for part in parts}
-            steps = {part: step for step, part in reversed(own)}  # of a part of this worker, the first
-            shares = {
-                part: islice(self._share(epoch, part, step, workers), done[part] * self.size, None)
-                for part, step in steps.items()
-            }
-            for step, part in own:
-                if step >= start:
-                    yield self._batch(shares[part], step, part)
-            start = end
+        for epoch in range(first // steps, self.sampler.epochs):
+            shares: dict[int, Iterator[StreamSample]] = {}
+            for number in range(epoch * steps * len(parts), (epoch + 1) * steps * len(parts)):
+                if number % workers != turn:
+                    continue
+                step, part = number // len(parts), parts[number % len(parts)]
+                if part not in shares:
+                    shares[part] = self._share(epoch, part, step, workers)
+                samples = list(islice(shares[part], self.size))
+                if step >= first:
+                    yield self._batch(samples, step, part)
 
     def _share(self, epoch: int, part: int, step: int, workers: int) -> Iterator[StreamSample]:
         """Yield the samples of a share of the stream without end."""
@@ -221,11 +217,11 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
             yield first
             yield from samples
 
-    def _batch(self, share: Iterator[StreamSample], step: int, part: int) -> _StreamBatch:
-        """Return the next part of a batch from a share; other images of the part, repeated, replace unreadable ones."""
+    def _batch(self, samples: list[StreamSample], step: int, part: int) -> _StreamBatch:
+        """Return a part of a batch from its samples; other images of the part, repeated, replace unreadable ones."""
         examples: list[Example] = []
         problems: list[str] = []
-        for position, (stored, label, identity) in enumerate(islice(share, self.size)):
+        for position, (stored, label, identity) in enumerate(samples):
             seed_generators(derive_seed("streamed", self.sampler.order.seed, step, part, position), devices=False)
             try:
                 examples.append((self.transform(self.stream.image(stored, identity)), label, []))
