@@ -108,8 +108,4 @@ def _link(partial: Path, path: Path) -> None:
         raise
     except OSError:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        try:
-            os.replace(partial, path)
-        except OSError:
-            path.unlink()  # the empty file that held the name
-            raise
+        os.replace(partial, path)

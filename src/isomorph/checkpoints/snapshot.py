@@ -136,13 +136,20 @@ def write_snapshot(
         partial.mkdir(parents=True)
 
     def write_mine() -> None:
-        copies = {name: _unshared(tensor) for name, tensor in tensors.items()}
+        copies = {name: tensor.detach() for name, tensor in tensors.items()}
+        for name, tensor in copies.items():
+            if not isinstance(tensor, DTensor):  # safetensors needs it contiguous, sharing memory with no other
+                copies[name] = tensor.clone(memory_format=torch.contiguous_format)
         with _no_process_group_warning():
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
             dcp.save(copies, storage_writer=writer, no_dist=alone)
 
     def finish() -> None:
-        _write_state(partial / STATE_FILE, {"step": step, **values, "files": dict(sorted(files))})
+        state = json.loads(json.dumps({"step": step, **values, "files": dict(sorted(files))}))
+        with (partial / STATE_FILE).open("w") as file:
+            json.dump({**state, "digest": digest_of(state)}, file)
+            file.flush()
+            os.fsync(file.fileno())
         _flush_folder(partial)
         shutil.rmtree(path, ignore_errors=True)
         os.replace(partial, path)
@@ -183,15 +190,6 @@ def _no_process_group_warning() -> Iterator[None]:
         yield
 
 
-def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the values that are not tensors with their digest, and flush them to disk."""
-    values = json.loads(json.dumps(state))
-    with path.open("w") as file:
-        json.dump({**values, "digest": digest_of(values)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _delete_older(folder: Path) -> None:
     """Delete all but the newest snapshots, and partial ones that a crash has left."""
     for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
@@ -215,13 +213,6 @@ def _error_reason(error: BaseException) -> str:
     inner = next(iter(getattr(error, "failures", {}).values()), None)
     first = inner[0] if isinstance(inner, tuple) else error
     return " ".join(str(first).split()) or type(first).__name__
-
-
-def _unshared(tensor: Tensor) -> Tensor:
-    """Return the tensor as safetensors needs it: contiguous, sharing memory with no other."""
-    return (
-        tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
-    )
 
 
 def _checksum(path: Path) -> str:
