@@ -196,8 +196,8 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
     entries = [key for key in (*_AVERAGED, *_LAST) if _holds_tensors(held.get(key))]
     if not entries:
         if not _holds_tensors(held, depth=0):
-            entries = "the state of an optimiser" if "param_groups" in held else ", ".join(list(held)[:6]) or "nothing"
-            raise UserError(f"{path} holds no weights, only {entries}; give a file with the model's state_dict")
+            found = "the state of an optimiser" if "param_groups" in held else ", ".join(list(held)[:6]) or "nothing"
+            raise UserError(f"{path} holds no weights, only {found}; give a file with the model's state_dict")
         return Contents(path, dict(held), settings=settings)
     last = [key for key in entries if key in _LAST]
     chosen = (entries if ema or not last else last)[0]

@@ -32,6 +32,9 @@ _TURNS = {
 class ImageSubset(Sequence[ImageLike]):
     """Some images of a sequence, by their indices in it; nothing is read or copied before it is asked for."""
 
+    images: Sequence[ImageLike]
+    indices: np.ndarray
+
     def __init__(self, images: Sequence[ImageLike], indices: np.ndarray) -> None:
         if isinstance(images, ImageSubset):
             images, indices = images.images, images.indices[indices]
