@@ -37,7 +37,7 @@ class ImageSubset(Sequence[ImageLike]):
 
     def __init__(self, images: Sequence[ImageLike], indices: np.ndarray) -> None:
         if isinstance(images, ImageSubset):
-            images, indices = images.images, images.indices[indices]
+            indices, images = images.indices[indices], images.images
         self.images, self.indices = images, indices
 
     def __len__(self) -> int:
