@@ -230,7 +230,7 @@ WRONG = {
     "wnid of others": (
         lambda top: folders(top, [("n01440764", 0), ("n00000001", 1)]),
         "imagenet",
-        "has class n00000001, which ImageNet-1k does not have",
+        "has class 'n00000001', which ImageNet-1k does not have",
     ),
     "number": (
         lambda top: folders(top, [("7", 7), ("1000", 0)]),
