@@ -34,7 +34,7 @@ def test_the_five_likeliest_classes(photo):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--image", "nothing.png"], "there is no file nothing.png"),
+        (["--image", "nothing.png"], '"nothing.png" does not exist'),
         (["--out", "{photo}"], "is the image itself"),
         (["--out", "y.png"], "must end in .json for this model"),
         (["--out", "{exists}"], "exists; give --overwrite"),
