@@ -400,7 +400,8 @@ class Plan:
             return "what it gives is an output of the model"
         shape = self._shape(value)
         for operation in self.flow.reads[value]:
-            output, moved = operation.outputs[0], axis
+            output: Value = operation.outputs[0]
+            moved: int | None = axis
             if operation.name in _VIEWS:
                 moved = _new_axis(operation, axis, shape, self._shape(output))
             if operation.name in _VIEWS | _UNCHANGED | {"roll"} and moved is not None:

@@ -227,7 +227,7 @@ def fuse_with_report(
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         cases, problem = _cases(exact.double(), model, example)
     if cases:
-        left = search(names, lambda chosen: cases.fault(lambda: _fused(copy.deepcopy(exact), chosen)))
+        left = search(list(names), lambda chosen: cases.fault(lambda: _fused(copy.deepcopy(exact), chosen)))
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
     if cases:

@@ -314,7 +314,7 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
         outputs = _run(model, example, {f"{place}.inserted.block": (partial(enter, place), leave) for place in calls})
     except DoesNotRun as error:
         place, x, _ = running[0]
-        reason = first_line(error.__cause__ or error)[:160]
+        reason = first_line(error)[:160]
         raise UserError(f"the block does not fit {tuple(x.shape)} after {place}: {reason}") from None
     for place, count in calls.items():
         if seen[place] != count:

@@ -309,6 +309,7 @@ def _apply(model: nn.Module, group: Group, removed: bool) -> list[tuple[Merge, s
         edits.append((rule, name))
         return new
 
+    written: list[tuple[Tensor, Tensor | None]]
     if group.kind == "chain":
         written = [_product(*layers)]
     elif group.kind == "readers":

@@ -188,7 +188,7 @@ class LinearToPyramid(Rule):
         if isinstance(module, AnnealedPair):
             if (type(module), type(module.act)) != (AnnealedPair, AnnealedReLU):
                 return f"{type(module).__name__} may compute something else than AnnealedPair"
-            if self.keeps_function and not module.act.is_identity:
+            if self.keeps_function and not module.act.is_identity:  # type: ignore[union-attr]
                 return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
             parts = [
                 part for part in module.children() if not isinstance(part, AnnealedReLU) and not is_plain_norm(part)
