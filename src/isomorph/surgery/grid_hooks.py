@@ -2,17 +2,15 @@
 
 The grid is a property of the call: threads may share a model, and run it on images of several sizes at the same time.
 
-- When a model embeds an image, a context variable stores the grid, for this thread only. While a block runs, the layers
-  inside receive that grid as an argument. A layer that is called outside its model, or under a compiler, uses its
-  attribute `grid_size`: the grid of the model's last image, or the value assigned since.
+- When a model embeds an image, the grid is stored for this thread, and passed to the layers that it calls next. A layer
+  that is called alone before any image, or under a compiler, uses its attribute `grid_size`.
 - Gradient checkpointing runs blocks again during the backward pass, in any order and perhaps in another thread. So the
   storage of the tokens that enter a block is marked with their grid, and a block that runs again reads the mark.
 """
 
 import copy
-from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple, Self
-from weakref import ref
+import threading
+from typing import Any, ClassVar, Self
 
 import torch
 from timm.layers import PatchDropout
@@ -20,33 +18,98 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
+from isomorph.layers.map_grid import GridSize
 from isomorph.surgery.edited_attention import EditedAttention
 from isomorph.surgery.rule import Rule, check_grid
 
 GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, EditedAttention)
 """Layers that need the grid positions of their tokens."""
 
-GridSize = tuple[int, int]
+
+class _Grids:
+    """The grids of the images that a model runs on, and the hooks that pass them on."""
+
+    reattached: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.seen: dict[GridSize, None] = {}  # an ordered set
+        self.traced: GridSize | None = None  # under a compiler, which sees no thread
+        self.thread = threading.local()  # its `image`: the grid of the last one, and the backward pass or -1
+
+    def __reduce__(self) -> Any:
+        return _Grids, ()
+
+    def before_embedding(self, embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the grid of the image; without a patch embedding its size stands for the grid."""
+        if kwargs.get("patch_coord") is not None:
+            raise UserError("patches with coordinates have a grid for each image; give images (B, C, H, W)")
+        image = args[0] if args else next(iter(kwargs.values()))
+        if image.ndim != 4:  # tokens: the model is a part of another
+            return
+        height, width = image.shape[-2:]
+        embeds = hasattr(embedding, "dynamic_feat_size")
+        grid = embedding.dynamic_feat_size((height, width)) if embeds else (height, width)
+        if torch.compiler.is_compiling():
+            self.traced = grid
+        else:
+            self.seen.setdefault(grid)
+            self.thread.image = grid, _backward_pass()
+
+    def before_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark the tokens that enter a block, or read their mark."""
+        if not torch.compiler.is_compiling():
+            self.of_tokens(args[0] if args else kwargs.get("x"))
+
+    def before_layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the grid of its tokens to a layer, unless the call does."""
+        if kwargs.get("grid_size"):
+            return None
+        if torch.compiler.is_compiling():
+            grid = self.traced
+        else:
+            tokens = args[0] if args else next(iter(kwargs.values()))
+            grid = self.of_tokens(tokens) or self.of_token_count(layer, tokens)
+            layer.grid_size = grid or layer.grid_size
+        return args, {**kwargs, "grid_size": grid or layer.grid_size}
+
+    def of_tokens(self, tokens: Any) -> GridSize | None:
+        """Return the grid of the last image of this thread and this forward or backward pass, or of the tokens' mark.
+
+        A mark is read where a backward pass computes a block again; it holds for the next blocks of the same
+        checkpoint, whose tokens are new.
+        """
+        backward_pass, storage = _backward_pass(), _storage_of(tokens)
+        if backward_pass != -1 and (mark := getattr(storage, "isomorph_grid", None)):
+            self.thread.image = mark, backward_pass
+        grid, begun_in = getattr(self.thread, "image", (None, backward_pass))
+        if grid is None or begun_in != backward_pass:
+            return None
+        if storage is not None:
+            storage.isomorph_grid = grid
+        return grid
+
+    def of_token_count(self, layer: Any, tokens: Tensor) -> GridSize | None:
+        """Return the only grid seen so far with this number of tokens, if any, in a backward pass.
+
+        For tokens without a mark, which hooks on saved tensors have replaced.
+
+        Raises: UserError if there are several such grids.
+        """
+        if _backward_pass() == -1:
+            return None
+        count = tokens.shape[1] - layer.prefix_tokens
+        fitting = [grid for grid in tuple(self.seen) if grid[0] * grid[1] == count]
+        if len(fitting) > 1:
+            sizes = ", ".join(f"{H} x {W}" for H, W in fitting)
+            raise UserError(
+                f"{count} tokens recomputed in the backward pass may have the grids {sizes}; checkpoint without hooks "
+                "on saved tensors, or call backward before the model runs on another size"
+            )
+        return fitting[0] if fitting else None
 
 
-class _Running(NamedTuple):
-    """The grid of the tokens of a running module, or without `module` that of a model's last image in this thread.
-
-    `backward_id`: the backward pass in which it began (-1: none).
-    """
-
-    grids: ref["_CallGrids"]
-    module: nn.Module | None
-    grid: GridSize
-    backward_id: int
-
-
-_RUNNING: ContextVar[tuple[_Running, ...]] = ContextVar("isomorph_running", default=())
-"""The last image of each model and the modules whose forward is running in this thread, the innermost last."""
-
-
-def _backward_pass_id() -> int:
-    """Return the id of the backward pass that runs this code, or -1 outside one."""
+def _backward_pass() -> int:
+    """Return the number of the backward pass that runs this code, or -1 outside one."""
     # private, and the only way to know; torch.utils.checkpoint uses it too
     return torch._C._current_graph_task_id()
 
@@ -59,163 +122,29 @@ def _storage_of(tokens: Any) -> Any:
         return None
 
 
-def _mark_storage(tokens: Any, grid: GridSize | None) -> None:
-    storage = _storage_of(tokens)
-    if storage is not None and grid is not None:
-        storage.isomorph_grid = grid
-
-
-class _CallGrids:
-    """The grids of the running calls of one model, with the hooks of its grid layers and of the modules around them."""
-
-    reattached: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self.seen: dict[GridSize, None] = {}  # an ordered set
-
-    def set_image(self, grid: GridSize, interrupted: bool = False) -> None:
-        """Set the grid of the blocks that this thread runs next.
-
-        `interrupted`: drop modules of this model that an interrupted forward left behind.
-        """
-
-        def stays(entry: _Running) -> bool:
-            own = entry.grids() is self
-            return entry.grids() is not None and not (own and (interrupted or entry.module is None))
-
-        image = _Running(ref(self), None, grid, _backward_pass_id())
-        _RUNNING.set((image, *filter(stays, _RUNNING.get())))
-
-    def of_tokens(self, tokens: Any, use_last_image: bool) -> GridSize | None:
-        """Return the grid of a module's tokens, if known.
-
-        It is the grid that they are marked with in a backward pass that computes their block again, or that of the
-        innermost running module, or with `use_last_image` that of the last image of this forward or backward pass.
-        """
-        in_backward = _backward_pass_id()
-        if in_backward != -1 and (grid := getattr(_storage_of(tokens), "isomorph_grid", None)):
-            self.set_image(grid)  # the next blocks of the same checkpoint get new tokens, without a mark
-            return grid
-        own = next((entry for entry in reversed(_RUNNING.get()) if entry.grids() is self), None)
-        if own and (own.module is not None or (use_last_image and own.backward_id == in_backward)):
-            return own.grid
-        return None
-
-    def of_token_count(self, layer: Any, tokens: Tensor) -> GridSize | None:
-        """Return the only grid seen so far with this number of tokens, if any.
-
-        For tokens without a mark, which hooks on saved tensors have replaced.
-
-        Raises: UserError if there are several such grids.
-        """
-        count = tokens.shape[1] - layer.prefix_tokens
-        fitting = [grid for grid in tuple(self.seen) if grid[0] * grid[1] == count]
-        if len(fitting) > 1:
-            sizes = ", ".join(f"{H} x {W}" for H, W in fitting)
-            raise UserError(
-                f"{count} tokens recomputed in the backward pass may have the grids {sizes}; checkpoint without hooks "
-                "on saved tensors, or call backward before the model runs on another size"
-            )
-        return fitting[0] if fitting else None
-
-    def before_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set the grid for the layers inside a module before it runs."""
-        if torch.compiler.is_compiling():
-            return
-        tokens = args[0] if args else kwargs.get("x")
-        grid = self.of_tokens(tokens, use_last_image=True)
-        if grid:
-            _mark_storage(tokens, grid)
-            _RUNNING.set((*_RUNNING.get(), _Running(ref(self), module, grid, -1)))
-
-    def after_module(self, module: nn.Module, *_: Any) -> None:
-        """Remove the grid of a module after it ran or raised."""
-        entries = () if torch.compiler.is_compiling() else _RUNNING.get()
-        if entries and entries[-1].module is module:
-            _RUNNING.set(entries[:-1])
-
-    def before_layer(
-        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], use_last_image: bool = False
-    ) -> Any:
-        """Pass the grid of its tokens to a layer, unless the call does; outside its model it uses `grid_size`."""
-        if torch.compiler.is_compiling() or kwargs.get("grid_size"):
-            return None
-        tokens = args[0] if args else next(iter(kwargs.values()))
-        grid = self.of_tokens(tokens, use_last_image)
-        if grid is None and _backward_pass_id() != -1:
-            grid = self.of_token_count(layer, tokens)
-        grid = grid or layer.grid_size
-        _mark_storage(tokens, grid)
-        return args, {**kwargs, "grid_size": grid}
-
-    def before_top_layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass the grid of its tokens to a layer that is a direct child of its model."""
-        return self.before_layer(layer, args, kwargs, use_last_image=True)
-
-
-class _ImageHook:
-    """Hook on a model's `patch_embed`, or its first layer, that sets the grid of each image for its grid layers.
-
-    Without a patch embedding, the size of the image stands for the grid.
-    """
-
-    reattached: ClassVar[bool] = True
-
-    def __init__(self, model: nn.Module, grids: _CallGrids) -> None:
-        self.model, self.grids = model, grids
-
-    def __call__(self, embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("patch_coord") is not None:
-            raise UserError(
-                "patches with coordinates have a grid for each image, and these layers need one for the batch; give "
-                "images (B, C, H, W)"
-            )
-        image = args[0] if args else next(iter(kwargs.values()))
-        if image.ndim != 4:  # tokens: the model is a part of another
-            return
-        height, width = image.shape[-2:]
-        embeds = hasattr(embedding, "dynamic_feat_size")
-        grid_size = embedding.dynamic_feat_size((height, width)) if embeds else (height, width)
-        for module in self.model.modules():
-            if isinstance(module, GRID_LAYERS):
-                module.grid_size = grid_size  # for calls outside the model, and under a compiler
-        if not torch.compiler.is_compiling():
-            if all(type(size) is int for size in grid_size):  # under a tracer they are symbolic
-                self.grids.seen.setdefault(grid_size)
-            self.grids.set_image(grid_size, interrupted=True)
-
-
-def _remove_grid_hooks(module: nn.Module) -> None:
+def _remove_grid_hooks(model: nn.Module) -> None:
     # torch removes hooks by their handles only, and a copied model has none: the private dicts have to do
-    before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
-    after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    for hooks, *flags in (before, after):
-        own = [
-            key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", hook), _ImageHook | _CallGrids)
-        ]
-        for key in own:
-            for entries in (hooks, *flags):
-                entries.pop(key, None)  # type: ignore[attr-defined]
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Grids)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _register_grid_hooks(model: Any) -> None:
-    """Register hooks on the patch embedding, the grid layers and the modules around them; remove all earlier ones."""
-    named = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in named if isinstance(module, GRID_LAYERS)}
-    for module in model.modules():
-        _remove_grid_hooks(module)
+    """Register hooks on the patch embedding, the grid layers and the modules around them."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    layers = [name for name, module in named.items() if isinstance(module, GRID_LAYERS)]
     if not layers:
         return
-    grids = _CallGrids()
+    grids = _Grids()
     if embedding := _embedding_of(model):
-        embedding.register_forward_pre_hook(_ImageHook(model, grids), with_kwargs=True)
+        embedding.register_forward_pre_hook(grids.before_embedding, with_kwargs=True)
     outer = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
-    for module in {model.get_submodule(name) for name in outer}:
-        module.register_forward_pre_hook(grids.before_module, with_kwargs=True)
-        module.register_forward_hook(grids.after_module, always_call=True)
-    for layer in {model.get_submodule(name) for name in layers}:
-        on_top = all("." not in name for name, other in layers.items() if other is layer)
-        layer.register_forward_pre_hook(grids.before_top_layer if on_top else grids.before_layer, with_kwargs=True)
+    for module in {named[name] for name in outer}:
+        module.register_forward_pre_hook(grids.before_block, with_kwargs=True)
+    for layer in {named[name] for name in layers}:
+        layer.register_forward_pre_hook(grids.before_layer, with_kwargs=True)
 
 
 def _embedding_of(model: Any) -> nn.Module | None:
@@ -269,13 +198,6 @@ def _class_tokens(model: Any) -> int | None:
     return None
 
 
-def _receives_images(embedding: nn.Module | None) -> bool:
-    """True if the first module with a weight matrix embeds images: a convolution, or a module with patches."""
-    if embedding is None:
-        return False
-    return hasattr(embedding, "patch_size") or any(isinstance(module, nn.Conv2d) for module in embedding.modules())
-
-
 class GridRule(Rule):
     """A rule for attention that needs the grid of its tokens, from its fields `grid_size` and `prefix_tokens`.
 
@@ -308,24 +230,24 @@ class GridRule(Rule):
         bound = copy.copy(self)
         owner = None if None not in (self.grid_size, self.prefix_tokens) else _only_embedding_model(model)
         if owner is None:
-            found: Any = dict(prefix_tokens=_class_tokens(model))
-            object.__setattr__(bound, "grid_from_image", _receives_images(_embedding_of(model)))
+            grid_size, prefix, embedding = None, _class_tokens(model), _embedding_of(model)
+            takes_images = hasattr(embedding, "patch_size") or any(
+                isinstance(module, nn.Conv2d) for module in (embedding.modules() if embedding else ())
+            )
+            object.__setattr__(bound, "grid_from_image", takes_images)
         else:
-            found = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
-        for name, value in found.items():
-            if getattr(self, name) is None:
-                object.__setattr__(bound, name, value)
+            grid_size, prefix = owner.patch_embed.grid_size, getattr(owner, "num_prefix_tokens", 0)
+        object.__setattr__(bound, "grid_size", self.grid_size or grid_size)
+        object.__setattr__(bound, "prefix_tokens", prefix if self.prefix_tokens is None else self.prefix_tokens)
         return bound
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that pass the grid of each image to the layers, unless the rule gives a grid."""
         if self.grid_size is not None:
             return
+        _remove_grid_hooks(model)
         owner = _only_embedding_model(model)
         if owner is None and any(isinstance(module, EditedAttention) for module in model.modules()):
             owner = model
         if owner is not None:
             _register_grid_hooks(owner)
-        else:
-            for module in model.modules():
-                _remove_grid_hooks(module)
