@@ -7,56 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torchvision
-from timm.layers import (
-    Attention,
-    AttentionPool2d,
-    AttentionPoolLatent,
-    MultiQueryAttention2d,
-    NonLocalAttn,
-    RotAttentionPool2d,
-    SimPool2d,
-)
+from timm import layers, models
+from timm.layers import MultiQueryAttention2d
 from timm.layers.attention2d import MultiQueryAttentionV2
 from timm.layers.bottleneck_attn import BottleneckAttn
-from timm.layers.diff_attention import DiffAttention
 from timm.layers.halo_attn import HaloAttn
-from timm.models import (
-    beit,
-    cait,
-    convit,
-    cpubone,
-    crossvit,
-    davit,
-    efficientformer,
-    efficientformer_v2,
-    efficientvit_msra,
-    eva,
-    gcvit,
-    hiera,
-    hieradet_sam2,
-    iformer,
-    levit,
-    lowformer,
-    maxxvit,
-    mvitv2,
-    nest,
-    nextvit,
-    pvt_v2,
-    shvit,
-    swin_transformer,
-    swin_transformer_v2,
-    swin_transformer_v2_cr,
-    tiny_vit,
-    tnt,
-    twins,
-    vision_transformer,
-    vision_transformer_relpos,
-    vision_transformer_sam,
-    volo,
-)
 from torch import nn
 from torchvision.models import maxvit
-from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 from isomorph.layers.unfused_multihead import MultiheadLinears
 
@@ -124,29 +81,35 @@ def einsum_form() -> nn.Module:
 
 
 LAYERS = {
-    "beit": Layer(lambda: beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
-    "eva": Layer(lambda: eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
-    "relative positions": Layer(lambda: vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
-    "differential": Layer(lambda: DiffAttention(C, 2), TOKENS),
-    "differential, parallel": Layer(lambda: vision_transformer.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0), TOKENS),
+    "beit": Layer(lambda: models.beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
+    "eva": Layer(lambda: models.eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
+    "relative positions": Layer(lambda: models.vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
+    "differential": Layer(lambda: layers.diff_attention.DiffAttention(C, 2), TOKENS),
+    "differential, parallel": Layer(
+        lambda: models.vision_transformer.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0), TOKENS
+    ),
     "swin": Layer(
-        lambda: swin_transformer.WindowAttention(C, 4, window_size=WINDOW),
+        lambda: models.swin_transformer.WindowAttention(C, 4, window_size=WINDOW),
         TOKENS,
         mask=dict(mask=hide(16, floating=True)[None].clamp(min=-100.0)),
     ),
-    "swin v2": Layer(lambda: swin_transformer_v2.WindowAttention(C, WINDOW, 4), TOKENS),
-    "swin v2 cr": Layer(lambda: swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, WINDOW), TOKENS),
-    "gc vit": Layer(lambda: gcvit.WindowAttentionGlobal(C, 4, WINDOW, use_global=False), TOKENS),
-    "davit": Layer(lambda: davit.WindowAttention(C, 4, 4), TOKENS),
-    "nest": Layer(lambda: nest.Attention(C, 4), (2, 3, 16, C), whole=True),
+    "swin v2": Layer(lambda: models.swin_transformer_v2.WindowAttention(C, WINDOW, 4), TOKENS),
+    "swin v2 cr": Layer(lambda: models.swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, WINDOW), TOKENS),
+    "gc vit": Layer(lambda: models.gcvit.WindowAttentionGlobal(C, 4, WINDOW, use_global=False), TOKENS),
+    "davit": Layer(lambda: models.davit.WindowAttention(C, 4, 4), TOKENS),
+    "nest": Layer(lambda: models.nest.Attention(C, 4), (2, 3, 16, C), whole=True),
     "sam": Layer(
-        lambda: vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)), CHANNELS_LAST, whole=True
+        lambda: models.vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)),
+        CHANNELS_LAST,
+        whole=True,
     ),
     "sam 2": Layer(
-        lambda: hieradet_sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)), CHANNELS_LAST, other=((1, 6, 4, C), ())
+        lambda: models.hieradet_sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)),
+        CHANNELS_LAST,
+        other=((1, 6, 4, C), ()),
     ),
-    "maxvit": Layer(lambda: maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
-    "coatnet": Layer(lambda: maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
+    "maxvit": Layer(lambda: models.maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
+    "coatnet": Layer(lambda: models.maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
     "multi query": Layer(lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2), CHANNELS_FIRST, other=((1, C, 6, 8), ())),
     "multi query, einsum": Layer(einsum_form, CHANNELS_FIRST),
     "multi query v2": Layer(
@@ -159,64 +122,74 @@ LAYERS = {
     "halo": Layer(
         lambda: HaloAttn(C, num_heads=4, block_size=4, halo_size=1), (2, C, 4, 8), other=((1, C, 8, 4), ()), whole=True
     ),
-    "pvt v2": Layer(lambda: pvt_v2.Attention(C, 4, sr_ratio=2), (2, 24, C), ([4, 6],), other=((1, 32, C), ([8, 4],))),
-    "twins, windows": Layer(
-        lambda: twins.LocallyGroupedAttn(C, 4, ws=3), (2, 24, C), ((4, 6),), other=((1, 30, C), ((6, 5),)), whole=True
+    "pvt v2": Layer(
+        lambda: models.pvt_v2.Attention(C, 4, sr_ratio=2), (2, 24, C), ([4, 6],), other=((1, 32, C), ([8, 4],))
     ),
-    "twins, pooled": Layer(lambda: twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (2, 24, C), ((4, 6),)),
-    "next vit": Layer(lambda: nextvit.EfficientAttention(C, head_dim=4), TOKENS),
-    "next vit, pooled": Layer(lambda: nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2), TOKENS, whole=True),
-    "tnt": Layer(lambda: tnt.Attention(C, C, 4), TOKENS),
-    "convit": Layer(lambda: convit.GPSA(C, 4), TOKENS),
-    "cait": Layer(lambda: cait.TalkingHeadAttn(C, 4), TOKENS, other=((1, 36, C), ())),
-    "class attention": Layer(lambda: cait.ClassAttn(C, 4), WITH_CLASS, whole=True),
-    "crossvit": Layer(lambda: crossvit.CrossAttention(C, 4), WITH_CLASS),
-    "volo": Layer(lambda: volo.Attention(C, 4), CHANNELS_LAST),
-    "volo, class": Layer(lambda: volo.ClassAttention(C, 4), WITH_CLASS),
+    "twins, windows": Layer(
+        lambda: models.twins.LocallyGroupedAttn(C, 4, ws=3),
+        (2, 24, C),
+        ((4, 6),),
+        other=((1, 30, C), ((6, 5),)),
+        whole=True,
+    ),
+    "twins, pooled": Layer(lambda: models.twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (2, 24, C), ((4, 6),)),
+    "next vit": Layer(lambda: models.nextvit.EfficientAttention(C, head_dim=4), TOKENS),
+    "next vit, pooled": Layer(lambda: models.nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2), TOKENS, whole=True),
+    "tnt": Layer(lambda: models.tnt.Attention(C, C, 4), TOKENS),
+    "convit": Layer(lambda: models.convit.GPSA(C, 4), TOKENS),
+    "cait": Layer(lambda: models.cait.TalkingHeadAttn(C, 4), TOKENS, other=((1, 36, C), ())),
+    "class attention": Layer(lambda: models.cait.ClassAttn(C, 4), WITH_CLASS, whole=True),
+    "crossvit": Layer(lambda: models.crossvit.CrossAttention(C, 4), WITH_CLASS),
+    "volo": Layer(lambda: models.volo.Attention(C, 4), CHANNELS_LAST),
+    "volo, class": Layer(lambda: models.volo.ClassAttention(C, 4), WITH_CLASS),
     "mvit": Layer(
-        lambda: mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)), WITH_CLASS, ([4, 4],)
+        lambda: models.mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)),
+        WITH_CLASS,
+        ([4, 4],),
     ),
     "mvit, pooled first": Layer(
-        lambda: mvitv2.MultiScaleAttentionPoolFirst(
+        lambda: models.mvitv2.MultiScaleAttentionPoolFirst(
             C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2), has_cls_token=False
         ),
         TOKENS,
         ([4, 4],),
     ),
     "hiera": Layer(
-        lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS, whole=True
+        lambda: models.hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS, whole=True
     ),
-    "levit": Layer(lambda: levit.Attention(C, 4, 4, resolution=WINDOW, use_conv=True), (2, C, 4, 4)),
-    "levit, strided": Layer(lambda: levit.AttentionDownsample(C, C, 4, 4, resolution=WINDOW), TOKENS),
-    "tiny vit": Layer(lambda: tiny_vit.Attention(C, 4, 4, resolution=WINDOW), TOKENS),
-    "efficientformer": Layer(lambda: efficientformer.Attention(C, 4, 4, resolution=4), TOKENS),
-    "efficientformer v2": Layer(lambda: efficientformer_v2.Attention2d(C, 4, 4, resolution=4), (2, C, 4, 4)),
+    "levit": Layer(lambda: models.levit.Attention(C, 4, 4, resolution=WINDOW, use_conv=True), (2, C, 4, 4)),
+    "levit, strided": Layer(lambda: models.levit.AttentionDownsample(C, C, 4, 4, resolution=WINDOW), TOKENS),
+    "tiny vit": Layer(lambda: models.tiny_vit.Attention(C, 4, 4, resolution=WINDOW), TOKENS),
+    "efficientformer": Layer(lambda: models.efficientformer.Attention(C, 4, 4, resolution=4), TOKENS),
+    "efficientformer v2": Layer(lambda: models.efficientformer_v2.Attention2d(C, 4, 4, resolution=4), (2, C, 4, 4)),
     "efficientformer v2, strided": Layer(
-        lambda: efficientformer_v2.Attention2dDownsample(C, 4, 4, resolution=4, out_dim=C), (2, C, 4, 4)
+        lambda: models.efficientformer_v2.Attention2dDownsample(C, 4, 4, resolution=4, out_dim=C), (2, C, 4, 4)
     ),
     "efficientvit": Layer(
-        lambda: efficientvit_msra.CascadedGroupAttention(C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)),
+        lambda: models.efficientvit_msra.CascadedGroupAttention(
+            C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)
+        ),
         (2, C, 4, 4),
     ),
-    "iformer": Layer(lambda: iformer.SHMA(C), CHANNELS_FIRST),
-    "shvit": Layer(lambda: shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
-    "cpubone": Layer(lambda: cpubone.ConvAttention(64), (2, 64, 16, 24)),
-    "lowformer": Layer(lambda: lowformer.ConvAttention(64), (2, 64, 16, 24)),
+    "iformer": Layer(lambda: models.iformer.SHMA(C), CHANNELS_FIRST),
+    "shvit": Layer(lambda: models.shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
+    "cpubone": Layer(lambda: models.cpubone.ConvAttention(64), (2, 64, 16, 24)),
+    "lowformer": Layer(lambda: models.lowformer.ConvAttention(64), (2, 64, 16, 24)),
     "multihead": Layer(OnItself, TOKENS, other=((1, 36, C), ()), mask=dict(key_padding_mask=~hide(16)[:2]), whole=True),
     "multihead, in linears": Layer(in_linears, TOKENS),
     "multihead, attention mask": Layer(
         functools.partial(OnItself, bias=False), TOKENS, mask=dict(attn_mask=hide(16, floating=True))
     ),
-    "gated by timm": Layer(lambda: Attention(C, 4, gated=True), TOKENS),
-    "pool, latent": Layer(lambda: AttentionPoolLatent(C, num_heads=4, mlp_ratio=1.0), WITH_CLASS),
-    "pool, rotary": Layer(lambda: RotAttentionPool2d(C, num_heads=4, ref_feat_size=4, pool_type=""), CHANNELS_FIRST),
-    "pool, absolute": Layer(lambda: AttentionPool2d(C, feat_size=(4, 6), num_heads=4, pool_type=""), CHANNELS_FIRST),
-    "pool, mean query": Layer(lambda: SimPool2d(C, num_heads=4), CHANNELS_FIRST),
-    "non-local": Layer(lambda: NonLocalAttn(C, rd_channels=8), CHANNELS_FIRST),
-    "torchvision swin": Layer(
-        lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4), (2, 4, 4, C), other=((1, 5, 7, C), ())
+    "gated by timm": Layer(lambda: layers.Attention(C, 4, gated=True), TOKENS),
+    "pool, latent": Layer(lambda: layers.AttentionPoolLatent(C, num_heads=4, mlp_ratio=1.0), WITH_CLASS),
+    "pool, rotary": Layer(
+        lambda: layers.RotAttentionPool2d(C, num_heads=4, ref_feat_size=4, pool_type=""), CHANNELS_FIRST
     ),
-    "torchvision swin v2": Layer(lambda: ShiftedWindowAttentionV2(C, [2, 2], [1, 1], 4), (2, 4, 4, C)),
+    "pool, absolute": Layer(
+        lambda: layers.AttentionPool2d(C, feat_size=(4, 6), num_heads=4, pool_type=""), CHANNELS_FIRST
+    ),
+    "pool, mean query": Layer(lambda: layers.SimPool2d(C, num_heads=4), CHANNELS_FIRST),
+    "non-local": Layer(lambda: layers.NonLocalAttn(C, rd_channels=8), CHANNELS_FIRST),
     "torchvision maxvit": Layer(lambda: maxvit.RelativePositionalMultiHeadAttention(C, 4, 16), (2, 2, 16, C)),
 }
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.layers import Attention, ScaledStdConv2d, StdConv2d
-from timm.layers.conv2d_same import Conv2dSame
+from timm.layers import Attention
 from timm.models.byobnet import LayerFn, MobileOneBlock
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -81,8 +80,8 @@ SHUT, OPEN = dict(locality=80.0, gate=60.0), dict(gate=-60.0)
 """Gating in the limits of a convolution and of attention by content, in which nothing is left out."""
 
 
-def conv(*args: Any, kind: type[nn.Conv2d] = nn.Conv2d, **options: Any) -> Callable[[], nn.Module]:
-    return alone(lambda: kind(*args, **options))
+def conv(*args: Any, **options: Any) -> Callable[[], nn.Module]:
+    return alone(lambda: nn.Conv2d(*args, **options))
 
 
 def attention(**options: Any) -> Callable[[], nn.Module]:
@@ -91,10 +90,6 @@ def attention(**options: Any) -> Callable[[], nn.Module]:
 
 def vit(**options: Any) -> Callable[[], nn.Module]:
     return lambda: timm.create_model("vit_tiny_patch16_224", **VIT | options)
-
-
-def timm_vit(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: timm.create_model(name, **VIT | options)
 
 
 def mobileone(kernel: int, **options: Any) -> Callable[[], nn.Module]:
@@ -142,12 +137,9 @@ RULES = {
     "conv, uneven strides": gated_conv(conv(6, 8, 3, stride=(2, 1), padding=(1, 0)), whole=False),
     "conv, 7x7 same": gated_conv(conv(6, 8, 7, padding="same"), whole=False),
     "conv, valid": gated_conv(conv(6, 8, 3, padding="valid"), whole=False),
-    "conv, wide padding": gated_conv(conv(6, 8, 3, padding=2), whole=False),
     "conv, 1x1": gated_conv(conv(6, 8, 1), whole=False),
     "conv, groups": gated_conv(conv(6, 8, 3, padding=1, groups=2), whole=False),
     "conv, depthwise": gated_conv(conv(6, 6, 5, stride=2, padding=2, groups=6), whole=False),
-    "conv, standardised": gated_conv(conv(6, 8, 3, padding=1, kind=ScaledStdConv2d), whole=False),
-    "conv, SAME": gated_conv(conv(6, 8, 3, stride=2, kind=Conv2dSame), whole=False),
     "conv, window": gated_conv(CONV, "window"),
     "conv, window, strided": gated_conv(conv(6, 8, 3, stride=2, padding=1), "window", whole=False),
     "conv, position only": gated_conv(CONV, "none"),
@@ -155,34 +147,12 @@ RULES = {
     "attention, gated": gated(attention(qk_norm=True, norm_layer=nn.LayerNorm), place=GRID),
     "attention, gated, no biases": gated(attention(qkv_bias=False, proj_bias=False), place=GRID, whole=False),
     "attention, gated, timm's gate": gated(attention(gated=True), place=GRID),
-    "attention, gated, timm's norm": gated(
-        attention(scale_norm=True, norm_layer=nn.LayerNorm, attn_drop=0.1), place=GRID, whole=False
-    ),
     "attention, gated, in a ViT": gated(vit(), IMAGES, **IN_VIT),
     "attention, gated, registers": gated(vit(reg_tokens=3), IMAGES, **IN_VIT, whole=False),
     "attention, gated, no class token": gated(vit(class_token=False), IMAGES, **IN_VIT, whole=False),
-    "attention, gated, parallel blocks": gated(
-        timm_vit("vit_small_patch16_18x2_224"), IMAGES, **IN_VIT | dict(where="blocks.*.attns.*.attn"), whole=False
-    ),
-    "attention, gated, distilled": gated(
-        timm_vit("deit_tiny_distilled_patch16_224", init_values=0.1, global_pool="token"),
-        IMAGES,
-        **IN_VIT | dict(where="blocks.0.attn"),
-        whole=False,
-    ),
-    "attention, gated, on patches of a CNN": gated(
-        timm_vit("vit_tiny_r_s16_p8_224", img_size=128),
-        ((2, 3, 128, 128),),
-        where="blocks.*.attn",
-        heads=4,
-        whole=False,
-    ),
     "attention, refined": refined(ratio=2),
-    "attention, refined, norms": refined(
-        attention(qk_norm=True, scale_norm=True, norm_layer=nn.LayerNorm), whole=False
-    ),
+    "attention, refined, norms": refined(attention(scale_norm=True, norm_layer=nn.LayerNorm), whole=False),
     "attention, refined, talking heads": refined(ratio=1, kernel=1, whole=False),
-    "attention, refined, wide kernel": refined(ratio=6, kernel=5, whole=False),
     "attention, refined, local": refined(ratio=0),
     "attention, refined, all maps": refined(reduce=False),
     "attention, refined, row and column": refined(span="row+column", whole=False),
@@ -201,8 +171,6 @@ RULES = {
     "conv to pyramid": pyramid(CONV, other=OTHER_MAP),
     "conv to pyramid, depthwise": pyramid(conv(6, 6, 3, 2, 1, groups=6, bias=False), layout="R-D3W2", whole=False),
     "conv to pyramid, patchify": pyramid(conv(6, 8, 2, 2), ((2, 6, 8, 6),), rectify="none", whole=False),
-    "conv to pyramid, standardised": pyramid(conv(6, 8, 3, padding=1, kind=StdConv2d), whole=False),
-    "conv to pyramid, SAME": pyramid(conv(6, 8, 3, stride=2, kind=Conv2dSame), whole=False),
     "pair": pyramid(pair, other=((1, 6, 4, 9),)),
     "mobileone, 1x1": pyramid(mobileone(1)),
     "mobileone, 3x3": pyramid(mobileone(3, group_size=1), layout="P-W1S"),

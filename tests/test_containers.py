@@ -1,6 +1,7 @@
 """The same images through every container: same labels, same pixels; one clear line where a container is wrong."""
 
 import io
+import itertools
 import os
 import pickle
 import shutil
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Value
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from containers import (
     CLASSES,
@@ -31,9 +31,8 @@ from containers import (
 from isomorph.data.corruptions.corrupt import CorruptedSource
 from isomorph.data.formats import tar as shards
 from isomorph.data.formats.naming import PackedStrings, split_words
-from isomorph.data.formats.registry import SOURCES, open_source
-from isomorph.data.label_maps import LabelMapSource
-from isomorph.data.sources import Source, class_fraction, read_image
+from isomorph.data.formats.registry import open_source
+from isomorph.data.sources import Source, class_fraction
 from isomorph.errors import DataWarning
 from refusals import refused
 
@@ -74,44 +73,19 @@ class TestEveryContainer:
         assert len(half) == 6
         assert half.image(5).tobytes() == source.image(int(half.ids[5])).tobytes()
 
-    def test_two_workers_read_it(self, source):
-        source.transform = lambda image: np.asarray(image).mean()
-        means, labels = next(iter(DataLoader(source, batch_size=len(source), num_workers=0)))
-        assert labels.tolist() == source.labels.tolist()
-        loaded = DataLoader(source, batch_size=4, num_workers=2, multiprocessing_context="fork")
-        assert [m for batch, _ in loaded for m in batch.tolist()] == means.tolist()
 
-
-SPELLINGS = [
-    *(
-        ("Train", "Test"),
-        ("TRAIN", "VAL"),
-        ("training_set", "test_set"),
-        ("Training", "Testing"),
-        ("seg_train", "valid"),
-    ),
-    *(("train2017", "val2017"), ("TrainImages", "TestImages"), ("trainset", "evaluation")),
-]
-"""Names of splits as public data sets have them."""
-
-
+@pytest.mark.parametrize("spelling", [("Train", "VAL"), ("training_set", "test_set"), ("seg_train", "valid")])
 @pytest.mark.parametrize("container", [name for name in CONTAINERS if name != "tar of tars"])
-def test_splits_are_found_however_they_are_spelt(tmp_path, container):
+def test_splits_are_found_however_they_are_spelt(tmp_path, container, spelling):
     name, write = CONTAINERS[container]
     write(tmp_path / "made")
-    for spelling in SPELLINGS:
-        root = tmp_path / "-".join(spelling)
-        for word in spelling:
-            for entry in (tmp_path / "made").iterdir():
-                copy = shutil.copytree if entry.is_dir() else shutil.copy
-                if not (target := root / entry.name.replace("train", word)).exists():
-                    root.mkdir(exist_ok=True)
-                    copy(entry, target)
-        for source in (
-            open_source(each, split, where)
-            for split in ("train", "test")
-            for each, where in ((root, None), (name, root))
-        ):
+    (root := tmp_path / "data").mkdir()
+    for entry, word in itertools.product((tmp_path / "made").iterdir(), spelling):
+        copy = shutil.copytree if entry.is_dir() else shutil.copy
+        if not (target := root / entry.name.replace("train", word)).exists():
+            copy(entry, target)
+    for split in ("train", "test"):
+        for source in (open_source(root, split), open_source(name, split, root)):
             assert source.classes == tuple(CLASSES)
             assert pixels(source) == EXPECTED
 
@@ -228,22 +202,6 @@ def test_hostile_tars_are_named_in_a_line(kind, tmp_path):
     refused(said, open_source, "tar", "train", tmp_path)
 
 
-def test_names_of_any_length_are_names(tmp_path):
-    long = "x" * 5000
-    write_tar(tmp_path / "train.tar", [(f"{long}/{long}.png", picture(0, 0)), ("b/1.png", picture(1, 0))])
-    source = open_source("tar", "train", tmp_path)
-    assert source.classes == ("b", long)
-    assert source.image(1).tobytes() == whole(0, 0)
-    for name in SOURCES.keys() - {"digits"}:
-        refused(long, open_source, name, "train", tmp_path / long)
-    refused("there is no folder of that name", open_source, long, "train")
-    refused("there is no folder of that name", open_source, "nul\0", "train")
-    refused("there is no folder", LabelMapSource, source, tmp_path / long, 2)
-    (tmp_path / "maps").mkdir()
-    refused("label maps are missing", LabelMapSource, source, tmp_path / "maps", 2)
-    refused("cannot read", read_image, tmp_path / long)
-
-
 @pytest.mark.parametrize("text", [b"ant\xff\nbee\ncat", b"ant\nbee"])
 def test_lists_of_classes_are_checked(tmp_path, text):
     as_shards(tmp_path)
@@ -353,12 +311,6 @@ class TestIndexCache:
         assert len(open_source("webdataset", "train", tmp_path)) == len(SAMPLES)
         assert len(walked) == 6
 
-    def test_no_writable_cache_is_no_error(self, tmp_path, monkeypatch):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        as_shards(tmp_path / "data")
-        assert len(open_source("webdataset", "train", tmp_path / "data")) == len(SAMPLES)
-
     def test_a_shard_replaced_while_open_is_refused(self, tmp_path):
         as_shards(tmp_path)
         source = open_source("webdataset", "train", tmp_path)
@@ -386,7 +338,7 @@ class TestWrongTars:
         (tmp_path / "train.tar").write_bytes(whole[:1024] + b"z" * 512 + whole[1536:])
         refused("cut or damaged", open_source, "tar", "train", tmp_path)
 
-    @pytest.mark.parametrize("mode", ["gz", "bz2", "xz"])
+    @pytest.mark.parametrize("mode", ["gz", "xz"])
     def test_a_compressed_shard(self, tmp_path, mode):
         for name in ("train-0.tar", f"train-0.tar.{mode}"):
             folder = tmp_path / name
@@ -430,31 +382,12 @@ class TestWrongTars:
         write_tar(tmp_path / "val/dog.tar", [("1.png", picture(2, 1))])
         refused(r"val has classes that .*train\.tar lacks: dog", open_source, "tar", "test", tmp_path)
 
-    def test_names_of_class_tars_are_sorted_as_names_whatever_is_in_them(self, tmp_path):
-        """`cat-big.tar` comes before `cat.tar`, and an empty tar is a class all the same."""
-        for split in ("train", "val"):
-            for name, label in (("cat", 2), ("cat-big", 1), ("ant", 0)):
-                members = [("1.png", picture(label, 1))] if (split, name) != ("train", "ant") else []
-                write_tar(tmp_path / split / f"{name}.tar", members)
-        train, test = (open_source("tar", split, tmp_path) for split in ("train", "test"))
-        assert train.classes == test.classes == ("ant", "cat", "cat-big")
-        assert [train.labels.tolist(), test.labels.tolist()] == [[1, 2], [0, 1, 2]]
-        assert pixels(train) == Counter({(1, whole(2, 1)): 1, (2, whole(1, 1)): 1})
-
     def test_test_images_without_labels_give_way_to_others(self, tmp_path):
         as_tar(tmp_path)
         write_tar(tmp_path / "test.tar", [("1.png", picture(0, 0))])
         as_class_tars(tmp_path / "val")
         write_tar(tmp_path / "val.tar", [("cat/1.png", picture(2, 1))])
         assert open_source("tar", "test", tmp_path).labels.tolist() == [2]
-
-    def test_a_link_in_the_place_of_an_image_is_named(self, tmp_path):
-        write_tar(tmp_path / "train.tar", [("cat/1.png", picture(2, 1))])
-        with tarfile.open(tmp_path / "train.tar", "a") as archive:
-            link = tarfile.TarInfo("cat/2.png")
-            link.type, link.linkname = tarfile.LNKTYPE, "cat/1.png"
-            archive.addfile(link)
-        refused(r"cat/2\.png is a link to cat/1\.png, not an image", open_source, "tar", "train", tmp_path)
 
     def test_labels_beyond_the_listed_classes(self, tmp_path):
         as_shards(tmp_path)

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import timm
-import torch
 
 import isomorph as iso
 from command_line import isomorph, refusal
@@ -37,28 +35,14 @@ def test_the_kept_table_reaches_its_goals():
     assert goals["LinearToPyramid"]["accepted"] == goals["LinearToPyramid"]["modules"] > 0
 
 
-def test_attention_is_taken_or_refused_with_its_reason(rows):
-    for rule in ("AttentionToRefined", "AttentionToGPSA"):
-        assert rows["swin_tiny_patch4_window7_224"]["rules"][rule][:2] == [12, 12]
-        assert rows["levit_128s"]["rules"][rule][:2] == [11, 11]
-    for rule in ("AttentionToRefined", "AttentionToGPSA"):
-        accepted, modules, reasons = rows["xcit_nano_12_p16_224"]["rules"][rule]
-        assert (accepted, modules) == (2, 14)
-        assert reasons == {"XCA attends between channels, so it has no map over tokens": 12}
-
-
-def test_convolutions_with_standardised_weights_are_taken(rows):
-    accepted, modules, _ = rows["test_nfnet"]["rules"]["LinearToPyramid"]
-    assert accepted == modules
-    assert rows["test_nfnet"]["rules"]["ConvToGPSA"][0] > 0
-
-
 def test_summaries_count_models_and_reasons(rows):
+    accepted, modules, reasons = rows["xcit_nano_12_p16_224"]["rules"]["AttentionToGPSA"]
+    assert (accepted, modules) == (2, 14)
+    assert reasons == {"XCA attends between channels, so it has no map over tokens": 12}
     families = summarise_coverage([*rows.values(), {"model": "x", "family": "y", "error": "z"}])
     assert list(families) == ["levit", "mobilevit", "nfnet", "resnet", "swin_transformer", "xcit"]
     assert families["resnet"]["rules"]["ConvToGPSA"]["some"] == 1
-    assert families["xcit"]["rules"]["AttentionToGPSA"]["every"] == 0
-    assert families["xcit"]["rules"]["AttentionToGPSA"]["having"] == 1
+    assert [families["xcit"]["rules"]["AttentionToGPSA"][key] for key in ("every", "having")] == [0, 1]
 
 
 def test_models_are_chosen_by_name_glob_and_family():
@@ -70,22 +54,10 @@ def test_models_are_chosen_by_name_glob_and_family():
 
 
 def test_the_command():
-    out = isomorph("coverage", "levit_128s", "--json")
-    found = json.loads(out.stdout)
-    assert found["models"][0]["rules"]["AttentionToGPSA"] == [11, 11, {}]
     text = isomorph("coverage", "xcit_nano_12_p16_224").stdout
     assert "2 of 14" in text
     assert "XCA attends between channels" in text
     assert "matches no" in refusal(isomorph("coverage", "nosuch"))
-
-
-@pytest.mark.parametrize("name", ["levit_128s", "mobilevit_xxs"])
-def test_a_model_of_a_family_is_verified(name):
-    model = timm.create_model(name, num_classes=3).eval()
-    for rule in (iso.AttentionToRefined(ratio=1), iso.AttentionToGPSA()):
-        accepted = iso.surgery.acceptance(model, rule).accepted
-        new = iso.recast(model, rule, lambda name, _, accepted=frozenset(accepted): name in accepted)
-        iso.verify(model, new, torch.randn(1, 3, 224, 224) if name == "levit_128s" else torch.randn(1, 3, 64, 96))
 
 
 def test_the_deviations_are_small():

@@ -1,114 +1,17 @@
-"""A rule of another package: one class and one entry point, known in Python, in recipes and on the command line."""
+"""Rules by name, in recipes and on the command line; every option of every rule, and values beyond reason."""
 
-import os
-import subprocess
-import sys
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
+import torch
 from torch import nn
 
 import isomorph as iso
 from isomorph.surgery.rule import RULES, rule_options
 from isomorph.training.recipe.recipe import document_fields, validate
 from refusals import refused
-
-TOY = '''
-from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import nn
-
-from isomorph.surgery import Rule
-
-
-class Doubled(nn.Module):
-    """x -> (2 weight) x / 2"""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.linear = nn.Linear(linear.in_features, linear.out_features)
-        self.linear.weight.data = linear.weight.data * 2
-        self.linear.bias.data = linear.bias.data * 2
-
-    def forward(self, x):
-        return self.linear(x) / 2
-
-
-@dataclass(frozen=True)
-class LinearToDoubled(Rule):
-    """A linear layer becomes one with twice the weights and half the output."""
-
-    strength: int = 1
-    """How doubled the layer is."""
-
-    atol: ClassVar[float] = 1e-5
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
-
-    def reason(self, module):
-        return None if type(module) is nn.Linear else "it is not an nn.Linear"
-
-    def build(self, module):
-        return Doubled(module)
-'''
-
-
-@pytest.fixture
-def installed(tmp_path):
-    """A folder with an installed package `toy` that offers a rule and one that cannot be loaded, in an environment."""
-    (tmp_path / "toy.py").write_text(TOY)
-    info = tmp_path / "toy-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[isomorph.rules]\ntoy = toy:LinearToDoubled\ngone = toy_nowhere:Gone\n")
-    sources = str(Path(iso.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([sources, str(tmp_path)]), "COLUMNS": "100"}
-
-
-def run(environment, folder, *arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
-COMMANDS = """
-import sys
-import isomorph as iso
-from isomorph.cli import main
-
-recast = "recast cifar_resnet20 --no-pretrained --rule LinearToDoubled --where linear --strength 2"
-recast += " --out doubled.safetensors"
-for command in ("recast --help", recast, "train toy.yaml"):
-    try:
-        main(command.split())
-    except SystemExit as ended:
-        assert not ended.code, ended.code
-for path in ("doubled.safetensors", "run/model.safetensors"):
-    model = iso.load(path)
-    print("loaded", type(model.linear).__name__, iso.edits(model)[-1].rule.strength)
-"""
-
-
-@pytest.mark.slow
-def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
-    """A new process finds it through its entry point, in Python, in recipes and on the command line.
-
-    Of one that cannot be loaded it says so.
-    """
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "toy.yaml").write_text(
-        "model: {name: cifar_resnet20, recast: {rule: LinearToDoubled, where: linear, strength: 2}}\n"
-        "data: {source: digits, fraction: 0.02, size: [8, 8], batch_size: 8}\n"
-        "epochs: 1\nout: run\noptim: {warmup_epochs: 0}\n"
-    )
-    done = run(installed, work, "-W", "default", "-c", COMMANDS)
-    assert done.returncode == 0, done.stderr
-    assert "--strength" in done.stdout
-    assert done.stdout.count("loaded Doubled 2") == 2
-    assert "cannot load the rule toy_nowhere:Gone of toy" in done.stderr
 
 
 @dataclass(frozen=True)
@@ -128,28 +31,26 @@ class Kept(iso.surgery.Rule):
         return module
 
 
-class TestRegistration:
-    @pytest.fixture(autouse=True)
-    def registered(self, monkeypatch):
-        monkeypatch.setitem(RULES, "Kept", Kept)
+def recipe(**recast):
+    return {"model": {"name": "cifar_resnet20", "recast": {"where": "fc", **recast}}}
 
-    def test_fields_become_options(self):
-        options = rule_options()
-        assert options["depth"].rules == ("Kept",)
-        assert options["init"].type == Literal["exact", "paper", "same-function", "copy"] | None
-        assert "Kept: How it stays." in options["init"].help
-        assert "--model.recast.depth" in document_fields()
 
-    def test_recipes_take_it(self):
-        part = validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "depth": 3}}})
-        assert part.model.recast.build_rule() == Kept(depth=3)
-        for fields, said in (
-            ({"rule": "Kept", "dept": 3}, r"model.recast.dept is not a field \(did you mean depth\?\)"),
-            ({"rule": "Kept", "depth": 3.5}, r"model\.recast\.depth: input should be a valid integer"),
-            ({"rule": "Kept", "ratio": 3}, "Kept has no ratio"),
-            ({"rule": "Kep"}, "Kep is not a rule; did you mean Kept"),
-        ):
-            refused(said, validate, {"model": {"name": "cifar_resnet20", "recast": {"where": "fc", **fields}}})
+def test_a_registered_rule_is_known_in_recipes(monkeypatch):
+    monkeypatch.setitem(RULES, "Kept", Kept)
+    options = rule_options()
+    assert options["depth"].rules == ("Kept",)
+    assert options["init"].type == Literal["exact", "paper", "same-function", "copy"] | None
+    assert "Kept: How it stays." in options["init"].help
+    assert "--model.recast.depth" in document_fields()
+    assert validate(recipe(rule="Kept", depth=3)).model.recast.build_rule() == Kept(depth=3)
+    for fields, said in (
+        (dict(rule="Kept", dept=3), r"model.recast.dept is not a field \(did you mean depth\?\)"),
+        (dict(rule="Kept", depth=3.5), r"model\.recast\.depth: input should be a valid integer"),
+        (dict(rule="Kept", ratio=3), "Kept has no ratio"),
+        (dict(rule="Kep"), "Kep is not a rule; did you mean Kept"),
+        (dict(rule="AttentionToRefined", ratio=HUGE), "ratio .*must be"),
+    ):
+        refused(said, validate, recipe(**fields))
 
 
 def test_what_is_not_a_rule_is_rejected():
@@ -173,3 +74,68 @@ def test_every_field_of_every_rule_has_help():
     for option in rule_options().values():
         assert option.help.strip(": "), option
         assert not option.help.endswith(": "), f"{option.name} has no help in one of {option.rules}"
+
+
+HUGE = 99999999999999999999
+NUMBERS = [0, -1, 1e-300, 1e300, 10**400, math.inf, math.nan, True, "2", []]
+WHOLE = [-1, 2.5, HUGE, math.nan, True, "3", []]
+GATED, REFINED, RELATIVE, WIDE = (
+    iso.AttentionToGPSA,
+    iso.AttentionToRefined,
+    iso.AttentionToRelative,
+    iso.LinearToPyramid,
+)
+HOSTILE = {
+    (iso.ConvToGPSA, "init"): ["exakt", "", [], 1],
+    (iso.ConvToGPSA, "locality"): NUMBERS,
+    (iso.ConvToGPSA, "gate"): [1e300, -math.inf, math.nan, "1", []],
+    (iso.ConvToGPSA, "content"): ["globl", "", {}, None],
+    (iso.ConvToGPSA, "window"): [*WHOLE, 0, 4, 129, 7],
+    (GATED, "init"): ["same-function", ["exact"]],
+    (GATED, "locality"): NUMBERS,
+    (GATED, "grid_size"): [14, (14,), (0, 3), (3, HUGE), (2.0, 3), "23", (), ("2", "3"), {1, 2}],
+    (GATED, "prefix_tokens"): WHOLE,
+    (REFINED, "ratio"): WHOLE,
+    (REFINED, "kernel"): [*WHOLE, 0, 2, 1001],
+    (REFINED, "init"): ["exact", None, []],
+    (REFINED, "reduce"): [0, 1, "no", None],
+    (REFINED, "span"): ["image", None, []],
+    (REFINED, "recompute"): [0, "yes", None],
+    (REFINED, "grid_size"): [(1, HUGE)],
+    (RELATIVE, "prefix_tokens"): [HUGE],
+    (RELATIVE, "prefix_bias"): [0, 1, "yes", None],
+    (WIDE, "layout"): [
+        *("", "P", "P-W", "P-W0", "P-W2s", "P-W33S", f"P-W{HUGE}", "R-D99999W1S", "R-D0W1", "naive-W999"),
+        *("naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, []),
+    ],
+    (WIDE, "init"): ["exact", []],
+    (WIDE, "rectify"): ["layernorm", "v=layernorm", "v=none,v=rescale", {}, [], None],
+    (WIDE, "rescale_by"): NUMBERS,
+    (iso.Anneal, "steps"): [0, 1.5, "3"],
+    (iso.Anneal, "start"): [(0.0, 1.0), (1.0, math.nan), (1e30, 1.0)],
+    (iso.Anneal, "stop"): [(-1.0, 1.0), (1.0, 1e30)],
+}
+
+
+@pytest.mark.parametrize(("rule", "field"), HOSTILE, ids=lambda value: getattr(value, "__name__", value))
+def test_values_beyond_reason_are_one_clear_line(rule, field):
+    others = {"steps": 5} if rule is iso.Anneal and field != "steps" else {}
+    for value in HOSTILE[rule, field]:
+        said = refused(".", rule, **others, **{field: value})
+        assert field in said or rule is iso.Anneal, said
+        assert len(said) < 200, said
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "rule"),
+    [
+        (nn.Conv2d(3, 4, 3, padding=1), torch.randn(1, 3, 5, 6), iso.ConvToGPSA(locality=1e3, gate=1e3)),
+        (nn.Conv2d(3, 4, 3, padding=1), torch.randn(1, 3, 5, 6), iso.ConvToGPSA(locality=1e-4, gate=-1e3)),
+        (nn.Linear(4, 3), torch.randn(5, 4), iso.LinearToPyramid("P-W32S", rescale_by=1e6)),
+        (nn.Linear(4, 3), torch.randn(5, 4), iso.LinearToPyramid("R-D32W1", rescale_by=1e-6)),
+    ],
+)
+def test_values_at_the_bounds_work(layer, x, rule):
+    new = iso.recast(nn.Sequential(layer), rule, "0").train()
+    new(x).square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in new.parameters())

@@ -7,8 +7,6 @@ import torch
 
 import isomorph as iso
 from isomorph.layers.map_edit import RefinedMap
-from isomorph.operations import EditMaps
-from isomorph.surgery.edited_attention import unfused_interface
 
 transformers = pytest.importorskip("transformers")
 
@@ -114,10 +112,20 @@ def gpt2():
     return transformers.GPT2Model(config)
 
 
+def by_flex(model):
+    model.config._attn_implementation_internal = "flex_attention"
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "rule", "reason"),
     [
         (gpt2, RULE, "GPT2Attention is causal"),
+        (
+            lambda: by_flex(build("bert")[0]),
+            RULE,
+            r'uses flex_attention, .*call model.set_attn_implementation\("sdpa"\)',
+        ),
         (lambda: build("bert", is_decoder=True)[0], RULE, "is causal: an edited map mixes neighbouring queries"),
         (lambda: build("bert")[0], iso.AttentionToRefined(span="spatial"), "words in a row, which is not a grid"),
         (lambda: build("bert")[0], iso.AttentionToGPSA(), "words in a row, which is not a grid"),
@@ -127,27 +135,3 @@ def gpt2():
 def test_rejected_by_reason(make, rule, reason):
     with pytest.raises(iso.UserError, match=reason):
         iso.recast(make(), rule, where=lambda name, module: name.endswith(("attention.self", "0.attn")))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(is_causal=True), "is_causal is not supported"),
-        (dict(attention_mask=object()), 'set_attn_implementation\\("sdpa"\\)'),
-        (dict(softcap=30.0), "passes softcap"),
-    ],
-)
-def test_calls_that_an_edited_map_cannot_obey(bert, arguments, message):
-    layer = bert[1].encoder.layer[0].attention.self
-    with pytest.raises(ValueError, match=message), EditMaps(lambda maps, mask: maps):
-        unfused_interface(layer, *torch.randn(3, 1, 4, 5, 8), **arguments)
-
-
-def test_a_two_dimensional_mask_and_shared_keys(bert):
-    layer = bert[1].encoder.layer[0].attention.self
-    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    mask = torch.arange(6) < torch.tensor([[6], [4]])
-    full = [x.repeat_interleave(2, 1) for x in (k, v)]
-    with EditMaps(lambda maps, mask: maps):
-        expected, _ = unfused_interface(layer, q, *full, mask[:, None, None].expand(-1, -1, 6, -1))
-        torch.testing.assert_close(unfused_interface(layer, q, k, v, mask)[0], expected)

@@ -7,7 +7,6 @@
 
 import sys
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         AttentionToLinears,
         AttentionToRefined,
         AttentionToRelative,
+        AttentionToWindow,
         BranchesToConv,
         ConvToConvNorm,
         ConvToGPSA,
@@ -58,9 +58,9 @@ _HOMES = {
     "evaluation": "cost_table",
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
-    "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative BranchesToConv "
-    "ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune recalibrate "
-    "recast revert targets unstride verify",
+    "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
+    "AttentionToWindow BranchesToConv ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune "
+    "recalibrate recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
     "tasks.robustness": "robustness",
     "training": "Recipe train",
@@ -74,6 +74,7 @@ __all__ += [
     "AttentionToLinears",
     "AttentionToRefined",
     "AttentionToRelative",
+    "AttentionToWindow",
     "BranchesToConv",
 ]
 __all__ += ["ConvToConvNorm", "ConvToGPSA"]
@@ -103,16 +104,11 @@ def __dir__() -> list[str]:
 
 
 def prepare() -> None:
-    """Add isomorph's models to timm's registry, and the rules of installed packages to isomorph's.
+    """Add isomorph's models to timm's registry.
 
     The command line calls this when it has parsed its arguments; elsewhere `import isomorph` does.
     """
     import isomorph.models  # noqa: F401 (registers them)
-
-    if entry_points(group="isomorph.rules"):
-        from isomorph.surgery.rule import register_installed_rules
-
-        register_installed_rules()
 
 
 if "isomorph_command" not in sys.modules:

@@ -27,7 +27,7 @@ from isomorph.layers import (
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.operations import AppliedAttention, ReadMaps, Scores, images_per_chunk
-from isomorph.surgery.attention_layers import facts_of, heads_of, no_map_reason
+from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.model_inputs import check_inputs
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
@@ -237,11 +237,11 @@ class _Capture:
     def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a layer."""
         inside = self.calls and (self.calls[-1] is None or has_attention_method(self.calls[-1].layer))
-        reason = no_map_reason(layer)
+        facts = facts_of(layer)
+        reason = facts and facts.no_map
         if reason and matches_where(self.where, name, layer):
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
         self.calls.append(None if reason or inside else LayerCall.of(name, layer, args, kwargs))
-        facts = facts_of(layer)
         layout = facts.layout(layer) if facts else None
         self.mode.enter(heads_of(layer, facts), layout, ignore=self.calls[-1] is None or has_attention_method(layer))
 

@@ -1,7 +1,6 @@
 """The recast command. It is imported when it is called, as its options are those of the registered rules."""
 
 from functools import reduce
-from importlib.metadata import entry_points
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,12 +18,12 @@ command."""
 
 
 def _with_rule_options(command: opt.Command) -> opt.Command:
-    """Let the parameters `rule` and `fields` of a command take any registered rule, and the fields of all rules.
+    """Let the parameters `rule` and `fields` of a command take any rule, and the fields of all rules.
 
     `fields` becomes a dataclass with one option per field, None where it is not given, so that a rule states its
     options once.
     """
-    rules, rows = _known_rules()
+    rules, rows = tables()["rules"], tables()["rule_options"]
     kinds = {row["name"]: Annotated[_kind(row), Parameter(help=row["help"])] for row in rows}
     defaults = dict.fromkeys(kinds)
     fields: Any = opt.group(type("RuleFields", (), {"__annotations__": kinds, "__module__": __name__, **defaults}))
@@ -34,19 +33,6 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
     assert command.__kwdefaults__ is not None
     command.__kwdefaults__["fields"] = fields()
     return command
-
-
-def _known_rules() -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the first line of each rule's docstring by name, and the rows of all options.
-
-    They are in tables.json, unless an installed package offers rules, whose registry imports torch.
-    """
-    if not entry_points(group="isomorph.rules"):
-        return tables()["rules"], tables()["rule_options"]
-    with opt.loading():
-        from isomorph.cli.write_tables import rule_rows
-        from isomorph.surgery.rule import rule_texts
-    return rule_texts(), rule_rows()
 
 
 def _kind(row: dict[str, Any]) -> Any:

@@ -2,13 +2,22 @@
 
 from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
 from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, tensors_in, value_of
-from isomorph.operations.maps import EditMaps, FusedCall, MapLayout, from_standard_map, to_standard_map, usual_layout
+from isomorph.operations.maps import (
+    EditMaps,
+    FollowMaps,
+    FusedCall,
+    MapLayout,
+    from_standard_map,
+    to_standard_map,
+    usual_layout,
+)
 from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, records_outputs, unwrap, wrappers_of
 
 __all__ = [
     "AppliedAttention",
     "EditMaps",
     "Flow",
+    "FollowMaps",
     "FormedMap",
     "FusedCall",
     "MapLayout",

@@ -3,12 +3,6 @@
 from collections import ChainMap
 
 from isomorph.surgery.anneal import Anneal
-from isomorph.surgery.coverage import (
-    RuleCoverage,
-    family_of,
-    model_coverage,
-    timm_models,
-)
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
 from isomorph.surgery.insert import Insert, insert, register_block
 from isomorph.surgery.merge import FuseReport, Merge
@@ -26,6 +20,7 @@ from isomorph.surgery.rules.norms import ConvToConvNorm
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
+from isomorph.surgery.rules.window import AttentionToWindow
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
@@ -43,6 +38,7 @@ __all__ = [
     "AttentionToLinears",
     "AttentionToRefined",
     "AttentionToRelative",
+    "AttentionToWindow",
     "BranchesToConv",
     "ConvToConvNorm",
     "ConvToGPSA",
@@ -56,7 +52,6 @@ __all__ = [
     "Prune",
     "Revert",
     "Rule",
-    "RuleCoverage",
     "Unstride",
     "VerifyReport",
     "acceptance",
@@ -64,12 +59,10 @@ __all__ = [
     "compare_outputs",
     "edits",
     "edits_since",
-    "family_of",
     "fuse",
     "fuse_with_report",
     "fusible_modules",
     "insert",
-    "model_coverage",
     "notes",
     "prunable_layers",
     "prune",
@@ -80,7 +73,6 @@ __all__ = [
     "replay",
     "revert",
     "targets",
-    "timm_models",
     "unstride",
     "verify",
 ]

@@ -11,8 +11,9 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, AnnealedReLU, GatedMap
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.surgery.rules.gated import CONV_GATING, check_gating, initial_gating
+from isomorph.surgery.rules.gated import CONV_GATING, check_gating
 from isomorph.surgery.rules.gated_attention import ATTENTION_GATING
+from isomorph.surgery.rules.window import WindowAttention
 
 GatedAttention = GPSA | TapHeads | GatedMap
 """Layers with gating parameters that an anneal sets."""
@@ -24,7 +25,7 @@ class Anneal:
 
     Locality changes geometrically (its effect is exponential), the logit of the gate linearly. After `steps` steps the
     optimiser trains both. Annealed ReLUs (VanillaNet) go from slope 0 to slope 1, the identity, in the same steps, and
-    stay there.
+    stay there. Attention with windows (AttentionToWindow) goes from share 1, global, to share 0, windows alone.
 
     Raises: UserError for a number of steps below 1, or a locality or gate out of bounds.
 
@@ -45,7 +46,7 @@ class Anneal:
     start: tuple[float, float] | None = None
     """(locality, gate) at step 0; by default (20, 15) for a recast convolution and (1, -15) for recast attention."""
 
-    stop: tuple[float, float] = initial_gating("paper", None, None)
+    stop: tuple[float, float] = CONV_GATING["paper"]
     """(locality, gate) at the last step."""
 
     def __post_init__(self) -> None:
@@ -76,20 +77,22 @@ class Anneal:
                 layer.set_gating(*self.at(step, defaults["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
-        """Set the slopes of annealed ReLUs for a step; averaged weights need it too, as a slope is not averaged."""
+        """Set the slopes of annealed ReLUs and the shares of windows for a step, which averaged weights need too."""
+        t = min(max(step / self.steps, 0.0), 1.0)
         for layer in annealed_layers(model)[1]:
-            layer.set_slope(min(max(step / self.steps, 0.0), 1.0))
+            layer.set_share(1 - t) if isinstance(layer, WindowAttention) else layer.set_slope(t)
 
 
-def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU]]:
-    """Return the gated attention layers and the annealed ReLUs of a model.
+def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:
+    """Return the gated attention layers, and the annealed ReLUs and attention with windows, of a model.
 
     Raises: UserError if there is neither.
     """
     gated = [module for module in model.modules() if isinstance(module, GatedAttention)]
-    relus = [module for module in model.modules() if isinstance(module, AnnealedReLU)]
-    if not (gated or relus):
+    others = [module for module in model.modules() if isinstance(module, AnnealedReLU | WindowAttention)]
+    if not (gated or others):
         raise UserError(
-            "the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first"
+            "the model has no gated attention layer to anneal; recast it with ConvToGPSA, AttentionToGPSA or "
+            "AttentionToWindow first"
         )
-    return gated, relus
+    return gated, others

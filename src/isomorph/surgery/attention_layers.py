@@ -8,50 +8,28 @@ import dis
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid, grid_places
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
 from isomorph.operations import MapLayout
+from isomorph.surgery.altered import cached_by_class
 
-T = TypeVar("T")
 _HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
 """Attributes of layers, and of the configurations of transformers, for the number of heads."""
 _MASKS = ("attn_mask", "mask", "attention_mask")
 """Arguments in which layers receive their mask."""
 _IMAGE_FIELDS = ("image_size", "patch_size", "num_channels")
 """Fields of the configurations of vision models."""
+_SEEN = ("sdpa", "eager")
+"""Implementations of attention of transformers whose operations can be seen."""
 _PRODUCTS = {"@", "matmul", "bmm", "einsum"}
-
-
-def cached_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
-    """Decorate a function of a class so that it is computed once for each."""
-    return cache(function)
 
 
 def _mask_argument(_: nn.Module, given: dict[str, Any]) -> Any:
     return next((given[name] for name in _MASKS if given.get(name) is not None), None)
-
-
-def _shift_mask(layer: Any, given: dict[str, Any]) -> Tensor | None:
-    """Return the pairs of tokens in one region of torchvision's shifted windows. Shape: -> (windows, N, N) or None"""
-    x, (h, w) = next(iter(given.values())), layer.window_size
-    H, W = (n + -n % side for n, side in zip(x.shape[1:3], (h, w), strict=True))
-    down, right = (s if side < n else 0 for s, side, n in zip(layer.shift_size, (h, w), (H, W), strict=True))
-    if not (down or right):
-        return None
-
-    def region(n: int, side: int, shift: int) -> Tensor:
-        i = torch.arange(n, device=x.device)
-        return (i >= n - side).long() + (i >= n - shift)  # (n,)
-
-    regions = 3 * region(H, h, down)[:, None] + region(W, w, right)  # (H, W)
-    regions = regions.view(H // h, h, W // w, w).transpose(1, 2).reshape(-1, h * w)  # (windows, N)
-    return regions[:, :, None] == regions[:, None]
 
 
 def mask_unit_order(count: int, units: GridSize) -> Tensor:
@@ -118,11 +96,14 @@ class AttentionFacts(NamedTuple):
 
 def _interface_reason(layer: Any) -> str | None:
     """Return why the map of an attention layer of transformers cannot be edited, or None if it can."""
-    name, config = type(layer).__name__, getattr(layer, "config", None)
+    name, config = type(layer).__name__, cast(Any, getattr(layer, "config", None))
     if not hasattr(config, "_attn_implementation"):
         return f"{name} has no config that says how its attention is computed"
     if any(getattr(owner, field, False) for owner in (layer, config) for field in ("is_causal", "is_decoder")):
         return f"{name} is causal: an edited map mixes neighbouring queries, so that a token would see later ones"
+    if config._attn_implementation not in _SEEN:
+        given = f"{name} uses {config._attn_implementation}"
+        return f'{given}, whose operations cannot be seen; call model.set_attn_implementation("sdpa") first'
     if "Cross" in name:
         return f"{name} attends to other tokens than those of its queries"
     if not any(hasattr(owner, field) for owner in (layer, config) for field in _HEADS):
@@ -139,15 +120,14 @@ _CHANNELS = AttentionFacts("attends between channels, so it has no map over toke
 _KEYS_ALONE = AttentionFacts("takes the softmax of its keys alone, so it has no map from queries to keys")
 _POOLS = AttentionFacts("pools tokens with weights that do not depend on a query")
 _ONE_QUERY = AttentionFacts(query_reason="only its class token is a query, and has no position")
-_SHIFTED = AttentionFacts(mask=_shift_mask)
-_VIDEO = AttentionFacts(reason=lambda layer: f"{type(layer).__name__} attends in three dimensions")
+_SHIFTED = AttentionFacts(reason=lambda _: "its shifted windows hide their mask; recast timm's Swin, which has one")
 _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
 _INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
 
 FACTS: dict[str, AttentionFacts | None] = {
     "isomorph.layers.unfused_multihead.MultiheadLinears": AttentionFacts(mask=allowed_by_masks),
     "timm.layers.attention2d.MultiQueryAttention2d": AttentionFacts(
-        layout=lambda layer: "queries" if layer.einsum else "heads"
+        layout=lambda x: "queries" if x.einsum else "heads"
     ),
     "timm.layers.attention2d.MultiQueryAttentionV2": AttentionFacts(layout=lambda _: "queries"),
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
@@ -162,16 +142,12 @@ FACTS: dict[str, AttentionFacts | None] = {
     "timm.models.cait.ClassAttn": _ONE_QUERY,
     "timm.models.coat.FactorAttnConvRelPosEnc": _KEYS_ALONE,
     "timm.models.crossvit.CrossAttention": _ONE_QUERY,
-    "timm.models.csatv2.SpatialTransformerBlock": AttentionFacts(
-        "compares the images of a batch, so it has no map over tokens"
-    ),
+    "timm.models.csatv2.SpatialTransformerBlock": AttentionFacts("compares images, so it has no map over tokens"),
     "timm.models.davit.ChannelAttention": _CHANNELS,
     "timm.models.davit.ChannelAttentionV2": _CHANNELS,
     "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
     "timm.models.efficientvim.HSMSSD": None,
-    "timm.models.efficientvit_mit.LiteMLA": AttentionFacts(
-        "is linear attention, which has no map from queries to keys"
-    ),
+    "timm.models.efficientvit_mit.LiteMLA": AttentionFacts("is linear, so it has no map from queries to keys"),
     "timm.models.efficientvit_msra.CascadedGroupAttention": AttentionFacts(heads=lambda _: 1),
     "timm.models.hiera.MaskUnitAttention": AttentionFacts(
         layout=lambda _: "heads",
@@ -199,8 +175,6 @@ FACTS: dict[str, AttentionFacts | None] = {
     "torchvision.models.maxvit.RelativePositionalMultiHeadAttention": AttentionFacts(square=True),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": _SHIFTED,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": _SHIFTED,
-    "torchvision.models.video.mvit.MultiscaleAttention": _VIDEO,
-    "torchvision.models.video.swin_transformer.ShiftedWindowAttention3d": _VIDEO,
 }
 """Classes that are not like most, by their full name; None for one that is not attention, though it looks like it."""
 
@@ -259,6 +233,14 @@ def attention_facts(kind: type) -> AttentionFacts | None:
     return AttentionFacts() if attends else None
 
 
+@cached_by_class
+def calls_fused_attention(kind: type) -> bool:
+    """Return whether layers of a class of attention call `scaled_dot_product_attention`, in a form of theirs."""
+    facts = attention_facts(kind)
+    names = _names_used(facts.form if facts and facts.form else kind)
+    return bool(names & {"scaled_dot_product_attention", "get_interface"})
+
+
 def facts_of(layer: Any) -> AttentionFacts | None:
     """Return what is known about the class of an attention layer, with an edited map or without."""
     return getattr(type(layer), "facts", None) or attention_facts(type(layer))
@@ -273,23 +255,16 @@ def heads_of(layer: Any, facts: AttentionFacts | None) -> int:
     return next((heads for heads in found if isinstance(heads, int)), 1)
 
 
-def no_map_reason(layer: nn.Module) -> str | None:
-    """Return why a layer that is called attention has no attention map, or None."""
-    facts = facts_of(layer)
-    return facts.no_map if facts else None
-
-
 def gating_reason(layer: nn.Module) -> str | None:
     """Return why position attention is not defined between the queries and keys of a layer, or None if it is.
 
     A class token that is the only query is in the middle of the image.
     """
     facts = facts_of(layer)
-    return None if facts is None or facts.places else position_reason(layer, queries=False)
+    return None if facts is None or facts.places else facts.grid_reason(layer)
 
 
-def position_reason(layer: nn.Module, queries: bool = True) -> str | None:
-    """Return why the keys of a layer, and by default its queries, have no positions on a grid, or None if they do."""
+def position_reason(layer: nn.Module) -> str | None:
+    """Return why the queries or keys of a layer have no positions on a grid, or None if they do."""
     facts = facts_of(layer)
-    assert facts is not None
-    return facts.grid_reason(layer) or (facts.query_reason if queries else None)
+    return facts and (facts.grid_reason(layer) or facts.query_reason)

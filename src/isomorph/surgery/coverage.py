@@ -4,76 +4,29 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 import torch
 from timm.utils.model import reparameterize_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from isomorph.errors import UserError
 from isomorph.surgery.fuse import fuse_with_report
 from isomorph.surgery.recast import acceptance
-from isomorph.surgery.rule import RULES, Rule
-
-_FILLS: set[Any] = {
-    *(Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_, Tensor.copy_, Tensor.erfinv_),
-    *(Tensor.add_, Tensor.mul_, Tensor.div_, Tensor.clamp_),
-}
+from isomorph.surgery.rule import Rule
 
 
-class _SkipFills(TorchFunctionMode):
-    """Torch function mode that skips the initialisation of weights, which have no values on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in _FILLS else func(*args, **(kwargs or {}))
-
-
-class RuleCoverage(NamedTuple):
-    """Of the modules of a rule's kind in a model or family: how many it accepts, of how many, and why not the others.
-
-    >>> iso.surgery.RuleCoverage(2, 3, {"the NxN kernel is not square": 1}).complete
-    False
-    """
-
-    accepted: int
-    modules: int
-    reasons: dict[str, int]
-
-    @property
-    def complete(self) -> bool:
-        """True if the rule accepts every module of its kind, and there is one."""
-        return 0 < self.accepted == self.modules
-
-
-def _reason_kind(reason: str) -> str:
-    """Return a reason with N in place of every number, so that the reasons of similar modules are counted together."""
-    return re.sub(r"\d+(\.\d+)?", "N", reason)
-
-
-def model_coverage(model: nn.Module, rules: Mapping[str, Rule] | None = None) -> dict[str, RuleCoverage]:
-    """Return the coverage of every rule in a model; by default of all registered rules with their default options.
-
-    Raises: UserError if the model is not a model.
-
-    >>> cnn = timm.create_model("cifar_resnet20")
-    >>> iso.surgery.model_coverage(cnn)["ConvToGPSA"]
-    RuleCoverage(accepted=19, modules=19, reasons={})
-    """
-    found = {}
-    for name, rule in (rules or {name: kind() for name, kind in RULES.items()}).items():
-        accepted, rejected = acceptance(model, rule)
-        reasons = Counter(map(_reason_kind, rejected.values()))
-        found[name] = RuleCoverage(len(accepted), len(accepted) + len(rejected), dict(reasons.most_common()))
-    return found
+def _count_reasons(reasons: Iterable[str]) -> dict[str, int]:
+    """Return how often each reason occurs, with N in place of every number, the most common first."""
+    return dict(Counter(re.sub(r"\d+(\.\d+)?", "N", reason) for reason in reasons).most_common())
 
 
 def family_of(name: str) -> str:
     """Return the family of a timm model: the module that defines it.
 
-    >>> iso.surgery.family_of("resnet50d")
+    >>> family_of("resnet50d")
     'resnet'
     """
     return timm.model_entrypoint(name).__module__.rpartition(".")[2]
@@ -84,7 +37,7 @@ def timm_models(names: Sequence[str] = ()) -> list[str]:
 
     Raises: UserError if there is none.
 
-    >>> iso.surgery.timm_models(["resnet1*t"])
+    >>> timm_models(["resnet1*t"])
     ['resnet10t', 'resnet14t']
     """
     if unknown := [glob for glob in names if not timm.list_models(glob)]:
@@ -95,18 +48,23 @@ def timm_models(names: Sequence[str] = ()) -> list[str]:
 
 
 def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[dict[str, Any]]:
-    """Yield a row for every timm model: its name, family, parameters and the coverage of every rule.
+    """Yield a row for every timm model: its name, family, parameters, and what every rule accepts of its kind.
 
-    A model that cannot be created has the reason under `error` instead.
+    Under `rules`: the number of accepted modules, of how many, and the reasons for the others with their counts, N in
+    place of numbers. A model that cannot be created has the reason under `error` instead.
     """
     for name in names:
         row: dict[str, Any] = {"model": name, "family": family_of(name)}
         try:
-            with torch.device("meta"), _SkipFills(), warnings.catch_warnings():
+            with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = timm.create_model(name)
-            row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-            yield row | {"rules": {rule: list(found) for rule, found in model_coverage(model, rules).items()}}
+            row |= {"parameters": sum(parameter.numel() for parameter in model.parameters()), "rules": {}}
+            for kind, rule in rules.items():
+                accepted, rejected = acceptance(model, rule)
+                reasons = _count_reasons(rejected.values())
+                row["rules"][kind] = [len(accepted), len(accepted) + len(rejected), reasons]
+            yield row
         except Exception as error:  # of any module of timm
             yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
@@ -135,7 +93,7 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
                 "norms": len(norms),
                 "merged": sum(not isinstance(dict(fused.named_modules()).get(key), _BatchNorm) for key in norms),
                 "directly": len(alone),
-                "reasons": dict(Counter(map(_reason_kind, left.values())).most_common()),
+                "reasons": _count_reasons(left.values()),
                 "difference": report.difference,
                 "parameters": [*report.parameters, others],
             }
@@ -171,16 +129,11 @@ def summarise_coverage(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str,
         family = families.setdefault(row["family"], {"models": 0, "rules": {}})
         family["models"] += 1
         for rule, (accepted, modules, reasons) in row["rules"].items():
-            total = family["rules"].setdefault(
-                rule, dict(accepted=0, modules=0, some=0, every=0, having=0, reasons=Counter())
-            )
-            total["accepted"] += accepted
-            total["modules"] += modules
-            total["some"] += accepted > 0
-            total["every"] += 0 < accepted == modules
-            total["having"] += modules > 0
-            total["reasons"].update(reasons)
+            total, all_reasons = family["rules"].setdefault(rule, (Counter(), Counter()))
+            total.update(accepted=accepted, modules=modules, some=accepted > 0, every=0 < accepted == modules)
+            total.update(having=modules > 0)
+            all_reasons.update(reasons)
     for family in families.values():
-        for total in family["rules"].values():
-            total["reasons"] = dict(total["reasons"].most_common())
+        for rule, (total, reasons) in family["rules"].items():
+            family["rules"][rule] = {**total, "reasons": dict(reasons.most_common())}
     return dict(sorted(families.items()))

@@ -3,14 +3,12 @@
 The class of the layer becomes a subclass, and the edit its child `map_edit`. All other parts and names stay.
 """
 
-import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -18,29 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from isomorph.layers.grid import GridSize
 from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
-from isomorph.surgery.attention_layers import (
-    AttentionFacts,
-    attention_facts,
-    cached_by_class,
-    heads_of,
-    no_map_reason,
-)
+from isomorph.surgery.altered import Altered, altered_class, copy_as
+from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
 
 _WINDOW_NAMES = ("window_size", "ws")
 SIZE_NAMES = ("feat_size", "size", "resolution")
 """Arguments in which layers of timm receive the size of the feature map of their tokens."""
-_SEEN = ("sdpa", "eager")
-"""Implementations of attention of transformers whose operations can be seen."""
-INTERFACE_NAME = "isomorph"
-"""The name of `unfused_interface` among transformers' implementations of attention."""
-
-
-class _Original(NamedTuple):
-    """The layer before the edit: its class, whether it was fused, and its configuration."""
-
-    kind: type[nn.Module]
-    fused: bool | None
-    config: Any = None
 
 
 def _as_pair(size: Any) -> GridSize | None:
@@ -62,21 +43,71 @@ def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
     return [size for size in sizes if size is not None and 0 not in size]
 
 
-class EditedAttention:
-    """Mixin of the classes of attention layers whose map is edited by the child `map_edit`.
+class AlteredAttention(Altered):
+    """Mixin of the classes of attention layers whose attention is altered on the grid of their tokens.
 
     `grid_size` is the size of the image or of its grid of patches. In a recast model it follows every image. Layers
     with a window, or with the size of the feature map among their arguments, use those first.
     """
 
-    original: _Original
-    argument_names: tuple[str, ...]
     facts: AttentionFacts
-    edited_heads: int
+    argument_names: tuple[str, ...]
+    fused_before: bool | None
     grid_size: GridSize | None
     prefix_tokens: int
+    added: tuple[str, ...] = ("fused_before", "grid_size", "prefix_tokens")
+    """Names of the attributes and children that the plain layer does not have."""
+
+    @classmethod
+    def base_of(cls, kind: type[nn.Module]) -> tuple[type[nn.Module], dict[str, Any]]:
+        facts = attention_facts(kind)
+        assert facts is not None
+        names = tuple(inspect.signature(kind.forward).parameters)[1:]
+        return facts.form or kind, {"facts": facts, "argument_names": names}
+
+    def shapes(self, grid_size: GridSize | None, given: dict[str, Any]) -> list[GridSize]:
+        """Return the sizes that the tokens of a call may cover, from its arguments by name."""
+        grid = grid_size or self.grid_size
+        return own_shapes(cast(Any, self), given) + ([grid] if grid else [])
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        return dict(zip(self.argument_names, args, strict=False)) | kwargs
+
+    def plain(self) -> nn.Module:
+        """Return a copy of the layer in its original class."""
+        plain = copy_as(cast(Any, self), self.original)
+        if self.fused_before is not None:
+            plain.fused_attn = self.fused_before
+        for name in self.added:
+            delattr(plain, name)
+        return plain
+
+
+def alter(
+    layer: nn.Module,
+    mixin: type[AlteredAttention],
+    grid_size: GridSize | None,
+    prefix_tokens: int | None,
+    fused: bool | None = None,
+) -> Any:
+    """Return a copy of an attention layer in a subclass; `fused`: the form in which it computes, if it has both."""
+    altered = copy_as(layer, altered_class(mixin, type(layer)))
+    altered.fused_before = None if fused is None else getattr(layer, "fused_attn", None)
+    if altered.fused_before is not None:
+        altered.fused_attn = fused
+    altered.grid_size = grid_size
+    altered.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
+    return altered
+
+
+class EditedAttention(AlteredAttention):
+    """Mixin of the classes of attention layers whose map is edited by the child `map_edit`."""
+
+    edited_heads: int
     recompute: bool
     map_edit: nn.Module
+    added = (*AlteredAttention.added, "edited_heads", "recompute", "map_edit")
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
         """Return mask, grid and prefix tokens of a call, from its arguments by name.
@@ -85,10 +116,9 @@ class EditedAttention:
         """
         if given.get("is_causal"):
             raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
-        grid = grid_size or self.grid_size
-        shapes = [] if self.facts.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
+        shapes = [] if self.facts.square else self.shapes(grid_size, given)
         places = partial(self.facts.places, self, shapes) if self.facts.places else None
-        mask = self.facts.mask(self, given)
+        mask = self.facts.mask(cast(Any, self), given)
         return MapCall(mask if isinstance(mask, Tensor) else None, tuple(shapes), self.prefix_tokens, places)
 
     def _edit(self, call: MapCall, maps: Tensor, mask: Tensor | None) -> Tensor:
@@ -102,7 +132,7 @@ class EditedAttention:
             call = call._replace(mask=merge_queries(call.mask))
         standard = to_standard_map(maps, layout, self.edited_heads)  # (B, nh, Nq, Nk)
         if standard.shape[1] != self.edited_heads:
-            name, found = self.original.kind.__name__, standard.shape[1]
+            name, found = self.original.__name__, standard.shape[1]
             raise ValueError(f"the map of {name} has {found} heads in this call, and its edit {self.edited_heads}")
         return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
 
@@ -112,11 +142,11 @@ class EditedAttention:
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
-            raise ValueError(f"{self.original.kind.__name__} did not form its map in this call, so it was not edited")
+            raise ValueError(f"{self.original.__name__} did not form its map in this call, so it was not edited")
         return out
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
-        call = self.map_call(grid_size, dict(zip(self.argument_names, args, strict=False)) | kwargs)
+        call = self.map_call(grid_size, self.given(args, kwargs))
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._run, call, *args, use_reentrant=False, **kwargs)
         return self._run(call, *args, **kwargs)
@@ -138,84 +168,14 @@ class EditedAttention:
                 f"this layer is not plain attention: the relative deviation of its map is {deviation:.2g}, above "
                 f"{atol:g}; keep it"
             )
-        original = self.original
-        plain: Any = copy.deepcopy(self, {id(original.config): original.config})
-        plain.__class__ = original.kind
-        if original.fused is not None:
-            plain.fused_attn = original.fused
-        if original.config is not None:
-            plain.config = original.config  # that of the model itself, not a copy
-        for name in ("original", "edited_heads", "grid_size", "prefix_tokens", "recompute", "map_edit"):
-            delattr(plain, name)
-        return plain
-
-    def __reduce__(self) -> Any:
-        """Pickle by the original class: this class is made at run time."""
-        return _new_edited, (self.original.kind,), self.__dict__
-
-
-def _new_edited(kind: type[nn.Module]) -> nn.Module:
-    """Return an edited layer without its state."""
-    edited = edited_class(kind)
-    return edited.__new__(edited)
-
-
-@cached_by_class
-def edited_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of the layers of a class whose map is edited."""
-    facts = attention_facts(kind)
-    assert facts is not None
-    body = {"facts": facts, "argument_names": tuple(inspect.signature(kind.forward).parameters)[1:]}
-    return type(f"Edited{kind.__name__}", (EditedAttention, facts.form or kind), body)
-
-
-def unfused_interface(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    dropout: float = 0.0,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention of transformers by an operation that can be seen, for layers that use flash or flex attention.
-
-    Shape: query (B, nh, Nq, hd), key and value (B, nh, Nk, hd), attention_mask (B, Nk) or (B, 1, Nq, Nk)
-    -> (B, Nq, nh, hd) and None
-    Raises: ValueError for a mask that is not a tensor, such as that of flex_attention, or scores that are capped or
-        have sinks.
-    """
-    if attention_mask is not None and not isinstance(attention_mask, Tensor):
-        given = f"the attention mask is a {type(attention_mask).__name__}"
-        raise ValueError(f'{given}, and an edited map needs a tensor; call model.set_attn_implementation("sdpa")')
-    if changed := [name for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]:
-        raise ValueError(f"{type(module).__name__} passes {changed[0]}, which an edited map does not support")
-    mask = attention_mask
-    if mask is not None and mask.ndim == 2:  # that of flash attention
-        mask = mask.bool()[:, None, None].expand(-1, -1, mask.shape[1], -1)
-    gqa = key.shape[1] != query.shape[1]
-    out = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, bool(is_causal), scale=scaling, enable_gqa=gqa
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _use_interface(layer: Any) -> None:
-    """Give a layer a copy of its configuration that names `unfused_interface`; the model's own stays."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(INTERFACE_NAME, unfused_interface)
-    layer.config = copy.copy(layer.config)  # a shallow copy: the configurations inside belong to the model
-    layer.config._attn_implementation_internal = INTERFACE_NAME
+        return self.plain()
 
 
 class _AnyAttention(type):
     """Metaclass by which `isinstance` recognises attention of any class."""
 
     def __instancecheck__(cls, module: Any) -> bool:
-        return isinstance(module, Attention | EditedAttention) or attention_facts(type(module)) is not None
+        return isinstance(module, Attention | AlteredAttention) or attention_facts(type(module)) is not None
 
 
 class AnyAttention(nn.Module, metaclass=_AnyAttention):
@@ -227,16 +187,15 @@ AnyAttention.__name__ = "attention"
 
 def edit_reason(layer: nn.Module) -> str | None:
     """Return why the map of an attention layer cannot be edited, or None if it can."""
-    name = type(layer).__name__
-    if isinstance(layer, EditedAttention):
-        return "its map is edited already; revert it first"
-    if reason := no_map_reason(layer):
-        return f"{name} {reason}"
-    facts = attention_facts(type(layer))
+    name, facts = type(layer).__name__, attention_facts(type(layer))
+    if isinstance(layer, AlteredAttention):
+        return "its attention is edited already; revert it first"
     if facts is None and type(layer).__module__.startswith("isomorph."):
         return f"{name} is a layer of isomorph already; revert it first"
     if facts is None:
         return f"{name} is not attention: its forward has no softmax before a product, and no fused attention"
+    if facts.no_map:
+        return f"{name} {facts.no_map}"
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"
     return facts.reason(layer)
@@ -251,18 +210,9 @@ def edit_map(
 ) -> nn.Module:
     """Return a copy of an attention layer with an edited map. `make_edit(heads, device=, dtype=)` makes the edit."""
     facts = attention_facts(type(layer))
-    assert facts is not None
-    config = getattr(layer, "config", None) if facts.interface else None
-    edited: Any = copy.deepcopy(layer, {id(config): config})
-    edited.__class__ = edited_class(type(layer))
-    edited.original = _Original(type(layer), getattr(layer, "fused_attn", None) if facts.plain else None, config)
-    if facts.plain:
-        edited.fused_attn = False
-    if config is not None and config._attn_implementation not in _SEEN:
-        _use_interface(edited)
-    edited.grid_size, edited.recompute = grid_size, recompute
-    edited.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
-    edited.edited_heads = heads_of(layer, facts)
+    edited = alter(layer, EditedAttention, grid_size, prefix_tokens, False if facts and facts.plain else None)
+    edited.recompute = recompute
+    edited.edited_heads = heads_of(layer, edited.facts)
     like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
     edited.map_edit = make_edit(edited.edited_heads, device=like.device, dtype=like.dtype)
     return edited

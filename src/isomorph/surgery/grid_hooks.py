@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.layers.map_grid import GridSize
-from isomorph.surgery.edited_attention import EditedAttention
+from isomorph.surgery.edited_attention import AlteredAttention
 from isomorph.surgery.rule import Rule, check_grid
 
-GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, EditedAttention)
+GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, AlteredAttention)
 """Layers that need the grid positions of their tokens."""
 
 
@@ -231,9 +231,8 @@ class GridRule(Rule):
         owner = None if None not in (self.grid_size, self.prefix_tokens) else _only_embedding_model(model)
         if owner is None:
             grid_size, prefix, embedding = None, _class_tokens(model), _embedding_of(model)
-            takes_images = hasattr(embedding, "patch_size") or any(
-                isinstance(module, nn.Conv2d) for module in (embedding.modules() if embedding else ())
-            )
+            parts = list(embedding.modules()) if embedding else []
+            takes_images = hasattr(embedding, "patch_size") or any(isinstance(part, nn.Conv2d) for part in parts)
             object.__setattr__(bound, "grid_from_image", takes_images)
         else:
             grid_size, prefix = owner.patch_embed.grid_size, getattr(owner, "num_prefix_tokens", 0)
@@ -247,7 +246,7 @@ class GridRule(Rule):
             return
         _remove_grid_hooks(model)
         owner = _only_embedding_model(model)
-        if owner is None and any(isinstance(module, EditedAttention) for module in model.modules()):
+        if owner is None and any(isinstance(module, AlteredAttention) for module in model.modules()):
             owner = model
         if owner is not None:
             _register_grid_hooks(owner)

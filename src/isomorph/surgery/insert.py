@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from isomorph.layers import MapAttention
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.map_attention import InsertedBlock, Layout
 from isomorph.operations import tensors_in
-from isomorph.surgery.attention_layers import cached_by_class
+from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.model_inputs import Inputs, cast_floats, run_model
 from isomorph.surgery.recast import check_model, replay
@@ -53,10 +53,9 @@ def block_name(block: Any) -> str:
     return f"{block.__module__}.{getattr(block, '__qualname__', type(block).__qualname__)}"
 
 
-class WithBlock:
+class WithBlock(Altered):
     """Mixin of the classes of modules after which a block is inserted: their own forward, then the child `inserted`."""
 
-    original: type[nn.Module]
     inserted: InsertedBlock
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,25 +67,9 @@ class WithBlock:
         largest = self.inserted.gamma.abs().max().item()
         if largest != 0 and atol != math.inf:
             raise ValueError(f"the inserted block acts: its gamma is up to {largest:.2g}; keep it")
-        plain: Any = copy.deepcopy(self)
-        plain.__class__ = self.original
+        plain = copy_as(cast(Any, self), self.original)
         del plain.inserted
         return plain
-
-    def __reduce__(self) -> Any:
-        """Pickle by the original class: this class is made at run time."""
-        return _new_with_block, (self.original,), self.__dict__
-
-
-def _new_with_block(kind: type[nn.Module]) -> nn.Module:
-    made = class_with_block(kind)
-    return made.__new__(made)
-
-
-@cached_by_class
-def class_with_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of the modules of a class after which a block is inserted."""
-    return type(f"{kind.__name__}WithBlock", (WithBlock, kind), {"original": kind})
 
 
 def _entry(output: Any, entry: int | str | None) -> Any:
@@ -143,8 +126,7 @@ class Insert(Rule):
     def build(self, module: nn.Module) -> nn.Module:
         """Return a copy of the module with a new block. Raises: UserError as in `check`."""
         self.check(module)
-        new: Any = copy.deepcopy(module)
-        new.__class__ = class_with_block(type(module))
+        new = copy_as(module, altered_class(WithBlock, type(module)))
         new.inserted = InsertedBlock(BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry)
         return new
 

@@ -1,13 +1,11 @@
 """Parents that read the weights of a layer instead of calling it: found by their code, or made to call it."""
 
 import dis
-import warnings
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.nn import functional as F
 
 from isomorph.surgery.attention_layers import functions_of
 
@@ -43,47 +41,20 @@ def _uses(kind: type, path: tuple[str, ...]) -> tuple[bool, bool]:
     return reads, uses
 
 
-_READ: dict[str, type[nn.Module]] = {
-    **dict.fromkeys(("self_attn.out_proj", "linear1", "linear2"), nn.Linear),
-    **dict.fromkeys(("norm1", "norm2"), nn.LayerNorm),
-    "self_attn": nn.MultiheadAttention,
-}
-"""Layers of torch's TransformerEncoderLayer whose weights its fast path reads, in eval mode without gradients."""
-
-
 def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
-    """Turn the fast paths of torch's encoders off where they would pass by a layer that was replaced, or on again.
+    """Turn off the fast paths of torch's encoders, which read the weights of the layers inside instead of calling them.
 
     Both are attributes of the encoder, and so are kept in copies; `replay` sets them in a model that is loaded.
 
     Args:
         names: names of the modules that were replaced.
     """
-    for path, module in reversed(list(model.named_modules())):  # the layers before their encoder
-        if not any(f"{name}.".startswith(f"{path}." if path else "") for name in names):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            known = {F.relu: 1, nn.ReLU: 1, F.gelu: 2, nn.GELU: 2}
-            activation: Any = module.activation
-            usual = known.get(activation) or known.get(type(activation), 0)
-            module.activation_relu_or_gelu = usual if _is_plain(module) else 0
-        elif isinstance(module, nn.TransformerEncoder) and len(module.layers):
-            layers: Any = module.layers
-            plain = all(isinstance(layer, nn.TransformerEncoderLayer) and _is_plain(layer) for layer in layers)
-            module.use_nested_tensor = plain and _takes_nested(layers[0], module.enable_nested_tensor)
-
-
-def _is_plain(layer: nn.TransformerEncoderLayer) -> bool:
-    """True if all weights that the fast path reads belong to layers of torch."""
-    parts = dict(layer.named_modules())
-    return all(getattr(type(parts.get(name)), "forward", None) is kind.forward for name, kind in _READ.items())
-
-
-def _takes_nested(layer: nn.TransformerEncoderLayer, enabled: bool) -> bool:
-    """Return what torch's encoder of such layers decides when it is made."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.TransformerEncoder(layer, 0, enable_nested_tensor=enabled).use_nested_tensor
+    for path, module in model.named_modules():
+        if any(name != path and f"{name}.".startswith(f"{path}." if path else "") for name in names):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
 
 
 SEPARATE_BIAS = "qkv_bias_separate"

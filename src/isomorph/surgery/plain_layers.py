@@ -33,8 +33,7 @@ OVERRIDABLE_METHODS = (
 """Methods that decide what a module computes, saves and loads, and that a user may have patched on the instance."""
 
 
-def _own_methods(module: nn.Module) -> list[str]:
-    """Return the names of the methods that are set on the instance instead of the class, like a patched `forward`."""
+def _patched_methods(module: nn.Module) -> list[str]:
     return [name for name in OVERRIDABLE_METHODS if name in vars(module)]
 
 
@@ -42,7 +41,7 @@ def describe_attachments(module: nn.Module) -> str | None:
     """Return a description of the hooks, patched methods or parametrization of one module, or None."""
     if hooks := hooks_on(module):
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
-    if methods := _own_methods(module):
+    if methods := _patched_methods(module):
         return f"a patched {' and a patched '.join(methods)}"
     return "a parametrized weight" if is_parametrized(module) else None
 
@@ -55,19 +54,16 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
     Raises: UserError if one would be lost.
     """
-    carried: dict[str, nn.Module] = dict(replacement.named_modules(remove_duplicate=False))
+    carried = dict(replacement.named_modules(remove_duplicate=False))
+
+    def attached(part: nn.Module | None) -> Any:
+        return part is not None and (type(part), len(hooks_on(part)), _patched_methods(part))
+
     for path, part in original.named_modules(remove_duplicate=False):
-        other = carried.get(path)
-        carries = (
-            other is not None and type(other) is type(part) and _attachment_counts(other) == _attachment_counts(part)
-        )
-        if not carries and (attachments := describe_attachments(part)):
+        attachments = describe_attachments(part)
+        if attachments and attached(carried.get(path)) != attached(part):
             full = ".".join(filter(None, (name, path))) or "the model"
             raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
-
-
-def _attachment_counts(module: nn.Module) -> tuple[int, list[str]]:
-    return len(hooks_on(module)), _own_methods(module)
 
 
 _CHECKED_ATTRIBUTES = (
@@ -87,14 +83,10 @@ _PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, re
 
 def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
     """Return the names of the methods by which a module computes, saves or loads differently from the class `kind`."""
-    return [
-        name for name in _CHECKED_ATTRIBUTES if _class_attribute(type(module), name) is not _class_attribute(kind, name)
-    ]
-
-
-def _class_attribute(kind: type, name: str) -> object:
-    """Return an attribute of a class without calling descriptors, or None."""
-    return inspect.getattr_static(kind, name, None)
+    own, known = (
+        [inspect.getattr_static(each, name, None) for name in _CHECKED_ATTRIBUTES] for each in (type(module), kind)
+    )
+    return [name for name, a, b in zip(_CHECKED_ATTRIBUTES, own, known, strict=True) if a is not b]
 
 
 def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
@@ -136,7 +128,7 @@ def _has_another_form(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def plain_layer(module: nn.Module) -> nn.Module:
+def plain_layer(module: Any) -> nn.Module:
     """Return the plain layer that computes what a layer of timm computes, or the module itself if it is none of these.
 
     - timm's `Linear`, which differs from nn.Linear only in TorchScript.
@@ -147,28 +139,21 @@ def plain_layer(module: nn.Module) -> nn.Module:
     if is_parametrized(module):
         return module
     if type(module) is timm.layers.Linear:
-        assert isinstance(module, nn.Linear)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         linear.weight, linear.bias = module.weight, module.bias
         return linear
     if not _has_another_form(module):
         return module
-    assert isinstance(module, nn.Conv2d)
     padding = (_equal_sides(module) or (0, 0)) if _pads_same(module) else module.padding
     window = (module.kernel_size, module.stride, padding, module.dilation, module.groups)
-    conv = nn.Conv2d(module.in_channels, module.out_channels, *window, bias=False, device="meta")  # type: ignore[arg-type]
-    weight = module.weight if type(module) is Conv2dSame else nn.Parameter(_standardised_weight(module))
-    conv.weight, conv.bias = weight, module.bias
+    conv = nn.Conv2d(module.in_channels, module.out_channels, *window, bias=False, device="meta")
+    conv.weight, conv.bias = module.weight, module.bias
+    if type(module) is not Conv2dSame:
+        gain = (module.gain * module.scale).view(-1).double() if hasattr(module, "gain") else None
+        rows = module.weight.double().reshape(1, module.out_channels, -1)
+        rows = F.batch_norm(rows, None, None, weight=gain, training=True, momentum=0.0, eps=module.eps)
+        conv.weight = nn.Parameter(rows.reshape_as(module.weight).to(module.weight))
     return conv.train(module.training)
-
-
-def _standardised_weight(conv: Any) -> Tensor:
-    """Return the weight by which a convolution with weight standardisation filters. Shape: -> as conv.weight"""
-    weight = conv.weight.double()
-    gain = (conv.gain * conv.scale).view(-1).double() if hasattr(conv, "gain") else None
-    rows = weight.reshape(1, conv.out_channels, -1)
-    rows = F.batch_norm(rows, None, None, weight=gain, training=True, momentum=0.0, eps=conv.eps)
-    return rows.reshape_as(weight).to(conv.weight)
 
 
 def _pads_same(module: nn.Module) -> bool:
@@ -182,14 +167,12 @@ def _equal_sides(conv: nn.Conv2d) -> tuple[int, int] | None:
     return (total[0] // 2, total[1] // 2) if fixed else None
 
 
-def same_padding(module: nn.Module) -> SamePadding | None:
+def same_padding(module: Any) -> SamePadding | None:
     """Return the padding that comes before the plain layer of a convolution, or None: the layer pads itself."""
     if not _has_another_form(module) or not _pads_same(module):
         return None
-    assert isinstance(module, nn.Conv2d)
-    if _equal_sides(module) or module.kernel_size == (1, 1):
-        return None
-    return SamePadding(module.kernel_size, module.stride, module.dilation)  # type: ignore[arg-type]
+    fixed = _equal_sides(module) or module.kernel_size == (1, 1)
+    return None if fixed else SamePadding(module.kernel_size, module.stride, module.dilation)
 
 
 def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:

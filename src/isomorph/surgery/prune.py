@@ -12,6 +12,7 @@ from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.recast import check_finite, check_model, replay
 from isomorph.surgery.record import Edit, copy_model
 from isomorph.surgery.rule import Rule, check_choice, check_number
+from isomorph.surgery.rules.window import WindowAttention
 from isomorph.surgery.where import Where, describe_where, matches_where, outermost_modules
 
 TOLERANCE = (0.0, 0.5)
@@ -20,7 +21,15 @@ TOLERANCE = (0.0, 0.5)
 LARGEST_ATOL = 0.1
 """Largest difference of outputs that `verify` accepts by default, whatever the tolerance."""
 
-_METHODS = {"position": "to_positional", "convolution": "tap_convolution", "attention": "to_attention"}
+PRUNABLE = (TapHeads, GPSA, WindowAttention)
+"""Layers of which parts can be removed."""
+
+_METHODS = {
+    "position": "to_positional",
+    "convolution": "tap_convolution",
+    "attention": "to_attention",
+    "windows": "to_windows",
+}
 """Method by which a layer becomes each of the simpler forms, where it can."""
 
 
@@ -36,8 +45,8 @@ class Prune(Rule):
         'PositionalConv2d'
     """
 
-    becomes: Literal["position", "convolution", "attention"]
-    """What is left: attention by position alone, a convolution, or plain attention."""
+    becomes: Literal["position", "convolution", "attention", "windows"]
+    """What is left: attention by position alone, a convolution, plain attention, or attention in windows alone."""
 
     tolerance: float = 0.01
     """Share of a head's attention that is left out, at most."""
@@ -53,7 +62,7 @@ class Prune(Rule):
 
     def reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be pruned, or None if it can."""
-        if not isinstance(module, TapHeads | GPSA):
+        if not isinstance(module, PRUNABLE):
             return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
         if not hasattr(module, _METHODS[self.becomes]):
             return f"{type(module).__name__} does not become {self.becomes!r}"
@@ -68,7 +77,7 @@ class Prune(Rule):
 
 def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
     """Return the layers that can be pruned, by name. Raises: UserError if `where` selects none."""
-    found = outermost_modules(check_model(model), lambda module: isinstance(module, TapHeads | GPSA))
+    found = outermost_modules(check_model(model), lambda module: isinstance(module, PRUNABLE))
     layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not found:
         raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")
@@ -92,11 +101,14 @@ def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*
     found = {}
     for name, layer in _gated_layers(model, where).items():
         check_finite(layer, name)
-        share = layer.position_share.detach().double()
-        left_out = {"position": (1 - share).max().item(), "attention": share.max().item()}
+        if isinstance(layer, WindowAttention):
+            left_out = {"windows": float(layer.share > 0 or layer.pruned)}
+        else:
+            share = layer.position_share.detach().double()
+            left_out = {"position": (1 - share).max().item(), "attention": share.max().item()}
         if isinstance(layer, TapHeads):
             left_out["convolution"] = max(left_out["position"], layer.off_tap_share().max().item())
-        for form in ("convolution", "position", "attention"):  # the simplest first
+        for form in ("windows", "convolution", "position", "attention"):  # the simplest first
             if hasattr(layer, _METHODS[form]) and left_out.get(form, 1.0) <= tolerance:
                 found[name] = form
                 break
@@ -113,7 +125,8 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
       positions. Class and register tokens have no position and attend by content still;
     - a layer on feature maps of which all heads attend to single taps becomes a convolution;
     - a recast attention layer of which all gates are open (position share of at most tolerance) becomes timm's
-      Attention.
+      Attention;
+    - attention with windows (AttentionToWindow) whose share is 0 computes the windows alone: exactly.
 
     The new layers train, save, load and export like any other; pruning again after training finds more. Compare with
     `verify(model, pruned, images)`, whose default is `10 * tolerance` here, and at most 0.1. `prunable_layers` lists

@@ -60,10 +60,10 @@ def check_finite(model: nn.Module, path: str = "") -> None:
         if not isinstance(variance, torch.Tensor) or variance.is_meta:
             continue
         if not (torch.isfinite(variance) & (variance + getattr(module, "eps", 0.0) > 0)).all():
-            whose = (start + name).rstrip(".") or "the model"
             raise NotFinite(
-                f"outputs of {whose} are not finite: its running variance goes down to {variance.min():g}; measure it "
-                "again with iso.recalibrate(model, batches, keep_function=False)"
+                f"outputs of {(start + name).rstrip('.') or 'the model'} are not finite: its running variance goes "
+                f"down to {variance.min():g}; measure it again with iso.recalibrate(model, batches, "
+                "keep_function=False)"
             )
 
 
@@ -137,20 +137,20 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
     if rule.takes_parts and not callable(where):
         named += joint_parts(model).items()
     own = [name for name, module in named if name and isinstance(module, (*rule.kind, JointPart))]
-    _check_where(where, [name for name, _ in named], own)
-    if exclude != ():
-        _check_where(exclude, [name for name, _ in named], own)
+    for globs in (where, exclude):
+        _check_globs(globs, [name for name, _ in named], own)
     first_names: dict[Any, str] = {}  # every module once
     for name, module in named:
         if matches_where(where, name, module) and not is_excluded(exclude, name, module):
             first_names.setdefault(module, name)
     selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
-    if not selected:
-        raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, own)}")
     found = _judge(model, rule, selected)
     if not (found.accepted or found.rejected):
-        hint = nearest_names(where, own) if exclude == () else "; exclude leaves out the others"
-        raise UserError(_other_kinds(rule, where, [module for _, module in selected]) + hint)
+        own_names, kinds = [kind.__name__ for kind in rule.kind], {type(module) for _, module in selected}
+        shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
+        what = f"only other classes ({', '.join(shown)})" if selected else "no module"
+        hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
+        raise UserError(f"{_describe_rule(rule)}{describe_where(where)} matches {what}{hint}")
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
         raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
@@ -158,38 +158,28 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
     if where == "*":  # of modules inside each other the outermost, but for the model itself
         names = [name for name in names if name] or names
         names = [name for name in names if not any(name.startswith(f"{outer}.") for outer in names)]
-    _check_not_nested(names)
-    return found._replace(accepted=names)
-
-
-def _check_where(where: Where, names: Sequence[str], own: Sequence[str]) -> None:
-    """Check that `where` can select modules, and that each of several globs does. Raises: UserError otherwise."""
-    globs = [where] if isinstance(where, str) else where if isinstance(where, Sequence) else []
-    if not callable(where) and not (globs and all(isinstance(glob, str) for glob in globs)):
-        shown = repr(where) if where is None or isinstance(where, Sequence) else f"a {type(where).__name__}"
-        raise UserError(
-            f"where={shown} selects nothing; give a glob, several globs, or a function (name, module) -> bool"
-        )
-    for glob in [] if callable(where) or isinstance(where, str) else where:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, own or names)}")
-
-
-def _other_kinds(rule: Rule, where: Where, modules: Sequence[nn.Module]) -> str:
-    """Return the message for a `where` that selects no module of the rule's kind."""
-    shown = [k for k in rule.kind if not k.__module__.startswith("isomorph.layers")] or rule.kind
-    wanted = " and ".join(k.__name__ for k in shown) or "other modules"
-    classes = (type(module) for module in modules)
-    others = (f"another {k.__module__}.{wanted}" if k.__name__ == wanted else k.__name__ for k in classes)
-    selection = f"{describe_where(where)} matches only other classes ({', '.join(sorted(set(others)))})"
-    return f"{type(rule).__name__} recasts {wanted}, but {selection}"
-
-
-def _check_not_nested(names: Sequence[str]) -> None:
     for outer in names:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
         if inner:
             raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
+    return found._replace(accepted=names)
+
+
+def _check_globs(where: Where, names: Sequence[str], own: Sequence[str]) -> None:
+    """Check that `where` is of a type that can select modules, and that each of several globs does."""
+    if callable(where) or isinstance(where, str):
+        return
+    if not (isinstance(where, Sequence) and all(isinstance(glob, str) for glob in where)):
+        raise UserError(f"where={where!r} selects nothing; give globs, or a function (name, module) -> bool")
+    for glob in where:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, own or names)}")
+
+
+def _describe_rule(rule: Rule) -> str:
+    """Return the beginning of a message that no module is of the rule's kind."""
+    shown = [kind.__name__ for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
+    return f"{type(rule).__name__} recasts {' and '.join(shown) or 'other modules'}, but "
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:

@@ -1,18 +1,15 @@
 """What a rule is: why it rejects a module, what it builds, the bounds of its fields; and the rules by name.
 
-A rule's dataclass fields are the only place where its options stand. `register_rule` adds a rule; rules of installed
-packages are found by their entry point in the group `isomorph.rules`.
+A rule's dataclass fields are the only place where its options stand. `register_rule` adds a rule.
 """
 
 import dataclasses
 import inspect
 import re
 import types
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
@@ -122,11 +119,10 @@ def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
     Raises: UserError otherwise.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    above = number and value <= 0 < bounds[0]
-    infinite = number and (value != value or abs(value) == float("inf"))
-    kind = "a number " if not number else "finite, " if infinite else "above 0, " if above else ""
     fits = number and bounds[0] <= value <= bounds[1]
-    _require(fits, name, value, f"must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
+    kind = "" if number and abs(value) < float("inf") else "a finite number "
+    above = "above 0, " if number and value <= 0 < bounds[0] else ""
+    _require(fits, name, value, f"must be {kind}{above}from {bounds[0]:g} to {bounds[1]:g}")
 
 
 def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
@@ -166,17 +162,10 @@ def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
 
 def _require(fits: bool, name: str, value: Any, said: str) -> None:
     """Raise UserError for a value that does not fit, shown in at most 40 characters."""
-    if fits:
-        return
-    try:
+    if not fits:
         text = repr(value)
-    except ValueError:  # Python prints no whole number of more than 4,300 digits
-        text = "of thousands of digits"
-    raise UserError(f"{name} {text if len(text) <= 40 else f'{text[:37]}...'} {said}")
+        raise UserError(f"{name} {text if len(text) <= 40 else f'{text[:37]}...'} {said}")
 
-
-ENTRY_POINTS = "isomorph.rules"
-"""Group of the entry points by which other packages offer rules."""
 
 RULES: dict[str, type[Rule]] = {}
 """Rules by the name of their class, in order of registration."""
@@ -201,8 +190,6 @@ class RuleOption(NamedTuple):
 def register_rule(rule: RuleType) -> RuleType:
     """Add a rule to those that recipes, checkpoints and the command line know by name; a class decorator.
 
-    An installed package offers a rule with an entry point in the group `isomorph.rules`.
-
     Raises: UserError if it is not a frozen dataclass that derives from Rule, or its name is taken.
 
     >>> iso.surgery.register_rule(iso.ConvToGPSA) is iso.ConvToGPSA  # registered already: nothing changes
@@ -217,16 +204,6 @@ def register_rule(rule: RuleType) -> RuleType:
         raise UserError(f"a rule named {name} is registered already; choose another name")
     RULES[name] = rule
     return rule
-
-
-def register_installed_rules() -> None:
-    """Register the rules of installed packages, with a warning for one that cannot be loaded."""
-    for entry in entry_points(group=ENTRY_POINTS):
-        try:
-            register_rule(entry.load())
-        except Exception as error:
-            package = entry.dist.name if entry.dist else "a package"
-            warnings.warn(f"cannot load the rule {entry.value} of {package}: {error}", stacklevel=2)
 
 
 def build_rule(name: str, **fields: Any) -> Rule:

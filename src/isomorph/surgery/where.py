@@ -47,29 +47,20 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def nearest_names(where: Where, names: Iterable[str]) -> str:
-    """Return a hint for an error message: globs of the names closest to a `where` that selects nothing, or of any.
+    """Return a hint for an error message: the names closest to a `where` that selects nothing, or the first names.
 
-    Names that differ in their numbers only are one glob: blocks.*.mlp.fc1. Those that contain the given glob, which
-    lacks their beginning, come first. "" without names.
+    Names that differ in their numbers only are one glob: blocks.*.mlp.fc1. "" without names.
     """
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
-    grouped = _group_numbered(filter(None, names))
-    close: dict[str, None] = {}
-    for glob in globs:
-        partial = [name for name, each in grouped.items() if any(fnmatchcase(f".{n}.", f"*.{glob}.*") for n in each)]
-        close |= dict.fromkeys([*partial, *difflib.get_close_matches(glob, grouped, n=3, cutoff=0.4)][:3])
-    if close:
-        return f"; nearest names: {', '.join(close)}"
-    return f"; its layers: {list_names(list(grouped))}" if grouped else ""
-
-
-def _group_numbered(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return names by a glob for those that differ in numbers between dots only, or by their own name."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
+    grouped: dict[str, str] = {}
+    for name in filter(None, names):
         glob = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
-        groups.setdefault(glob if glob.strip("*.") else name, []).append(name)  # not *.*, which selects all
-    return {glob if len(members) > 1 else members[0]: members for glob, members in groups.items()}
+        glob = glob if glob.strip("*.") else name  # not *.*, which selects all
+        grouped[glob] = glob if glob in grouped else name
+    near = [each for glob in globs for each in difflib.get_close_matches(glob, grouped, n=3, cutoff=0.4)]
+    if near:
+        return f"; nearest names: {', '.join(dict.fromkeys(grouped[each] for each in near))}"
+    return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
 
 
 JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}

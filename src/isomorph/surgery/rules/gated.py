@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from timm.layers import to_2tuple
@@ -22,21 +22,6 @@ CONV_GATING: NamedGating = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
 Exact: exp(-20) of the attention leaks to the next tap and 3e-7 to content, within rounding of float32, with gradients
 still alive. Paper: the "verge of locality" of T-CNN section 2.
 """
-
-
-def initial_gating(
-    init: str, locality: float | None, gate: float | None, defaults: NamedGating = CONV_GATING
-) -> tuple[float, float]:
-    """Return the locality and gate of `init`, each overridden by the value given, if any.
-
-    Raises: UserError for an unknown init, or a value out of bounds.
-    """
-    check_choice("init", init, defaults)
-    default_locality, default_gate = defaults[init]
-    locality = default_locality if locality is None else locality
-    gate = default_gate if gate is None else gate
-    check_gating(locality, gate)
-    return locality, gate
 
 
 def check_gating(locality: float, gate: float) -> None:
@@ -80,7 +65,12 @@ class GatedRule(Rule):
 
     def gating(self) -> tuple[float, float]:
         """Return the initial locality and gate. Raises: UserError for a field that is out of range."""
-        return initial_gating(self.init, self.locality, self.gate, self.named_gating)
+        check_choice("init", self.init, self.named_gating)
+        locality, gate = self.named_gating[self.init]
+        locality = locality if self.locality is None else self.locality
+        gate = gate if self.gate is None else self.gate
+        check_gating(locality, gate)
+        return locality, gate
 
 
 @register_rule
@@ -138,18 +128,16 @@ class ConvToGPSA(GatedRule):
         module = plain_layer(module)
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
-        if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
-            return reason
         (kh, kw) = module.kernel_size
-        if kh != kw:
-            return f"the {kh}x{kw} kernel is not square"
-        if kh % 2 == 0:
-            return f"the {kh}x{kw} kernel has even sides, so no tap lies in its middle"
-        if module.dilation != (1, 1):
-            return f"dilation={module.dilation} is not 1: the taps must be neighbouring pixels"
-        if module.padding_mode != "zeros":
-            return f"padding_mode={module.padding_mode!r} is not 'zeros'"
-        return None
+        for wrong, reason in (
+            (kh != kw, f"the {kh}x{kw} kernel is not square"),
+            (kh % 2 == 0, f"the {kh}x{kw} kernel has even sides, so no tap lies in its middle"),
+            (module.dilation != (1, 1), f"dilation={module.dilation} is not 1: the taps must be neighbouring pixels"),
+            (module.padding_mode != "zeros", f"padding_mode={module.padding_mode!r} is not 'zeros'"),
+        ):
+            if wrong:
+                return reason
+        return layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
@@ -158,24 +146,20 @@ class ConvToGPSA(GatedRule):
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check(module)
-        return with_same_padding(module, self._build_attention(plain_layer(module)))
-
-    def _build_attention(self, module: nn.Module) -> GatedLayer:
-        assert isinstance(module, nn.Conv2d)
-        named_padding = {"same": module.kernel_size[0] // 2, "valid": 0}
-        gpsa = CONTENT[self.content](
-            module.in_channels,
-            module.out_channels,
-            module.kernel_size[0],
-            to_2tuple(module.stride),
-            named_padding[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
-            bias=module.bias is not None,
-            groups=module.groups,
+        conv: Any = plain_layer(module)
+        named_padding = {"same": conv.kernel_size[0] // 2, "valid": 0}
+        gpsa: Any = CONTENT[self.content](
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size[0],
+            to_2tuple(conv.stride),
+            named_padding[conv.padding] if isinstance(conv.padding, str) else to_2tuple(conv.padding),
+            bias=conv.bias is not None,
+            groups=conv.groups,
             **({} if self.window is None else {"window": self.window}),
         )
         gpsa.set_gating(*self.gating())
-        gpsa.to(module.weight.dtype)
-        gpsa.weight = nn.Parameter(module.weight.detach().clone())
-        if module.bias is not None:
-            gpsa.bias = nn.Parameter(module.bias.detach().clone())
-        return gpsa
+        gpsa.to(conv.weight.dtype)
+        for name, parameter in conv.named_parameters():
+            setattr(gpsa, name, nn.Parameter(parameter.detach().clone()))
+        return with_same_padding(module, gpsa)

@@ -53,15 +53,6 @@ def projection_mismatch(module: Attention, name: str) -> str | None:
     return f"its {name}: {reason}" if reason else None
 
 
-def _has_gpsa_parts(module: Attention) -> bool:
-    """True if `ViTGPSA` computes everything that a layer of timm's Attention computes."""
-    if attention_mismatch(module) or projection_mismatch(module, "qkv"):
-        return False
-    if module.gate is not None or type(module.norm) is not nn.Identity or module.attn_drop.p:
-        return False
-    return module.qkv.in_features == module.attn_dim == module.proj.out_features
-
-
 @register_rule
 @dataclass(frozen=True)
 class AttentionToGPSA(GatedRule, GridRule):
@@ -115,39 +106,40 @@ class AttentionToGPSA(GatedRule, GridRule):
             return self.grid_reason()
         return edit_reason(module) or gating_reason(module)
 
-    def _edits_map(self, module: nn.Module) -> bool:
-        """True if the layer keeps its class and gets an edit of its map."""
-        if not isinstance(module, Attention) or (self.grid_from_image and self.grid_size is None):
+    def _edits_map(self, module: Any) -> bool:
+        """True if the layer keeps its class and gets an edit of its map: `ViTGPSA` does not compute what it does."""
+        if attention_mismatch(module) or projection_mismatch(module, "qkv"):
             return True
-        return not _has_gpsa_parts(module)
+        if module.gate is not None or type(module.norm) is not nn.Identity or module.attn_drop.p:
+            return True
+        narrower = not (module.qkv.in_features == module.attn_dim == module.proj.out_features)
+        return narrower or (self.grid_from_image and self.grid_size is None)
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, module: Any) -> nn.Module:
         """Return the ViTGPSA that replaces timm's Attention, or another attention layer with a `GatedMap`.
 
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check(module)
+        locality, gate = self.gating()
         if self._edits_map(module):
-            locality, gate = self.gating()
             make = partial(GatedMap, locality=locality, gate=gate)
             return edit_map(module, make, self.grid_size, self.prefix_tokens)
-        assert isinstance(module, Attention)
-        assert self.grid_size is not None
-        qkv, dim = module.qkv, module.qkv.in_features
-        bias = qkv.bias is not None
-        arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens)
-        gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
-        gpsa.set_gating(*self.gating())
+        qkv, dim, grid_size = module.qkv, module.qkv.in_features, self.grid_size or (1, 1)
+        gpsa = ViTGPSA(
+            dim, module.num_heads, grid_size, qkv_bias=qkv.bias is not None, prefix_tokens=self.prefix_tokens
+        )
+        gpsa.to(qkv.weight.device, qkv.weight.dtype).set_gating(locality, gate)
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])
             gpsa.qk.get_parameter(name).copy_(qk)
             if self.init == "exact":
                 gpsa.v.get_parameter(name).copy_(v)
-        if self.init == "paper" and bias:
-            nn.init.zeros_(gpsa.v.bias)
-        gpsa.qk.requires_grad_(qkv.weight.requires_grad)
-        gpsa.v.requires_grad_(qkv.weight.requires_grad)
+            elif name == "bias":
+                gpsa.v.bias.zero_()
+        for part in (gpsa.qk, gpsa.v):
+            part.requires_grad_(qkv.weight.requires_grad)
         for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(gpsa, name, copy.deepcopy(getattr(module, name)))
         return gpsa

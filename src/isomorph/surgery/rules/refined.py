@@ -19,7 +19,7 @@ from isomorph.layers.refined.refiner import (
     SpatialRefiner,
     SquareKernel,
 )
-from isomorph.surgery.attention_layers import position_reason
+from isomorph.surgery.attention_layers import facts_of
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.plain_layers import describe_attachments
@@ -28,25 +28,6 @@ from isomorph.surgery.rules.gated_attention import attention_mismatch, projectio
 
 Span = Literal["map", "spatial", "row+column"]
 """Values of the field `span`: what the kernel slides over."""
-
-
-def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
-    """Check that the fields describe a layer that exists.
-
-    Raises: UserError otherwise.
-    """
-    check_int("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
-    check_bool("reduce", reduce)
-    check_int("kernel", kernel, KERNEL, ", and odd (1: no convolution)")
-    if kernel % 2 == 0:
-        raise UserError(f"kernel {kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
-    check_choice("span", span, ("map", "spatial", "row+column"))
-    check_choice("init", init, ("same-function", "paper"))
-    if ratio == 0 and (span != "map" or not reduce):
-        given = f"span={span!r}" if span != "map" else "reduce=False"
-        raise UserError(f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads")
-    if span != "map" and not reduce:
-        raise UserError(f"span={span!r} needs reduce=True; give span='map' with reduce=False")
 
 
 @register_rule
@@ -111,15 +92,25 @@ class AttentionToRefined(GridRule):
         return self.init == "same-function"
 
     def __post_init__(self) -> None:
-        _check_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
-        check_bool("recompute", self.recompute)
+        check_int("ratio", self.ratio, RATIO, " (1: talking heads, 0: no expansion)")
+        check_int("kernel", self.kernel, KERNEL, ", and odd (1: no convolution)")
+        check_choice("span", self.span, ("map", "spatial", "row+column"))
+        check_choice("init", self.init, ("same-function", "paper"))
+        for name in ("reduce", "recompute"):
+            check_bool(name, getattr(self, name))
         self.check_grid_fields()
+        if self.kernel % 2 == 0:
+            raise UserError(f"kernel {self.kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
+        if self.ratio == 0 and (self.span != "map" or not self.reduce):
+            given = f"span={self.span!r}" if self.span != "map" else "reduce=False"
+            raise UserError(f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads")
+        if self.span != "map" and not self.reduce:
+            raise UserError(f"span={self.span!r} needs reduce=True; give span='map' with reduce=False")
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: Any) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if self._edits_map(module):
             return edit_reason(module) or self._edit_mismatch(module)
-        assert isinstance(module, Attention)
         if reason := attention_mismatch(module):
             return reason
         if self.ratio == 0 and (attachments := describe_attachments(module.attn_drop)):
@@ -140,14 +131,13 @@ class AttentionToRefined(GridRule):
         name = type(module).__name__
         if not self.reduce:
             return f"reduce=False needs a projection of all maps, which only timm's Attention gets, not {name}"
-        if self.span == "spatial" and (reason := position_reason(module, queries=False)):
-            return reason
         if self.recompute and any(isinstance(part, _BatchNorm) for part in module.modules()):
             return f"recompute=True would count each batch twice in the BatchNorm of {name}"
-        return None
+        facts = facts_of(module)
+        return facts.grid_reason(module) if facts and self.span == "spatial" else None
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, module: Any) -> nn.Module:
         """Return the refined attention that replaces timm's Attention, or another attention layer with a `RefinedMap`.
 
         Raises: UserError with the reason if the module is not accepted.
@@ -155,34 +145,35 @@ class AttentionToRefined(GridRule):
         self.check(module)
         if self._edits_map(module):
             return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
-        assert isinstance(module, Attention)
         refined = like_attention(module, self.new_layer)
         if isinstance(refined, ExpandedAttention):
             refined.expand_projection()
         return refined
 
     def _new_edit(self, heads: int, **kind: Any) -> RefinedMap:
-        """Return the edit of the map of another class of attention."""
+        return RefinedMap(self._refiner(heads, **kind))
+
+    def _refiner(self, heads: int, **kind: Any) -> Any:
+        """Return what changes a map of this many heads."""
         form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
         if self.ratio == 0:
-            return RefinedMap(MapConvolution(heads, **form))
+            return MapConvolution(heads, **form)
+        if not self.reduce:
+            return Expansion(heads, self.ratio, **form)
         if self.span == "spatial":
-            return RefinedMap(SpatialRefiner(heads, self.ratio, **form))
-        local = CrossKernel if self.span == "row+column" else SquareKernel
-        return RefinedMap(Refiner(heads, self.ratio, local=local, **form))
+            return SpatialRefiner(heads, self.ratio, **form)
+        return Refiner(heads, self.ratio, local=CrossKernel if self.span == "row+column" else SquareKernel, **form)
 
     def new_layer(self, **arguments: Any) -> RefinedAttention:
         """Return a new layer; the arguments are those of timm's Attention."""
-        heads = arguments["num_heads"]
-        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **factory_kwargs(arguments))
-        arguments = dict(recompute=self.recompute, **arguments)
+        kind: type[RefinedAttention] = RefinedAttention
+        place: dict[str, Any] = {}
         if self.ratio == 0:
-            return LocalAttention(refine=MapConvolution(heads, **form), **arguments)
-        form["ratio"] = self.ratio
-        if not self.reduce:
-            return ExpandedAttention(refine=Expansion(heads, **form), **arguments)
-        if self.span == "spatial":
-            grid: dict[str, Any] = dict(grid_size=self.grid_size or (14, 14), prefix_tokens=self.prefix_tokens or 0)
-            return SpatialAttention(refine=SpatialRefiner(heads, **form), **grid, **arguments)
-        form["local"] = CrossKernel if self.span == "row+column" else SquareKernel
-        return RefinedAttention(refine=Refiner(heads, **form), **arguments)
+            kind = LocalAttention
+        elif not self.reduce:
+            kind = ExpandedAttention
+        elif self.span == "spatial":
+            kind, place = SpatialAttention, dict(grid_size=self.grid_size or (14, 14))
+            place["prefix_tokens"] = self.prefix_tokens or 0
+        refiner = self._refiner(arguments["num_heads"], **factory_kwargs(arguments))
+        return kind(refine=refiner, recompute=self.recompute, **place, **arguments)

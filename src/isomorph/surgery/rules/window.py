@@ -1,0 +1,160 @@
+"""Rule by which the global attention of a ViT becomes attention in windows."""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isomorph.layers.map_grid import GridSize, fit_grid
+from isomorph.layers.window import Windows, attend_in_windows, attend_with_share, has_limited_bias, limit_bias
+from isomorph.operations import FollowMaps, FusedCall
+from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
+from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason
+from isomorph.surgery.grid_hooks import GridRule
+from isomorph.surgery.rule import check_int, register_rule
+
+SIDE = (1, 4096)
+"""Side of a window in tokens."""
+
+
+class _Attend(FollowMaps):
+    """Context in which the fused attention of a layer is that of its windows."""
+
+    def __init__(self, layer: Any, shapes: list[GridSize]) -> None:
+        super().__init__()
+        self.layer, self.shapes, self.seen = layer, shapes, False
+
+    def at_fused(self, call: FusedCall) -> Tensor:
+        q, k, layer = call.query, call.key, self.layer
+        if call.is_causal or q.ndim != 4 or q.shape[:3] != k.shape[:3]:
+            kind = "causal" if call.is_causal else f"of {tuple(q.shape[:-1])} queries to {tuple(k.shape[:-1])} keys"
+            raise ValueError(f"windows need self-attention with keys of its own for each head, and this is {kind}")
+        grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
+        if layer.pruned:
+            grid = int(grid[0]), int(grid[1])  # their number is a constant of a traced graph
+        self.seen, windows = True, Windows(grid, layer.window, prefix)
+        attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=call.scale)
+        if layer.pruned:
+            return attend_in_windows(attend, q, k, call.value, call.attn_mask, windows)
+        return attend_with_share(attend, q, k, call.value, call.attn_mask, windows, layer.share)
+
+
+class WindowAttention(AlteredAttention):
+    """Mixin of the classes of attention layers in which scores outside of the query's window get log(share).
+
+    The buffer `share` is 1 for global attention, and 0 for windows alone. If `pruned`, only those are computed.
+    """
+
+    window: int
+    share: Tensor
+    _is_global: bool
+    pruned: bool
+    added = (*AlteredAttention.added, "window", "share", "_is_global", "pruned")
+
+    def set_share(self, share: float) -> None:
+        """Set the share of what is outside of the window. Raises: ValueError if it is not between 0 and 1."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"share {share} must be from 0 (windows alone) to 1 (global attention)")
+        self.share.fill_(share)
+        self._is_global = share == 1
+
+    def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
+        if self._is_global:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        mode = _Attend(self, self.shapes(grid_size, self.given(args, kwargs)))
+        with mode:
+            out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not mode.seen:
+            raise ValueError(f"{self.original.__name__} did not call scaled_dot_product_attention in this call")
+        return out
+
+    def to_attention(self, atol: float = 0.0) -> nn.Module:
+        """Return the layer with global attention. Raises: ValueError if its share is not 1, unless atol is infinite."""
+        if self.pruned or not (self._is_global or atol == float("inf")):
+            raise ValueError(f"this layer is not global attention: its share is {self.share.item():g}; keep it")
+        return self.plain()
+
+    def to_windows(self) -> nn.Module:
+        """Return the layer that computes windows alone, whatever its share."""
+        layer: Any = copy.deepcopy(self)
+        layer.pruned = True
+        layer.set_share(0.0)
+        if has_limited_bias(layer):
+            limit_bias(layer.rel_pos, Windows(layer.grid_size, layer.window))
+        return layer
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)  # type: ignore[misc]
+        self._is_global = not self.share.is_meta and self.share.item() == 1
+
+
+@register_rule
+@dataclass(frozen=True)
+class AttentionToWindow(GridRule):
+    """Give the global attention of a ViT windows to which an anneal limits it, for large images.
+
+    Accepts self-attention of any class that calls `scaled_dot_product_attention`, with RoPE, a bias, class and register
+    tokens. Scores get log m: m = 1 in the query's window of `window` x `window` tokens, and from and to prefix tokens;
+    m = share elsewhere. At first share is 1: the attention as it is. `iso.Anneal(steps)` moves it to 0 in fine-tuning;
+    `iso.prune` then computes the windows alone: exactly, without padding, at a cost linear in the number of tokens.
+    Select blocks with `where`, so that others stay global. `iso.revert` converts back while the share is 1.
+
+    Where `grid_size` or `prefix_tokens` is None it is read from the model; the grid then follows the size of every
+    image.
+
+    Source: not of a paper; windows of ViTDet (Li et al., 2022) section 3
+    Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval()
+        >>> new = iso.recast(vit, iso.AttentionToWindow(window=2), where="blocks.0.attn")
+        >>> iso.verify(vit, new, torch.randn(1, 3, 64, 64)).fp32
+        0.0
+        >>> iso.Anneal(steps=10).apply(new, step=10)
+        >>> iso.prune(new).blocks[0].attn.pruned
+        True
+    """
+
+    window: int = 8
+    """Side of the windows in tokens."""
+
+    grid_size: tuple[int, int] | None = None
+    """Height and width of the grid of tokens; by default the model's."""
+
+    prefix_tokens: int | None = None
+    """Number of class and register tokens before the grid; by default the model's."""
+
+    atol: ClassVar[float] = 1e-5
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, SIDE)
+        self.check_grid_fields()
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
+        if reason := edit_reason(module):
+            return reason
+        facts = attention_facts(type(module))
+        if facts is None or not calls_fused_attention(type(module)):
+            return f"{type(module).__name__} never calls scaled_dot_product_attention"
+        if reason := facts.grid_reason(module) or facts.query_reason:
+            return reason
+        config = getattr(module, "config", None)
+        if getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None)):
+            return "its queries share keys (grouped-query attention)"
+        return None if self.grid_from_image else self.grid_reason()
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the layer, with share 1. Raises: UserError with the reason if the module is not accepted."""
+        self.check(module)
+        layer = alter(module, WindowAttention, self.grid_size, self.prefix_tokens, True)
+        like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+        layer.register_buffer("share", torch.ones((), device=like.device))
+        layer.window, layer._is_global, layer.pruned = self.window, True, False
+        return layer

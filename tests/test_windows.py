@@ -1,0 +1,167 @@
+"""Attention in windows: the mask against a slow formula, the windows against the mask, in float64; what it refuses."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm import models
+from timm.layers import Attention
+from torch import nn
+
+import isomorph as iso
+from attention_layers import NETWORKS
+from isomorph.layers.window import Windows, attend_in_windows, attend_with_share
+from isomorph.surgery.rules.window import _Attend as Attend
+from law_rows import Alone, deviation, disturb
+from refusals import refused
+
+
+def slow(q, k, v, bias, windows, share):
+    """Attention with m exp(score) for exp(score), pair by pair."""
+    (_, W), side, prefix = windows
+    out = torch.zeros_like(v)
+    for b, h, i in ((b, h, i) for b in range(q.shape[0]) for h in range(q.shape[1]) for i in range(q.shape[2])):
+        weights = []
+        for j in range(k.shape[2]):
+            places = [((n - prefix) // W // side, (n - prefix) % W // side) for n in (i, j)]
+            m = 1.0 if min(i, j) < prefix or places[0] == places[1] else share
+            weights.append(m * math.exp(q[b, h, i] @ k[b, h, j] * q.shape[3] ** -0.5 + bias[h, i, j]))
+        out[b, h, i] = torch.tensor(weights, dtype=q.dtype) @ v[b, h] / sum(weights)
+    return out
+
+
+@pytest.mark.parametrize("windows", [Windows((5, 4), 2, 2), Windows((3, 5), 3, 0), Windows((2, 5), 3, 1)])
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
+    (H, W), side, prefix = windows
+    N, attend = prefix + H * W, F.scaled_dot_product_attention
+    q, k, v = torch.randn(3, 2, 2, N, 3, dtype=torch.float64)
+    bias = torch.randn(2, N, N, dtype=torch.float64)
+    expected = slow(q, k, v, bias, windows, share)
+    assert deviation(attend_with_share(attend, q, k, v, bias, windows, torch.tensor(share)), expected) < 1e-6
+    if share == 0 or side >= max(H, W):
+        assert deviation(attend_in_windows(attend, q, k, v, bias, windows), expected) < 1e-12
+
+
+MODELS = {
+    "DINOv3": ("vit_small_patch16_dinov3", (80, 208), 5, {}),
+    "DINOv3, divided": ("vit_small_patch16_dinov3", (64, 64), 2, {}),
+    "EVA-02": ("eva02_tiny_patch14_224", (98, 70), 3, dict(img_size=(98, 70))),
+    "relpos": ("vit_relpos_small_patch16_224", (112, 144), 4, dict(img_size=(112, 144))),
+    "relpos, class token": ("vit_relpos_base_patch16_cls_224", (112, 80), 3, dict(img_size=(112, 80))),
+    "relpos, table": ("vit_relpos_small_patch16_224", (80, 112), 3, dict(img_size=(80, 112), rel_pos_type="bias")),
+    "relpos, shared": ("vit_srelpos_small_patch16_224", (112, 80), 3, dict(img_size=(112, 80))),
+    "DINOv2": ("vit_small_patch14_reg4_dinov2", (98, 126), 4, dict(img_size=(98, 126))),
+    "BEiT": ("beit_base_patch16_224", (112, 80), 3, dict(img_size=(112, 80))),
+}
+
+
+def build(name):
+    timm_name, size, window, options = MODELS[name]
+    torch.manual_seed(0)
+    model = disturb(timm.create_model(timm_name, depth=2, embed_dim=48, num_heads=4, num_classes=3, **options))
+    return model, torch.randn(2, 3, *size, dtype=torch.float64), iso.AttentionToWindow(window)
+
+
+def local(new):
+    """The model with windows alone, by the mask."""
+    iso.Anneal(2).apply(new, 2)
+    return new
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
+    model, x, rule = build(name)
+    new = iso.recast(model, rule)
+    assert len(iso.edits(new)[0].names) == 2
+    assert torch.equal(new(x), model(x))
+    iso.Anneal(2).apply(new, 1)
+    half, masked = new(x), local(new)(x)
+    pruned = iso.prune(new)
+    assert deviation(pruned(x), masked) < 1e-12
+    assert min(deviation(a, b) for a, b in ((half, model(x)), (masked, model(x)), (half, masked))) > 1e-6
+    for each, y in ((new, masked), (pruned, pruned(x))):
+        iso.save(each, tmp_path / "model.safetensors")
+        loaded = iso.load(tmp_path / "model.safetensors", base=model).eval()
+        assert torch.equal(loaded(x), y)
+        assert iso.edits(loaded) == iso.edits(each)
+
+
+@torch.no_grad()
+def test_registers_grids_and_blocks_of_every_kind():
+    """RoPE, sizes that change, blocks that stay global, other libraries, and the way back."""
+    model, _, rule = build("DINOv3")
+    new = local(iso.recast(model, rule, "blocks.1.attn"))
+    pruned, sizes = iso.prune(new), [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))]
+    for x in (*sizes, *sizes):
+        assert deviation(pruned(x), new(x)) < 1e-12
+    refused("its share is 0", iso.revert, new)
+    iso.Anneal(2).set_slopes(new, 0)
+    back = iso.revert(new)
+    assert repr(back) == repr(model)
+    assert (iso.edits(back), list(back.state_dict())) == ((), list(model.state_dict()))
+    for name in ("torchvision's ViT", "transformers' DINOv3", "transformers' DINOv2 with registers"):
+        plain = disturb(Alone(NETWORKS[name]()))
+        new, x = iso.recast(plain, iso.AttentionToWindow(3)), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+        assert deviation(new(x), plain(x)) < 1e-12
+        assert deviation(iso.prune(local(new))(x), new(x)) < 1e-12
+        assert deviation(new(x), plain(x)) > 1e-6
+
+
+def test_anneals_in_training_compiles_and_exports():
+    model, x, rule = build("DINOv3, divided")
+    new = iso.recast(model, rule)
+    for step in range(3):
+        iso.Anneal(2).apply(new, step)
+        gradient = torch.autograd.grad(new(x).square().sum(), new.blocks[0].attn.qkv.weight)[0]
+        assert gradient.isfinite().all()
+    with torch.no_grad():
+        pruned = iso.prune(new).requires_grad_(False)
+        for each in (new, pruned):
+            torch._dynamo.reset()
+            assert deviation(torch.compile(each, fullgraph=True, backend="eager")(x), each(x)) < 1e-12
+        program = torch.export.export(pruned, (x,), dynamic_shapes=[{0: torch.export.Dim("batch")}]).module()
+        images = torch.randn(3, 3, 64, 64, dtype=torch.float64)
+        assert deviation(program(images), pruned(images)) < 1e-12
+
+
+class Unfused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def test_refused_with_the_reason():
+    rule = iso.AttentionToWindow(2, grid_size=(3, 3), prefix_tokens=0)
+    edited = iso.recast(nn.Sequential(Attention(12, 3)), rule, "0")
+    for layer, said in (
+        (Unfused(), "never calls scaled_dot_product_attention"),
+        (models.cait.ClassAttn(12, 3), "class token is a query"),
+        (edited[0], "edited already; revert it first"),
+        (nn.Linear(2, 2), "matches only other classes"),
+    ):
+        refused(said, iso.recast, nn.Sequential(layer), rule, "0")
+    refused("grid of its tokens is unknown", iso.recast, nn.Sequential(Attention(12, 3)), iso.AttentionToWindow(), "0")
+    refused("window 0 must be", iso.AttentionToWindow, 0)
+    refused("no attention .*to prune|nothing to prune", iso.prune, edited)
+    layer, x = local(edited)[0], torch.randn(2, 9, 12)
+    for fail, said in (
+        (lambda: layer(x, is_causal=True), "this is causal"),
+        (lambda: layer(x[:, :8]), "8 tokens do not fill"),
+        (lambda: layer.set_share(2), "share 2 must be"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fail()
+    layer.fused_attn = False
+    with pytest.raises(ValueError, match="did not call scaled_dot_product_attention"):
+        layer(x)
+    q, k = torch.randn(2, 4, 9, 3), torch.randn(2, 2, 9, 3)
+    with Attend(layer, [(3, 3)]), pytest.raises(ValueError, match="queries to"):
+        F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
