@@ -164,6 +164,7 @@ RULES = {
     "attention, relative, prefix": Row(
         iso.AttentionToRelative(prefix_bias=True), vit(reg_tokens=1, qk_norm=True), IMAGES, **IN_VIT
     ),
+    "attention, windows": Row(iso.AttentionToWindow(2), vit(reg_tokens=1), IMAGES, OTHER_IMAGES, "blocks.*.attn"),
     "linear": pyramid(LINEAR, TOKENS, other=((1, 4, 12),)),
     "linear, no skip": pyramid(LINEAR, TOKENS, layout="P-W2", whole=False),
     "linear, deep": pyramid(LINEAR, TOKENS, layout="R-D2W1S", rectify="batchnorm", whole=False),

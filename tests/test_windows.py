@@ -149,6 +149,8 @@ def test_refused_with_the_reason():
     ):
         refused(said, iso.recast, nn.Sequential(layer), rule, "0")
     refused("grid of its tokens is unknown", iso.recast, nn.Sequential(Attention(12, 3)), iso.AttentionToWindow(), "0")
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1,), num_heads=(3,), embed_dim=24, num_classes=0)
+    refused("it attends in windows of 7 x 7 already", iso.recast, swin, iso.AttentionToWindow())
     refused("window 0 must be", iso.AttentionToWindow, 0)
     refused("no attention .*to prune|nothing to prune", iso.prune, edited)
     layer, x = local(edited)[0], torch.randn(2, 9, 12)

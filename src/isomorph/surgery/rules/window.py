@@ -13,7 +13,7 @@ from isomorph.layers.map_grid import GridSize, fit_grid
 from isomorph.layers.window import Windows, attend_in_windows, attend_with_share, has_limited_bias, limit_bias
 from isomorph.operations import FollowMaps, FusedCall
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
-from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason
+from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.rule import check_int, register_rule
 
@@ -144,6 +144,9 @@ class AttentionToWindow(GridRule):
             return f"{type(module).__name__} never calls scaled_dot_product_attention"
         if reason := facts.grid_reason(module) or facts.query_reason:
             return reason
+        own = own_shapes(module, {})
+        if own and self.grid_size and own[0] != self.grid_size:
+            return f"it attends in windows of {own[0][0]} x {own[0][1]} already"
         config = getattr(module, "config", None)
         if getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None)):
             return "its queries share keys (grouped-query attention)"
