@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.map_grid import GridSize
+from isomorph.layers.grid import GridSize
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Fused attention of queries, keys, values and a mask."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
-from isomorph.layers.map_grid import GridSize
+from isomorph.layers.grid import GridSize
 from isomorph.surgery.edited_attention import AlteredAttention
 from isomorph.surgery.rule import Rule, check_grid
 

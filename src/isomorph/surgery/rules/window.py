@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.map_grid import GridSize, fit_grid
+from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.window import Windows, attend_in_windows, attend_with_share, has_limited_bias, limit_bias
 from isomorph.operations import FollowMaps, FusedCall
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
