@@ -310,8 +310,7 @@ class TestCommand:
             (["--suite", "imagenet", "--classes", "3"], "--classes cannot be combined with --suite"),
             (["--data", "digits", "--partial"], "--partial applies to --suite only"),
             (["--suite", "imagenet-a", "--root", "nowhere"], "no folder of imagenet-a in nowhere"),
-            (["--data", "digits", "--per-class", "x.txt"], "cannot write x.txt; give a file that ends in .csv"),
-            (["--data", "digits", "--per-class", __file__], "exists; give --overwrite to replace it"),
+            (["--data", "digits", "--per-class", "x.txt"], "--per-class x.txt must end in .csv"),
         ],
     )
     def test_wrong_requests_are_one_line(self, weights, capsys, flags, expected):
