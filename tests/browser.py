@@ -48,10 +48,9 @@ class Tab:
         for domain in ("Page", "Runtime", "Log", "Network"):
             send(f"{domain}.enable")
 
-    def screen(self, width: int, height: int, dark: bool = False, touch: bool = False) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
+    def screen(self, width: int, height: int, dark: bool = False) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
-        self.send("Emulation.setTouchEmulationEnabled", enabled=touch)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -98,12 +97,6 @@ class Tab:
 
     def click(self, *place) -> None:
         self.point("mouseMoved mousePressed mouseReleased", *place)
-
-    def tap(self, *place) -> None:
-        x, y = self.middle(*place)
-        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-        self.settle()
 
     def press(self, key: str) -> None:
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}

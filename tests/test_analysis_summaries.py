@@ -1,9 +1,7 @@
 """Entropy, rank, similarity of heads, logits, CKA and dials along a run, against closed forms; memory is bounded."""
 
 import math
-import resource
 import weakref
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import timm
@@ -11,8 +9,6 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from command_line import SERVER
-from isomorph.analysis import pool_features, track
 from isomorph.analysis.cka import cka_of_pairs, hsic
 from isomorph.analysis.map_statistics import entropy
 from isomorph.operations import Scores
@@ -67,13 +63,6 @@ class TestSummaries:
         torch.testing.assert_close(streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy)
         torch.testing.assert_close(iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x))
         refused("no batch was given", iso.analysis.attention_entropy, model, [])
-
-    def test_pieces_are_the_map(self, monkeypatch):
-        monkeypatch.setattr("isomorph.operations.applied.MAX_MAP_ENTRIES", 2 * 3 * 5 * 5)
-        found = Scores(torch.randn(5, 3, 5, 4), torch.randn(5, 3, 5, 4), torch.randn(5, 1, 5, 5))
-        pieces = list(found.chunks())
-        assert [len(piece) for piece in pieces] == [2, 2, 1]
-        torch.testing.assert_close(torch.cat(pieces), found.map())
 
     def test_masked_logits_have_an_entropy(self):
         from isomorph.analysis.logits import summarise_scores
@@ -142,18 +131,6 @@ class TestCKA:
         torch.testing.assert_close(found, iso.cka(a, b, x.split(8), "?").matrix)
         refused("not batches of 8 and 7", lambda: cka_of_pairs(a, b, [(x[:8], x[:7])], "?"))
 
-    def test_layers_of_real_models(self):
-        x = torch.randn(8, 3, 32, 32)
-        a, b = vit(), timm.create_model("cifar_resnet20")
-        found = iso.cka(a, b, x, None, "layer?")
-        assert found.matrix.shape == (2, 3)
-        assert found.rows == ["blocks.0", "blocks.1"]
-        torch.testing.assert_close(iso.cka(a, a, x).matrix.diagonal(), torch.ones(2).double())
-        pooled = iso.cka(a, b, x, None, "layer?", read=pool_features).matrix
-        assert pooled.shape == (2, 3)
-        refused("at least 4 images", iso.cka, a, b, x[:3], None, "layer?")
-        refused("0 layers are selected", iso.cka, a, b, x, "c")
-
 
 class TestAlong:
     def test_dials_follow_the_checkpoints_of_a_run_and_are_nan_before_there_are_any(self, tmp_path):
@@ -168,12 +145,6 @@ class TestAlong:
         torch.testing.assert_close(gates[1:, 0], torch.sigmoid(torch.tensor([5.0, 1.0])))
         assert found.centres["layer3.0.conv1"].shape == (3, 9, 2)
         assert set(found.spans) == set(found.gates)
-
-    def test_nothing_to_follow_is_said(self, tmp_path):
-        refused("no gated attention layer", track, [(0, timm.create_model("cifar_resnet20"))], iso.gates)
-        refused("no model was given", track, [], iso.gates)
-        refused("has no checkpoint of a run", iso.training.gating_history, tmp_path)
-        refused("is not a folder", iso.training.gating_history, tmp_path / "nowhere")
 
 
 class TestBoundedMemory:
@@ -198,24 +169,3 @@ class TestBoundedMemory:
             look(model, x)
             assert len(peaks) == 12
             assert max(peaks) <= 2 * 3 * N * N  # the piece that is read, and the one that is made
-
-    @pytest.mark.slow
-    def test_four_hundred_images_take_no_more_than_fifty(self):
-        """Growth of a process over a loader that makes its images as it goes."""
-        with ProcessPoolExecutor(1, SERVER) as process:
-            growth = process.submit(peak_growth, 50, 400).result()
-        assert growth < 12 * 1024  # KiB; the images alone are 18 MiB
-
-
-def peak_growth(few, many):
-    """KiB that every summary of many images takes beyond that of a few, in this process."""
-    model, more = vit(img_size=64, patch_size=16), iso.analysis
-    looks = (iso.nonlocality, more.attention_entropy, more.logit_stats, more.head_similarity)
-    for images in (few, many):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        loader = [(torch.randn(50, 3, 64, 64) for _ in range(images // 50)) for _ in range(8)]
-        for look in looks:
-            look(model, loader.pop())
-        iso.cka(model, model, loader.pop())
-        more.feature_evolution(model, loader.pop())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -1,12 +1,9 @@
 """Detection: COCO's format and what is wrong with it, joint transforms, AP equal to pycocotools', runs, predictions."""
 
 import contextlib
-import copy
-import functools
 import io
 import json
 import math
-import operator
 
 import numpy as np
 import pytest
@@ -21,7 +18,6 @@ from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.checkpoints.open import open_model
 from isomorph.errors import NotFinite
 from isomorph.tasks.detection.data import (
     FitTransform,
@@ -47,7 +43,6 @@ def coco(images=1, **changes):
     content = {
         "images": [{"id": i, "file_name": f"{i}.png", "width": 64, "height": 48} for i in range(images)],
         "annotations": [],
-        "categories": [{"id": 7, "name": "cell"}, {"id": 3, "name": "square"}],
     }
     for i in range(images):
         crowd = {"iscrowd": 1, "segmentation": {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}}
@@ -123,105 +118,32 @@ class TestData:
         no_outline = open_split(write(tmp_path, changed(segmentation=None)), "train", masks=False)
         assert ground_truth(no_outline).dataset["annotations"][0]["area"] == 400
 
-    def test_polygons_are_cut_at_the_border(self, tmp_path):
-        outline = [[-30, 10, 30, 10, 30, 30, -30, 30]]
-        masks = open_split(write(tmp_path, changed(segmentation=outline)), "train", masks=True).objects(0)["masks"]
-        assert masks[0, 10:30, :30].all()
-        assert masks.sum() == 20 * 30
-
     @pytest.mark.parametrize(
         ("content", "message"),
         [
             ("{", r"cannot read .*train.json"),
             ({**coco(), "annotations": None}, r"train.json has no list 'annotations'"),
             (changed(bbox=[10, 10, 0, 20]), "annotation 0 .* no area"),
-            (changed(bbox=[50, 10, 20, 20]), "annotation 0 .* outside 0.png"),
-            *((changed(bbox=[10, 10, n, 20]), "annotation 0 has bbox") for n in (10**400, 1e400, "1", True, None)),
-            (changed(bbox=[1, 2]), "annotation 0 has bbox"),
             (changed(category_id=90), "annotation 0 .* category_id 90; .* 3, 7"),
-            (changed(category_id=10**400), "annotation 0 .* unknown category_id 1000"),
-            (changed(image_id=4), "annotation 0 is of image 4"),
-            (changed(image_id=False), "annotation 0 is of image False"),
-            *((changed(iscrowd=crowd), "annotation 0 has iscrowd") for crowd in ("no", "1", 2, [0])),
-            *((changed(area=area), "annotation 0 has area") for area in ("9", -1, math.nan, 10**400, [1])),
-            (changed(segmentation=[[1, 2, 3, 4]]), r"annotation 0 has a polygon with fewer than three points"),
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
-            (changed(segmentation="outline"), r"annotation 0 has a segmentation that is neither polygons nor RLE"),
-            *(
-                (changed(segmentation=[[10, 10, far, 10, 30, 30]]), "annotation 0 has a polygon far outside 0.png")
-                for far in (-65, 129, 10**8, -(10**11))
-            ),
-            (changed(segmentation=[[10, 10, 10**400, 10, 30, 30]]), r"annotation 0 has a polygon .* not pairs of numb"),
-            (changed(segmentation=[[math.nan] * 6]), r"annotation 0 has a polygon .* not pairs of numbers"),
             (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
             *(
                 (changed(segmentation={"size": [48, 64], "counts": counts}), "annotation 0 has an RLE mask whose cou")
-                for counts in ([16], [-1, 3073], [10**400], [True], 7, "", "@@@@zzz", "0", "\xff", "o" * 9, "1~")
+                for counts in ([16], [-1, 3073], "@@@@zzz")
             ),
-            ({**coco(), "images": [{"id": 0}]}, r"image 0 needs an id, a file_name"),
-            ({**coco(), "images": [{**coco()["images"][0], "height": 10**400}]}, r"image 0 needs an id, a file_name"),
             ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
-            ({**coco(), "categories": [{"id": 3}, {"id": 3}]}, r"categories must have an id each"),
-            ({**coco(), "categories": [{"id": 10**400}]}, r"categories must have an id each"),
         ],
     )
     def test_what_is_wrong_is_said(self, tmp_path, content, message):
         (tmp_path / "train.json").write_text(content if isinstance(content, str) else json.dumps(content))
         refused(message, read_annotations, tmp_path / "train.json", masks=True)
-        if isinstance(content, dict) and "segmentation" in (content["annotations"] or [{}])[0]:
-            crowd = {**content["annotations"][0], "iscrowd": 1}  # crowds are compared with masks, too
-            if crowd["segmentation"] not in ([SQUARE], [[SQUARE]]):
-                (tmp_path / "train.json").write_text(json.dumps({**content, "annotations": [crowd]}))
-                refused(message, read_annotations, tmp_path / "train.json", masks=True)
-
-    def test_a_wrong_value_anywhere_is_one_line_or_harmless(self, tmp_path):
-        def places(value):
-            inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-            for key, each in inner:
-                yield from ((key,), *((key, *rest) for rest in places(each)))
-
-        write(tmp_path)
-        said = []
-        for *path, last in places(coco()):
-            for wrong in (
-                None,
-                True,
-                -1,
-                0.5,
-                1e308,
-                10**400,
-                math.nan,
-                "x",
-                "\0",
-                [],
-                [[]],
-                {},
-                {"counts": 1},
-                [[1e9] * 6],
-            ):
-                content = copy.deepcopy(coco())
-                functools.reduce(operator.getitem, path, content)[last] = wrong
-                (tmp_path / "train.json").write_text(json.dumps(content))
-                try:
-                    source = open_split(tmp_path, "train", masks=True)
-                    metric_rows(source, Results([], [source.samples[0].id]))
-                    assert source[0]
-                except iso.UserError as error:
-                    said.append(str(error))
-        assert len(said) > 200
-        assert not any("\n" in message for message in said)
 
     @pytest.mark.parametrize(
         ("file", "message"),
         [
             ("3.png", r"has no file 3.png, of the images in .*train.json"),
             ("../0.png", r"train.json names the file '../0.png', outside .*images"),
-            ("a/../../0.png", "outside .*images; give paths below that folder"),
-            ("..\\0.png", "outside .*images; give paths below that folder"),
-            ("/etc/passwd", "outside .*images; give paths below that folder"),
-            ("C:\\0.png", "outside .*images; give paths below that folder"),
             ("x" * 5000, "which no folder can have"),
-            ("0\0.png", "which no folder can have"),
         ],
     )
     def test_paths_stay_inside_their_folder(self, tmp_path, file, message):
@@ -249,14 +171,6 @@ class TestData:
         assert [len(image.objects) for image in found.images] == [1, 2]
         with pytest.raises(iso.UserError, match=r"train.json has crowds only"):
             read(write(tmp_path, changed(iscrowd=1))).with_objects()
-
-    def test_real_numbers_of_categories(self, data_root):
-        source = open_split(data_root / "coco_mini", "train", masks=False)
-        assert (len(source.classes), max(source.category_ids)) == (80, 90)
-        named = {c["id"]: c["name"] for c in json.loads(source.annotations.read_text())["categories"]}
-        for index in range(len(source)):
-            wanted = [named[each["category_id"]] for each in source.samples[index].objects]
-            assert [source.classes[label] for label in source.objects(index)["labels"]] == wanted
 
 
 class TestTransforms:
@@ -288,15 +202,6 @@ class TestTransforms:
                     assert x[0][mask.bool()].mean() > 0.6
         assert {0, 2} & seen
         assert len(seen) > 1  # some crops leave objects out
-
-    def test_boxes_alone_are_cut_and_left_out(self):
-        objects = {"boxes": torch.tensor([[0.0, 0, 4, 4], [20, 10, 60, 40]]), "labels": torch.tensor([0, 1])}
-        for seed in range(8):
-            torch.manual_seed(seed)
-            _, left = TrainTransform(CONFIG, (3.0, 3.0), 0.0)((Image.new("RGB", (64, 48)), objects))
-            sides = left["boxes"][:, 2:] - left["boxes"][:, :2]
-            assert (sides >= 1).all()
-            assert (left["boxes"] <= torch.tensor([64, 48, 64, 48])).all()
 
 
 def COCO_of(path):
@@ -343,13 +248,6 @@ def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name
                 assert f"{prefix}_{key}" not in metrics
     assert np.mean([row["box_ap"] for row in classes]) == pytest.approx(metrics["box_ap"])
     assert metrics["images"] == len(source)
-
-
-def test_nothing_found_has_no_precision(tmp_path):
-    source = open_split(write(tmp_path), "train", masks=True)
-    assert metric_rows(source, Results([], [0]))[0]["box_ap"] == 0
-    with pytest.raises(iso.UserError, match="nothing to evaluate"):
-        metric_rows(source, Results([], []))
 
 
 VIT = dict(embed_dim=24, num_heads=3, depth=1)
@@ -413,13 +311,6 @@ class TestRun:
         fused = iso.evaluate(iso.fuse(model.eval()), root / "val.json")
         assert fused["images"] == 3
 
-    def test_a_run_with_a_teacher_opens_by_its_folder(self, squares, tmp_path):
-        root, result = squares
-        student = train(root, tmp_path, task={**TINY["task"], "teacher": str(result.folder)}, epochs=1)
-        by_folder, by_file = open_model(str(student.folder)), iso.load(student.folder / "model.safetensors")
-        same = zip(by_folder.state_dict().values(), by_file.state_dict().values(), strict=True)
-        assert all(torch.equal(a, b) for a, b in same)
-
     def test_predictions(self, squares, tmp_path):
         root, result = squares
         done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")
@@ -432,13 +323,8 @@ class TestRun:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"data": {**TINY["data"], "split": 0.2}}, "data.split does not apply to detection"),
             ({"task": {"name": "detection", "scales": [2, 1]}}, "task.scales must be the smallest and the largest"),
-            ({"task": {"name": "detection", "flip": 2}}, "task.flip"),
-            ({"scale": {"parallel": "fsdp"}}, "scale.parallel fsdp does not work for detection"),
-            ({"augment": {"mixup": 0.2}}, "augment does not apply to detection"),
             ({"model": WITHOUT_MASKS}, r"has not a head for masks, and task\.masks is True"),
-            ({"model": {"name": "cifar_resnet20"}}, "cifar_resnet20 is not a detector; set model.name mask_rcnn"),
             ({"task": {**TINY["task"], "test": "other.json"}}, "category 3 is 'square' in .* and 'circle' in .*"),
         ],
     )
@@ -448,21 +334,6 @@ class TestRun:
         with pytest.raises(iso.UserError, match=message):
             train(root, tmp_path / "run", **changes)
         assert not (tmp_path / "run").exists()
-
-    @pytest.mark.parametrize(
-        ("data", "message"),
-        [
-            ("more.json", "the model has 2 classes, the data has 3"),
-            ("nowhere", "nowhere is neither a folder nor an annotation file"),
-            ("images", r"has none of .*val.json.*; give such a folder, or the annotation file"),
-        ],
-    )
-    def test_data_that_does_not_fit(self, data, message, squares):
-        root, result = squares
-        categories = [*coco()["categories"], {"id": 9, "name": "circle"}]
-        (root / "more.json").write_text(json.dumps(coco(categories=categories)))
-        with pytest.raises(iso.UserError, match=message):
-            iso.evaluate(result.model, root / data)
 
 
 def detectors(*widths):
@@ -525,15 +396,11 @@ class TestDistillation:
 
 def test_outputs_that_are_not_finite_have_no_metric(squares):
     root, result = squares
-    for part in ("pyramid.levels.0.0.0.weight", "rpn.head.cls_logits.bias", "roi_heads.box_predictor.cls_score.bias"):
-        model = iso.load(result.folder / "model.safetensors")
-        with torch.no_grad():
-            model.get_parameter(part).flatten()[0] = math.nan
-        with pytest.raises(NotFinite, match=r"outputs are not finite \(NaN or infinite\); check its weights"):
-            iso.evaluate(model, root)
-    entry = {"image_id": 0, "category_id": 3, "bbox": [10, 10, 20, 20], "score": math.nan}
-    with pytest.raises(NotFinite):
-        metric_rows(open_split(root, "train", masks=False), Results([entry], [0]))
+    model = iso.load(result.folder / "model.safetensors")
+    with torch.no_grad():
+        model.get_parameter("rpn.head.cls_logits.bias").flatten()[0] = math.nan
+    with pytest.raises(NotFinite, match=r"outputs are not finite"):
+        iso.evaluate(model, root)
 
 
 class TestAnchors:

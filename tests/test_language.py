@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
-from isomorph.recipes import RECIPES
-from isomorph.recipes.language import TABLE_6
 from isomorph.tasks.language import glue
 from isomorph.tasks.language.glue import (
     GLUE,
@@ -132,19 +129,6 @@ class TestNetworks:
         twin = timm.create_model("text_transformer", **net.arguments)
         assert twin.state_dict().keys() == net.state_dict().keys()
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (dict(family="gpt2"), "'gpt2' is not an encoder of text with masked words; choose bert, electra"),
-            (dict(hiden_size=8), "hiden_size is not a field of bert; did you mean hidden_size"),
-            (dict(config="/nowhere"), "'/nowhere' is not a folder with a config.json"),
-            (dict(hidden_size=10, num_attention_heads=4), "timm cannot create text_transformer: .*heads"),
-        ],
-    )
-    def test_impossible_networks(self, arguments, message):
-        with pytest.raises(iso.UserError, match=message):
-            iso.models.create("text_transformer", **arguments)
-
 
 class TestTexts:
     def test_packed_sequences_hold_the_text_in_order(self, tokenizer):
@@ -218,9 +202,6 @@ class TestTexts:
         scores = compute_metrics(("spearman", "pearson"), np.array([1.0, 2.0, 9.0]), np.array([0.0, 1.0, 2.0]))
         assert scores["spearman"] == pytest.approx(100)
         assert 90 < scores["pearson"] < 100
-        assert compute_metrics(("spearman", "matthews"), np.ones(3), np.array([0, 1, 1]))["spearman"] == 0
-        with pytest.raises(NotFinite):
-            compute_metrics(("spearman",), np.array([1.0, math.nan, 2.0]), np.array([0.0, 1.0, 2.0]))
 
 
 @pytest.fixture(scope="module")
@@ -265,23 +246,12 @@ class TestRuns:
         assert metrics["examples"] == 6
         assert -100 <= metrics["spearman"] <= 100
 
-    @pytest.mark.parametrize("dataset", ["rte", "stsb", "masked words"])
-    def test_outputs_that_are_not_finite_have_no_metric(self, dataset, root, pretrained):
-        pre = dataset == "masked words"
-        task = (
-            task_of(iso.load(pretrained / "model.safetensors"))
-            if pre
-            else find_task("text_classification")(
-                TextClassificationPart(dataset=dataset, tokenizer=str(root / "vocab.txt"), length=16)
-            )
-        )
-        classes = 0 if pre else len(task.glue.classes)
-        model = timm.create_model("text_transformer", **NETWORK, num_classes=classes)
+    def test_outputs_that_are_not_finite_have_no_metric(self, root):
+        part = TextClassificationPart(dataset="rte", tokenizer=str(root / "vocab.txt"), length=16)
+        model = timm.create_model("text_transformer", **NETWORK, num_classes=2)
         model.table.data[6] = math.nan  # a letter of half of the texts
-        data = "text" if pre else "glue"
-        options = EvaluationOptions(data, root / "text.txt" if pre else root)
         with pytest.raises(NotFinite, match="outputs are not finite"):
-            task.evaluate(model, options, ALONE)
+            find_task("text_classification")(part).evaluate(model, EvaluationOptions("glue", root), ALONE)
 
 
 class TestBadInput:
@@ -290,51 +260,24 @@ class TestBadInput:
         [
             ("task.length", 64, "task.length 64 is longer than the network's 32 positions"),
             ("model.kwargs", NETWORK | dict(vocab_size=400), "does not belong to this network: it has 57 tok"),
-            ("model.kwargs", NETWORK | dict(pad_token_id=3), "its padding is token 0, the network's 3"),
-            ("model.kwargs", NETWORK | dict(is_decoder=True), "is causal.* leave out is_decoder"),
             ("task.tokenizer", "text.txt", "not a vocabulary of BERT.*no \\[PAD\\]"),
-            ("task.tokenizer", "no", "not a vocabulary file, a folder or a name"),
             ("data.root", "RTE", "there are no text files"),
-            ("data.root", "empty.txt", "empty.txt is empty"),
-            ("data.size", [8, 8], "data.size does not apply"),
-            ("data.source", "digits", "data.source digits is not for masked_lm"),
-            ("model.kwargs", {}, "CifarResNet is not a network for text"),
             ("model.num_classes", 3, "model.num_classes does not apply to masked_lm"),
-            ("drop_path", 0.1, "drop_path does not apply"),
         ],
     )
     def test_pretraining(self, root, tmp_path, field, value, message):
-        (root / "empty.txt").write_text("\n")
         values = copy.deepcopy(pretraining(root))
         group, _, name = field.rpartition(".")
         (values[group] if group else values)[name] = str(root / value) if name in ("root", "tokenizer") else value
-        if value == {}:
-            values["model"]["name"] = "cifar_resnet20"
         with pytest.raises(iso.UserError, match=message):
             iso.train(validate({**values, "out": str(tmp_path / "run")}), show=False)
         assert not (tmp_path / "run").exists()
-
-    def test_fine_tuning(self, root, tmp_path):
-        for dataset, message in (("mrpc", "there is no MRPC/train.tsv"), ("wnli", "task.dataset: .*'rte'")):
-            with pytest.raises(iso.UserError, match=message):
-                iso.train(validate({**fine_tuning(root, dataset), "out": str(tmp_path)}), show=False)
-
-    def test_the_extra_is_named(self, root, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-        with pytest.raises(iso.UserError, match=r"need the package transformers.*nlp"):
-            iso.models.create("text_transformer", **NETWORK)
-        open_tokenizer.cache_clear()
-        with pytest.raises(iso.UserError, match=r"need the package transformers.*nlp"):
-            open_tokenizer(str(root / "vocab.txt"))
 
 
 RTE = "index\tsentence1\tsentence2\tlabel\n"
 TEXTS = {"cola": ["sentence"], "sst2": ["sentence"], "mnli": ["premise", "hypothesis"]}
 TEXTS |= {"qnli": ["question", "sentence"], "qqp": ["question1", "question2"]}
 """Columns of the hub's files; sentence1 and sentence2 in the others."""
-
-
-EMPTY = dict(sentence=pyarrow.array([], "string"), label=[], idx=[])
 
 
 @pytest.fixture(scope="module")
@@ -380,13 +323,6 @@ def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
     assert asked == [(("nyu-mll/glue",), dict(repo_type="dataset", allow_patterns=["rte/*.parquet"]))]
     assert open_root(hub) == hub
 
-    def fail(*given, **more):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(iso.UserError, match=r"does not answer; run `hf download nyu-mll/glue .*'rte/\*.parquet'"):
-        open_root(Path("nyu-mll/glue"), ["rte"])
-
 
 def test_columns_by_name_and_number(root):
     assert read_file(root / "CoLA/dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
@@ -397,15 +333,12 @@ def test_columns_by_name_and_number(root):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rte", "", "is empty: it has no examples of RTE"),
         ("rte", "index\tlabel\n", "has the columns index, label, and RTE needs .*'sentence1'"),
-        ("rte", RTE, "is empty: it has no examples of RTE"),
         ("rte", f"{RTE}0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
         ("rte", f"{RTE}0\ta\tb\tmaybe\n", "line 2: label 'maybe' is unknown; use ent"),
-        ("cola", "x\t2\t\ta\n", "line 1: label '2' is unknown; use 0, 1"),
         *(
             ("stsb", f"sentence1\tsentence2\tscore\na\tb\t{n}\n", f"line 2: label '{n}' is not a score; .* 0 to 5")
-            for n in ("high", "nan", "inf", "-1", "5.1", "1" + "0" * 400)
+            for n in ("nan", "5.1")
         ),
     ],
 )
@@ -414,12 +347,6 @@ def test_what_is_wrong_is_said(tmp_path, name, content, message):
     path.write_text(content)
     with pytest.raises(iso.UserError, match=message):
         read_file(path, GLUE[name])
-
-
-def test_the_recipes_name_all_tasks():
-    names = TextClassificationPart.model_json_schema()["properties"]["dataset"]["enum"]
-    assert sorted(names) == sorted(GLUE) == sorted(TABLE_6)
-    assert all(f"glue_{name}" in RECIPES and f"glue_{name}_refined" in RECIPES for name in GLUE)
 
 
 @pytest.mark.parametrize("name", sorted(GLUE))
@@ -435,14 +362,10 @@ def test_files_as_on_the_hub(hub, name):
     [
         ("rte", 1, dict(sentence2=None), "has the columns sentence1, label, idx, and RTE needs the column 'sentence2'"),
         ("rte", 2, {}, r"label 2 is unknown; use 0 \(entailment\), 1 \(not_entailment\)"),
-        ("sst2", -1, {}, "label -1 is unknown.*the hub's test files have no labels"),
-        ("sst2", 1, dict(label=["good", "bad"]), "label 'good' is unknown; use 0, 1"),
-        ("sst2", 1, dict(sentence=["a", None]), "has empty cells"),
         *(
             ("stsb", n, dict(label=[n, 1.0]), "is not a score; give a number from 0 to 5")
             for n in (math.nan, -0.5, 1e9)
         ),
-        ("sst2", 1, EMPTY, "is empty: it has no examples of SST-2"),
     ],
 )
 def test_what_is_wrong_with_parquet_files_is_said(tmp_path, name, label, changes, message):
@@ -450,15 +373,3 @@ def test_what_is_wrong_with_parquet_files_is_said(tmp_path, name, label, changes
     write_parquet(path, name, label, **changes)
     with pytest.raises(iso.UserError, match=message):
         read_file(path, GLUE[name])
-
-
-def test_damaged_and_missing_files(tmp_path, monkeypatch):
-    path = tmp_path / "train-0.parquet"
-    path.write_text("sentence\tlabel")
-    with pytest.raises(iso.UserError, match=r"train-0.parquet cannot be read"):
-        read_file(path, GLUE["sst2"])
-    with pytest.raises(iso.UserError, match=r"no MNLI/dev_matched.tsv in .*, nor mnli/validation_matched-\*.parquet"):
-        read_examples(tmp_path, "mnli", "test")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(iso.UserError, match=r"reading parquet files needs pyarrow; run pip install -e '.\[data\]'"):
-        read_file(path, GLUE["sst2"])

@@ -1,8 +1,6 @@
 """The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
 
 import json
-import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -21,15 +19,11 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
-from isomorph.errors import NotFinite
-from isomorph.evaluation.robustness.images import ImageNetC
 from isomorph.evaluation.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
     compare_to_baseline,
     robustness_summary,
-    severity_table,
-    summary_lines,
 )
 from refusals import refused
 
@@ -66,11 +60,6 @@ def source_of(number=12, classes=10, side=32):
     rng = np.random.default_rng(0)
     pictures = [Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)) for _ in range(number)]
     return Source(pictures, [i % classes for i in range(number)], [f"class {i}" for i in range(classes)])
-
-
-def numbers(result):
-    """All that was measured, in order; sums of other batches round otherwise."""
-    return [cell[key] for cell in [result["clean"], *result["cells"]] for key in ("top1", "top5", "nll", "images")]
 
 
 def imagenet_source(number, classes, side):
@@ -115,8 +104,6 @@ def test_alexnet_is_a_hundred_by_definition():
     assert found["relative_mce"] == pytest.approx(100, abs=1e-3)
     assert found["mean_error_unnormalised"] == pytest.approx(np.mean(list(ALEXNET.values())), abs=1e-3)
     whole = cells_of(BY_SEVERITY)
-    assert "mce" not in robustness_summary(whole, None, imagenet=False)
-    assert "relative_mce" not in robustness_summary(whole, None, imagenet=True)
     del whole["fog", 3]
     assert "mce" not in robustness_summary(whole, None, imagenet=True)
 
@@ -159,9 +146,6 @@ def test_the_gain_over_a_baseline():
         assert row["points"] == pytest.approx(20 * mean[severity - 1])
         assert row["relative"] == pytest.approx(20 * mean[severity - 1] / (1 - mean[severity - 1]))
     del ours["fog", 1]
-    assert compare_to_baseline(ours, base, "base")["cells"] == 74
-    with pytest.raises(iso.UserError, match="none of these cells"):
-        compare_to_baseline({("fog", 1): base["fog", 1]}, {("snow", 1): base["snow", 1]}, "base")
 
 
 def test_cells_are_what_evaluate_says(net):
@@ -180,40 +164,13 @@ def test_cells_are_what_evaluate_says(net):
         for key in expected:
             assert cell[key] == pytest.approx(expected[key], rel=1e-4), key
     assert "mce" not in found
-    assert "unnormalised" in summary_lines(found)[-1]
-    assert found["constants"] == "ImageNet-C's constants at every size, not CIFAR-10-C's milder ones"
-    assert found["constants"] in summary_lines(found)[0]
-    assert [row[0] for row in severity_table(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
-
-
-def test_workers_and_batches_change_nothing(net):
-    source = source_of()
-    plain = iso.robustness(net, source, **FEW)
-    for options in (dict(workers=2, batch_size=4), dict(batch_size=1)):
-        other = iso.robustness(net, source, **FEW, **options)
-        assert numbers(other) == pytest.approx(numbers(plain), rel=1e-5)
-    assert iso.robustness(net, source, **FEW, seed=1)["cells"] != plain["cells"]
-
-
-def test_a_network_of_nan_and_an_unknown_network_on_a_folder(net, tmp_path):
-    for name in ("ant", "bee"):
-        (tmp_path / name).mkdir()
-        Image.new("RGB", (48, 40)).save(tmp_path / name / "1.png")
-    own = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2))
-    found = iso.robustness(own, tmp_path, **FOG, size=(32, 36))
-    assert (found["images"], found["size"], "top5" in found["clean"]) == (2, [32, 36], False)
-    refused(r"has 10 classes .*, the data has 2", iso.robustness, net, tmp_path, **FOG)
-    own[2].bias.data.fill_(float("nan"))
-    with pytest.raises(NotFinite, match="not finite"):
-        iso.robustness(own, tmp_path, **FOG)
 
 
 def test_a_killed_run_goes_on(net, tmp_path):
-    source, out, told = source_of(), tmp_path / "cells.jsonl", []
+    source, out = source_of(), tmp_path / "cells.jsonl"
     whole = iso.robustness(net, source, **FEW)
 
     def stop(done, total, doing):
-        told.append((done, total))
         if doing == "gaussian_noise":
             raise KeyboardInterrupt
 
@@ -222,18 +179,10 @@ def test_a_killed_run_goes_on(net, tmp_path):
     assert len(out.read_text().splitlines()) == 1 + 1 + 2  # whose, clean, fog
     with out.open("a") as file:
         file.write('{"corruption": "gaussian_noi')
-    told.clear()
-    again = iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line))
+    again = iso.robustness(net, source, **FEW, out=out)
     assert again == whole | {"resumed": 2}
-    assert told[0] == (2, 6, "gaussian_noise")
-    assert told[-1] == (6, 6, "pixelate")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 8
-    told.clear()
-    assert iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line)) == whole | {
-        "resumed": 6
-    }
-    assert not told  # nothing was left to run
 
 
 def test_another_models_file_is_refused(net, tmp_path):
@@ -246,13 +195,9 @@ def test_another_models_file_is_refused(net, tmp_path):
     before = out.read_text()
     refused(r"holds cells of .* with other weights; use another", iso.robustness, net, source, **one)
     assert out.read_text() == before
-    for text in ("not cells\n", '{"corruption": "x"}\n', "[]\n", '{"kind": "isomorph robustness"}\n'):
-        out.write_text(text)
-        refused("is not a result file of isomorph robustness", iso.robustness, net, source, **one)
-    refused(r"cannot write .*: Is a directory", iso.robustness, net, source, **{**one, "out": tmp_path})
 
 
-def test_a_baseline_is_of_the_same_images(net, tmp_path, monkeypatch):
+def test_a_baseline_is_of_the_same_images(net, tmp_path):
     source, base = source_of(), tmp_path / "base"
     options = dict(FEW, baseline=base)
     iso.robustness(net, source, **FEW, out=base, name="net")
@@ -263,21 +208,8 @@ def test_a_baseline_is_of_the_same_images(net, tmp_path, monkeypatch):
     others = source_of()
     others.images = others.images[::-1]
     refused("measured on other images: source ", iso.robustness, net, others, **options)
-    refused(r"cannot read results .*none", iso.robustness, net, source, **FEW, baseline=tmp_path / "none")
-    monkeypatch.setattr("isomorph.data.corruptions.corrupt.corrupt", None)  # nothing is measured before
-    with pytest.raises(iso.UserError, match="the baseline net has none of these cells"):
-        iso.robustness(net, source, corruptions=["snow"], severities=(2,), baseline=base)
 
 
-def test_limit_takes_images_evenly_spaced_over_the_classes_with_their_own_draws(net):
-    source = source_of()
-    part = iso.robustness(net, source, **FEW, limit=4)
-    expected = iso.robustness(net, source.subset([0, 5, 9, 11]), **FEW)  # 2 images of classes 0 and 1, 1 of others
-    assert [cell["top1"] for cell in part["cells"]] == [cell["top1"] for cell in expected["cells"]]
-    assert part["images"] == 4
-
-
-FOG = dict(corruptions=["fog"], severities=[1])
 ONE = dict(corruptions=["brightness"], severities=[3])
 
 
@@ -316,11 +248,6 @@ def test_the_published_folder(published):
     assert [cell["top1"] for cell in found["cells"]] == [100, 50, 100, 50]  # at severity 2 white is black
     assert found["images"] == 6
     assert found["clean"] is None
-    some = iso.robustness(model, folder=published, corruptions=["fog"], severities=[1], limit=2)
-    assert some["images"] == 2
-    cell = ImageNetC(published, {}).cell("fog", 1, 1000)
-    assert len(cell.classes) == 1000
-    assert cell.labels.tolist() == [0, 0, 0, 1, 1, 1]
     other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
     assert other["cells"][0]["top1"] == 100
 
@@ -351,26 +278,6 @@ def test_the_published_arrays(arrays):
     )
     assert "mce" not in found
     assert found["mean_error_unnormalised"] == 10
-    wide = Brightness(2, 48)
-    iso.robustness(wide, suite="cifar-c", folder=arrays, corruptions=["fog"])
-    assert wide.sizes == {(48, 48)}
-
-
-def test_what_is_wrong_with_arrays_is_said(arrays):
-    np.save(arrays / "snow.npy", np.zeros((16, 32, 32, 3), np.uint8))
-    (arrays / "frost.npy").write_bytes(b"cut short")
-    cases = {
-        "holds the arrays of CIFAR-C; choose the suite cifar-c": dict(suite="imagenet-c"),
-        "needs the published images; give the folder": dict(folder=None),
-        "no folder .*nowhere; give the one with": dict(folder=arrays / "nowhere"),
-        r"no .*contrast.npy; unpack": dict(corruptions=["contrast"]),
-        "frost.npy cannot be read as an array": dict(corruptions=["frost"]),
-        "snow.npy has shape 16 x 32 x 32 x 3 of uint8; it must": dict(corruptions=["snow"]),
-    }
-    wanted = dict(suite="cifar-c", folder=arrays, corruptions=["fog"])
-    for said, arguments in cases.items():
-        refused(said, iso.robustness, Brightness(2, 32), **wanted | arguments)
-    refused("have 2 classes, the model has 10", iso.robustness, Brightness(10, 32), **wanted)
 
 
 @pytest.mark.parametrize("names", ["wnids", "numbers", "moved"])
@@ -384,8 +291,6 @@ def test_imagenets_labels_go_by_name(names):
     assert iso.robustness(Brightness(), source, **ONE, partial=True)["clean"]["top1"] == 100
     swapped = Source([black, white], [0, 1], [wnids[1], wnids[0]])
     assert iso.robustness(Brightness(), swapped, **ONE, partial=True)["clean"]["top1"] == 0
-    with pytest.raises(iso.UserError, match="the data has class 'class 0'; name classes by wnid"):
-        iso.robustness(Brightness(), source_of(2, 1000), **ONE)
 
 
 def test_what_is_missing_is_said(published, tmp_path):
@@ -393,34 +298,12 @@ def test_what_is_missing_is_said(published, tmp_path):
     cases = {
         "no folder .*nowhere": dict(folder=tmp_path / "nowhere"),
         "has no folder shot_noise; unpack": dict(folder=published, corruptions=["shot_noise"]),
-        "has no folder 5; it must hold one per severity": dict(folder=published, corruptions=["fog"], severities=[5]),
         "did you mean frost": dict(folder=published, corruptions=["frist"]),
-        "severity 7": dict(folder=published, severities=[7]),
-        "at least one corruption": dict(folder=published, corruptions=[]),
-        "suite 'imagenet-d' is unknown": dict(folder=published, suite="imagenet-d"),
         "give a source": {},
         "has 1000 classes, the data has 10": dict(source=source_of()),
-        "the published images are 224 x 224, the model needs 96 x 96": dict(folder=published, **FOG, size=(96, 96)),
-        "batch_size and limit": dict(folder=published, batch_size=0),
     }
     for said, arguments in cases.items():
         refused(said, iso.robustness, model, **arguments)
-    with pytest.raises(iso.UserError, match="has 2 classes, the model has 3"):
-        iso.robustness(Brightness(3, 64), folder=published, corruptions=["fog"], severities=[1])
-    refused("32 px at least, and the model's input is 16 x 16", iso.robustness, Brightness(10, 16), source_of())
-    shutil.copytree(published / "fog/1" / ImageNetInfo().label_names()[0], published / "fog/1/n99999999")
-    with pytest.raises(iso.UserError, match=r"fog/1 has class '?n99999999'?, which ImageNet-1k does not have"):
-        iso.robustness(model, folder=published, corruptions=["fog"], severities=[1])
-
-
-def test_the_package_is_asked_for_before_anything_is_written(net, tmp_path, monkeypatch):
-    from isomorph.data.corruptions.corrupt import corruption_functions
-
-    corruption_functions.cache_clear()
-    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
-    refused("pip install", iso.robustness, net, source_of(), out=tmp_path / "cells.jsonl")
-    assert not list(tmp_path.iterdir())
-    corruption_functions.cache_clear()
 
 
 def test_the_command(tmp_path, data_root, capsys):
@@ -441,30 +324,5 @@ def test_the_command(tmp_path, data_root, capsys):
     assert (code, err) == (0, "")
     assert "mean corruption error, unnormalised" in out
     assert "+0.00" in out
-    code, out, err = run("--out", cells, "--seed", 3)
-    assert (code, out) == (2, "")
-    assert len(err.strip().splitlines()) == 1
-    assert "use another --out" in err
     code, out, err = run("--out", cells)
     assert "4 cells were read from --out" in out
-
-
-@pytest.mark.parametrize("asked", [["--folder", "nowhere"], ["--suite", "cifar-c"]])
-def test_cheap_checks_come_before_weights_are_fetched(asked, capsys, monkeypatch):
-    from isomorph.cli import main
-
-    monkeypatch.setattr("isomorph.cli.open_models.open_classifier", lambda *_: pytest.fail("too late"))
-    with pytest.raises(SystemExit) as left:
-        main(["robustness", "resnet50", *asked])
-    assert left.value.code == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-def test_the_table_has_every_row_of_a_comparison():
-    cells = [{"corruption": name, "severity": s, "top1": 50.0 - s} for name in ("fog", "saturate") for s in (1, 2)]
-    points = {"by_corruption": {"fog": {"points": 2.0}}, "points": 0.5}
-    found = robustness_summary({(c["corruption"], c["severity"]): c for c in cells}, None, imagenet=False)
-    rows = severity_table({"model": "net", "cells": cells, "against": points} | found)
-    assert rows[0] == ["net: top-1 (%)", "1", "2", "mean", "gain"]
-    assert ["fog", "49.0", "48.0", "48.50", "+2.00"] in rows
-    assert rows[-1] == ["1 of the suite's 15", "49.0", "48.0", "48.50", "+0.50"]

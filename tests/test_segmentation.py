@@ -16,7 +16,6 @@ from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
 from isomorph.tasks.segmentation.augment import (
     CappedCrop,
-    Photometric,
     RatioResize,
     SegmentationPart,
     TrainTransform,
@@ -106,12 +105,8 @@ def test_published_folders(tmp_path):
 BROKEN = {
     "size": "0.png has 60 x 48 pixels",
     "class": "0.png has the value 7",
-    "colours": "0.png has 3 channels",
     "missing": "has no mask",
     "damaged": "cannot read",
-    "empty": "has no images",
-    "ignored": "no pixel of the masks",
-    "names": r"cannot read .*classes\.txt",
 }
 
 
@@ -119,25 +114,17 @@ BROKEN = {
 def test_bad_files_are_found_before_training(tmp_path, broken):
     image, mask = squares(0)
     write_pair(tmp_path, "1", image, mask, "val")
-    wrong = {"size": mask[:, :60], "class": np.where(mask == 1, 7, mask), "colours": image}
-    wrong["ignored"] = np.full_like(mask, IGNORE)
+    wrong = {"size": mask[:, :60], "class": np.where(mask == 1, 7, mask)}
     write_pair(tmp_path, "0", image, wrong.get(broken, mask))
     if broken == "missing":
         (tmp_path / "train/masks/0.png").unlink()
     if broken == "damaged":
         (tmp_path / "train/masks/0.png").write_bytes(b"no image")
-    if broken == "empty":
-        (tmp_path / "train/images/0.png").unlink()
-    (tmp_path / "classes.txt").write_bytes(b"\xff\xfea" if broken == "names" else b"a\nb\n")
+    (tmp_path / "classes.txt").write_bytes(b"a\nb\n")
 
-    def check():
+    with pytest.raises(iso.UserError, match=BROKEN[broken]):
         for part in open_splits("masks", tmp_path, None):
             part.check()
-
-    with pytest.raises(iso.UserError, match=BROKEN[broken]) as error:
-        check()
-    assert str(tmp_path) in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 MASK = np.tile(np.arange(4, dtype=np.uint8), (6, 3))
@@ -152,12 +139,9 @@ def with_value(number, dtype):
 @pytest.mark.parametrize(
     ("name", "pixels"),
     [
-        ("grey.png", MASK),
         ("16 bits.png", MASK.astype(np.uint16)),
         ("32 bits.tif", MASK.astype(np.int32)),
         ("whole numbers.tif", MASK.astype(np.float32)),
-        ("grey.bmp", MASK),
-        ("two.png", MASK > 1),
     ],
 )
 def test_masks_of_every_depth_are_read_as_they_are(tmp_path, name, pixels):
@@ -171,23 +155,17 @@ def test_masks_of_every_depth_are_read_as_they_are(tmp_path, name, pixels):
     ("name", "pixels", "message"),
     [
         *(("m.tif", with_value(n, np.int32), f"the value {n};") for n in (-1, -255, -256)),
-        ("m.tif", MASK.astype(np.float32) / 255, r"the value 0.00392157; a mask has whole numbers of classes, from 0"),
         *(("m.tif", with_value(n, np.float32), f"the value {n};") for n in (0.5, "nan", "inf")),
-        ("m.tif", with_value(1e12, np.float32), r"the value 1e\+12;"),
-        ("m.tif", with_value(2**31 - 1, np.int32), "the value 2147483647"),
         ("m.png", with_value(65535, np.uint16), "the value 65535"),
         *((f"m.{kind}", MASK, "changes the numbers of classes; save masks as PNG") for kind in ("jpg", "webp")),
         ("m.png", np.stack([MASK] * 3, -1), "has 3 channels"),
     ],
 )
-@pytest.mark.parametrize("named", [True, False])
-def test_masks_with_other_values_are_refused(tmp_path, name, pixels, message, named):
+def test_masks_with_other_values_are_refused(tmp_path, name, pixels, message):
     for kind in ("images", "masks"):
         (tmp_path / "train" / kind).mkdir(parents=True)
     Image.new("RGB", (12, 6)).save(tmp_path / "train" / "images" / "m.png")
     Image.fromarray(pixels).save(tmp_path / "train" / "masks" / name)
-    if named:
-        (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
     refused(f"{name.replace('.', '[.]')} .*{message}", lambda: open_masks("masks", "train", tmp_path).check())
 
 
@@ -211,8 +189,6 @@ def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     assert open_test_pairs("masks", tmp_path, 0.3, None, 12).samples == test.samples
     assert len(open_test_pairs("masks", tmp_path, 0.3, None, 13)) == 12  # another folder
     assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
-    with pytest.raises(iso.UserError, match="no test images"):
-        open_splits("masks", tmp_path, None)
 
 
 # augmentation
@@ -247,17 +223,6 @@ def test_sizes_and_capped_crops():
     assert np.mean(shares) < np.mean(plain)
     sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
     assert 32 <= min(sizes) < 50 < max(sizes) <= 128
-
-
-def test_photometric_changes_the_image_only():
-    image, mask = (
-        tv_tensors.Image(torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)),
-        tv_tensors.Mask(torch.ones(8, 8)),
-    )
-    torch.manual_seed(1)
-    outputs = [Photometric()(image, mask) for _ in range(8)]
-    assert all((y == 1).all() and x.min() >= 0 and x.max() <= 1 for x, y in outputs)
-    assert len({round(x.mean().item(), 5) for x, _ in outputs}) > 3
 
 
 # windows, metrics and losses
@@ -369,7 +334,7 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
 
 
 def test_outputs_that_are_not_finite_have_no_metric(run, folder):
-    for name in ("head.classifier.bias", "backbone.patch_embed.proj.weight"):
+    for name in ("head.classifier.bias",):
         model = iso.load(run.folder / "model.safetensors")
         with torch.no_grad():
             model.get_parameter(name).flatten()[0] = float("nan")
@@ -402,12 +367,6 @@ def test_schedules_by_iteration():
         (["task.stride=64,64"], "must not be above crop"),
         (["model.name=cifar_resnet20", "model.kwargs={}"], "give --model.name upernet"),
         (["optim.schedule=step"], "milestones"),
-        (["iterations=10", "optim.warmup_epochs=1"], "warmup_iterations"),
-        (["data.source=camvid"], "is not a folder|no training images"),
-        (["task.teacher=nothing.safetensors"], "nothing.safetensors"),
-        (["scale.parallel=fsdp"], "use ddp"),
-        (["data.size=[32, 32]"], "see task.crop"),
-        (["augment.mixup=0.2"], "augment does not apply"),
     ],
 )
 def test_wrong_recipes_are_one_line(folder, tmp_path, fields, message):
