@@ -13,16 +13,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import isomorph as iso
-from isomorph import distributed
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
-from isomorph.cli.messages import explain_shape_error, name_options
+from isomorph.cli.messages import name_options
 from isomorph.cli.open_models import library_options
 from isomorph.cli.options import CheckpointOptions
-from isomorph.cli.output import progress_bar, spinner, track_steps
-from isomorph.cli.run import _error_message
 from isomorph.data.sources import Source, spaced_images
-from isomorph.models import download, require_registered
+from isomorph.models import download
 from isomorph.training.recipe.read import apply_overrides
 from isomorph.training.recipe.recipe import validate
 from refusals import refused
@@ -35,27 +32,12 @@ NOWHERE = "http://127.0.0.1:9"
     ("command", "message", "expected"),
     [
         ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
-        ("train", "set data.root (or ISOMORPH_DATA) to", "set --data.root (or ISOMORPH_DATA) to"),
-        ("bench", "not available; try device=cpu", "not available; try --device cpu"),
-        ("recast", "'a' in where matches no module", "'a' in --where matches no module"),
         ("train", "give --weights FILE, or --no-pretrained", "give --model.weights FILE, or --model.pretrained false"),
-        ("verify", "give checkpoint_path=FILE, or pretrained=False for", "give --weights FILE, or --no-pretrained for"),
         ("train", "the file; model.safetensors is damaged", "the file; model.safetensors is damaged"),
-        ("train", "give --optim.lr, or mydata.root.txt", "give --optim.lr, or mydata.root.txt"),
-        ("evaluate", "cannot open a/model.weights.pth", "cannot open a/model.weights.pth"),
     ],
 )
 def test_messages_name_options_as_they_are_typed(command, message, expected):
     assert name_options(message, command) == expected
-
-
-def test_images_that_do_not_fit_get_advice():
-    for error, advice in {
-        "Input height (100) doesn't match model (224).": "built for 224; give --size 224",
-        "Input width (100) should be divisible by patch size (16).": "a multiple of its patch size 16",
-        "expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead": "takes 1-channel images",
-    }.items():
-        assert advice in (explain_shape_error(error) or "")
 
 
 @pytest.mark.parametrize(
@@ -77,11 +59,6 @@ def test_used_up_memory_is_not_taken_for_inputs_that_a_model_cannot_read():
     assert not isinstance(caught.value, iso.UserError)
 
 
-def test_the_type_of_an_unexpected_error_is_printed():
-    assert _error_message(iso.UserError("give --out")) == "give --out"
-    assert _error_message(ValueError("no value")) == "ValueError: no value"
-
-
 def test_model_kwargs_are_read_as_in_recipes():
     typed = {"96": 96, "1e-3": 1e-3, "[96,128]": [96, 128], "true": True, "None": None, "avg": "avg"}
     for text, value in typed.items():
@@ -94,23 +71,6 @@ def test_names_and_folders_are_no_numbers():
         changed = apply_overrides({}, [f"name={name}", f"out={name}", f"data.root={name}"])
         assert changed == {"name": name, "out": name, "data": {"root": name}}
     assert apply_overrides({}, ["name=null", "epochs=1e2"]) == {"name": None, "epochs": 100}
-
-
-def test_near_names_of_models_are_suggested():
-    near = {"resnet1": "resnet18, resnet101, resnet10t", "rsnet18": "resnet18", "patch16_siglip_5": "vit_.*siglip_5"}
-    for given, names in near.items():
-        refused(f"there is no model '{given}'; did you mean {names}", require_registered, given)
-
-
-def test_a_report_is_a_table_at_a_prompt():
-    model = timm.create_model("cifar_resnet20")
-    report = iso.verify(model, model, torch.zeros(1, 3, 32, 32))
-    assert repr(report).startswith("equal within 1e-05: max |diff| / max |out| 0 (float32)")
-    assert repr(report) == str(report)
-    several = iso.surgery.compare_outputs(model, model, torch.zeros(1, 3, 8, 8), seeds=[1, 4], what="images of photos")
-    inputs = [line.partition(":")[0] for line in str(several).splitlines()[1:4]]
-    images, *random = [f"  input 1x3x8x8, {what}" for what in ("images of photos", "random, seed 1", "random, seed 4")]
-    assert inputs == [images, *random]
 
 
 def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_path):
@@ -159,34 +119,6 @@ def test_images_are_evenly_spaced_over_the_classes():
     assert (np.diff(turns.ids) > 0).all()
 
 
-def test_progress_without_a_terminal_is_a_line_a_minute(monkeypatch, capsys):
-    """The clock is replaced. Finished measurements do not shorten the estimate of the time left."""
-    now = [0.0]
-    monkeypatch.setattr("isomorph.cli.output.time.monotonic", lambda: now[0])
-
-    def steps(update, first, last, seconds):
-        for done in range(first, last):
-            now[0] += seconds
-            update(done, 40, f"cell {done}")
-        return capsys.readouterr().err.splitlines()
-
-    with progress_bar("cells") as update:
-        lines = steps(update, 0, 40, 10)
-        assert len(lines) == 6
-        assert lines[0] == "cell 5: 5 of 40, 0:07:00 left"  # 60 s for five cells
-    with progress_bar("cells") as update:
-        assert steps(update, 30, 32, 59) == ["cell 31: 31 of 40, 0:17:42 left"]
-    with progress_bar("cells", show=False) as update:
-        assert steps(update, 0, 2, 600) == []
-    with spinner("quantize") as show_step:
-        now[0] += 61
-        show_step("calibrating")
-    for _ in track_steps(range(3), "on test images", 3):
-        now[0] += 60
-    lines = ["on test images: 1 of 3, 0:02:00 left", "on test images: 2 of 3, 0:01:00 left"]
-    assert capsys.readouterr().err.splitlines() == ["quantize: calibrating", *lines]
-
-
 HOSTILE = "cat\x1b[2J\x9b1A\u202e\udcff\r"
 
 
@@ -218,19 +150,3 @@ def test_the_name_of_a_recipe_stays_below_runs():
     for name in ("../x", "/tmp/x", "a/../../x", "..", "", "a//b", r"..\x", "C:x", "x\0y", "x\ny"):
         refused(said, validate, {**values, "name": name})
     assert validate({**values, "name": "sweep/a b-1.5"}).folder == Path("runs/sweep/a b-1.5")
-
-
-TORCHRUN = {
-    "WORLD_SIZE=x": "WORLD_SIZE=x LOCAL_RANK=0 is not what torchrun sets; start all processes with torchrun",
-    "WORLD_SIZE=2 RANK=2": "RANK=2 WORLD_SIZE=2 LOCAL_RANK=0 is not what torchrun sets",
-    "RANK=1": "RANK=1 WORLD_SIZE=1 ",
-    "LOCAL_RANK=-1": "LOCAL_RANK=-1 is not what",
-    "WORLD_SIZE=2": "process 0 of 2 found no others: .*environment variable",
-}
-
-
-@pytest.mark.parametrize("variables", TORCHRUN)
-def test_processes_that_torchrun_did_not_start_are_one_line(variables, monkeypatch):
-    for assignment in variables.split():
-        monkeypatch.setenv(*assignment.split("="))
-    refused(TORCHRUN[variables], distributed.open_runtime, "cpu")

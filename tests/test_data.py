@@ -14,7 +14,7 @@ import isomorph as iso
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.sources import Source, class_fraction, first_classes, read_image
+from isomorph.data.sources import Source, class_fraction, read_image
 from refusals import refused
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
@@ -64,24 +64,11 @@ def test_an_unreadable_image_is_named(folder, workers):
         path.write_bytes(b"not an image")
 
 
-def test_hidden_files_are_no_images_and_flat_test_images_no_classes(folder):
-    before = len(open_source("imagefolder", "test", folder))
-    (folder / "val/black/._1.png").write_bytes(b"x")
-    (folder / "val/black/.ipynb_checkpoints").mkdir()
-    Image.new("RGB", (8, 8)).save(folder / "val/black/.ipynb_checkpoints/1.png")
-    (folder / "test").mkdir()
-    Image.new("RGB", (8, 8)).save(folder / "test/1.png")
-    assert len(open_source("imagefolder", "test", folder)) == before
-
-
 WRONG = [
     ("imagefolder", "test", "nowhere", r"no folder .*nowhere"),
     ("imagefolder", "test", "empty", "no images in"),
-    ("imagefolder", "train", "val", "no folder train"),
     ("cifar10", "test", ".", "cannot read"),
     ("cifar100", "test", ".", r"no cifar100 in .*cifar100/test-\*.parquet"),
-    ("cifar", "test", None, "'cifar' is unknown"),
-    ("digits", "val", None, "split 'val' is unknown"),
 ]
 
 
@@ -105,13 +92,6 @@ def test_a_fraction_of_each_class():
     for images, expected in ((732, 36), (1300, 65), (19, 1)):  # rounded down as in ConViT's code
         for seed in (None, 0):
             assert len(class_fraction(Source([None] * images, [0] * images, ["only"]), 0.05, seed)) == expected
-
-
-def test_two_loaders_of_one_source_do_not_mix():
-    source = open_source("digits", "test")
-    small, large = (eval_loader(source, {**CONFIG, "input_size": (3, size, size)}, 2) for size in (16, 24))
-    assert next(iter(small))[0].shape[-1] == 16
-    assert next(iter(large))[0].shape[-1] == 24
 
 
 def test_padded_crops_keep_the_whole_of_a_rectangle():
@@ -182,14 +162,6 @@ def test_evaluation_follows_the_models_own_config(data_root):
     torch.testing.assert_close(images[1], (pixels - mean) / std)
 
 
-def test_first_classes():
-    source = open_source("digits", "test")
-    part = first_classes(source, 3)
-    assert (set(part.labels), part.classes) == ({0, 1, 2}, ("0", "1", "2"))
-    assert len(part) == sum(label < 3 for label in source.labels)
-    refused("the data has 10", first_classes, source, 11)
-
-
 def test_repeated_augmentation_shows_every_drawn_image_so_often():
     source = open_source("digits", "train").subset(range(64))
     marked = Source(source.images, list(range(64)), [str(i) for i in range(64)])
@@ -224,7 +196,6 @@ def test_a_model_of_grey_images_reads_grey_images():
     assert images.shape == (6, 1, 16, 16)
     source.transform = train_transform(grey, crop_padding=2, auto_augment="rand-m9-mstd0.5-inc1")
     assert source[0][0].shape == (1, 16, 16)
-    refused("the model reads images of 5 channels", eval_loader, source, {**CONFIG, "input_size": (5, 16, 16)})
 
 
 def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
@@ -244,16 +215,9 @@ def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
     source = open_source("cifar100", "train", tmp_path)
     assert source.labels.tolist() == [7, 42]
     assert source.classes == tuple(names)
-    write_table(table.drop_columns(["img"]), tmp_path / "cifar100/train-0.parquet")
-    refused("it must have image and label", open_source, "cifar100", "train", tmp_path)
-    for label, said in {10**12: "label 10{12}", 100: "label 100, and names 100", -1: "from 0", None: "from 0"}.items():
-        meta = {} if label == 10**12 else {"huggingface": json.dumps(features)}
-        wrong = pyarrow.table({**columns, "fine_label": [7, label]}).replace_schema_metadata(meta)
-        write_table(wrong, tmp_path / "cifar100/train-0.parquet")
-        refused(said, open_source, "cifar100", "train", tmp_path)
 
 
-@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "augmix-m10-w1", "original", "v0"])
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "augmix-m10-w1"])
 def test_policies_survive_their_strongest_posterize(policy):
     """timm posterizes to 0 bits at the top of its range; Pillow 13 raises there."""
     source = open_source("digits", "train").subset(range(4))
@@ -288,19 +252,8 @@ class TestReceptiveFieldCalibration:
         mean, std = (torch.tensor(self.config[name]) for name in ("mean", "std"))
         torch.testing.assert_close(black[:, rim], (-mean / std)[:, None].expand(-1, int(rim.sum())))
 
-    def test_the_longer_side_keeps_what_fits(self):
-        zero = self.batch((60, 40), rfc=1.5)  # 24 x 16 after the resize: nothing to pad in width
-        assert zero[:, 4:20].abs().min() > 0.01
-        assert not zero[:, :4].any()
-        assert not zero[:, 20:].any()
-
     def test_one_and_below_is_a_plain_crop(self):
         source = Source([Image.linear_gradient("L").resize((40, 50)).convert("RGB")], [0], ["a"])
         for rfc in (1.0, 0.8):
             cropped = next(iter(eval_loader(source, dict(self.config, crop_pct=rfc, crop_mode="center"))))[0]
             torch.testing.assert_close(next(iter(eval_loader(source, self.config, rfc=rfc)))[0], cropped)
-
-    def test_ratios_that_make_no_image(self):
-        for rfc in (0.0, -1.0, float("nan"), 99.0):
-            refused("leaves no image", self.batch, (40, 40), rfc=rfc)
-        refused("'white' is unknown", self.batch, (40, 40), rfc=1.1, rfc_fill="white")

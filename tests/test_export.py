@@ -3,7 +3,6 @@
 import copy
 import errno
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,11 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import create_conv2d, create_pool2d
+from timm.layers import create_pool2d
 from torch import nn
 
 import isomorph as iso
-from command_line import isomorph, refusal
+from command_line import isomorph
 from isomorph.deployment.artefact import describe
 from isomorph.deployment.program import prepare, to_onnx, trace
 from isomorph.deployment.shapes import plan_shapes
@@ -136,11 +135,6 @@ def test_the_inputs_that_are_tried():
     vit = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **small)
     shapes = plan_shapes(vit, "batch,size")
     assert (shapes.size_multiple, shapes.near) == (16, 1)
-    assert [shape for shape, _ in shapes.examples()] == ["1x3x32x32", "2x3x32x64", "5x3x64x32", "2x3x48x48"]
-    assert plan_shapes(vit, "batch", (64, 48)).checks[1]["images"].shape == (2, 3, 64, 48)
-    refused("dynamic width is unknown; give one of 'batch', 'batch,size'", plan_shapes, vit, "width")
-    fixed = timm.create_model("vit_tiny_patch16_224", **small)
-    refused(r"takes images of 32 x 32 only \(.*dynamic_img_size=True", plan_shapes, fixed, "batch,size")
 
 
 class PadsToCells(nn.Module):
@@ -166,9 +160,7 @@ def same_padding(layer):
 
 
 SIZES = {
-    "timm's convolution": (lambda: same_padding(create_conv2d(3, 4, 5, stride=3, padding="same")), "pt2", 1),
     "timm's pooling": (lambda: same_padding(create_pool2d("max", 3, 2, padding="same")), "onnx", 1),
-    "pairs, ONNX": (lambda: PadsToCells(2), "onnx", 2),
     "cells, a program": (lambda: PadsToCells(4), "pt2", 4),
     "a ViT": (
         lambda: timm.create_model(
@@ -213,15 +205,9 @@ def test_the_logits_of_transformers_are_the_output(tmp_path):
 
 FORGED = [
     dict(dynamic="5", num_classes='"ten"'),
-    dict(dynamic='["depth"]'),
     dict(input_size="[" * 100_000),
-    dict(class_names='{"a":' * 3000 + "1" + "}" * 3000),
     dict(mean="grey"),
-    dict(inputs="[]"),
-    dict(input_size='"32"'),
-    dict(size_multiple="0"),
     dict(length="[]", inputs='["images"]'),
-    dict(interpolation='"by hand"'),
 ]
 
 
@@ -234,19 +220,11 @@ def test_forged_metadata_is_one_line(tmp_path):
         onnx.helper.set_model_props(proto, known | values)
         onnx.save(proto, path)
         refused(r"cannot read the metadata of .*x\.onnx: ", open_artefact, path)
-    onnx.helper.set_model_props(proto, known | {"inputs": '["pixels"]'})  # of another graph
-    onnx.save(proto, path)
-    pixels = torch.zeros(1, 3, 8, 8)
-    refused("the exported model does not run on pixels of 1x3x8x8", open_artefact(path), pixels=pixels)
 
 
 CANNOT = {
     "branch": (lambda x: x if x.sum() > 0 else -x, "x.pt2", "torch.export cannot trace the model: "),
-    "several tensors": (lambda x: (x, x), "x.pt2", "returns a tuple, and a file has one output"),
     "no ONNX form": (torch.special.bessel_j0, "x.onnx", r"ONNX cannot express the model: .*bessel_j0.*; export a .pt2"),
-    "ending": (torch.square, "x.jpg", r"x.jpg must end in .onnx or .pt2"),
-    "exists": (torch.square, "there.pt2", r"there.pt2 exists; give overwrite to replace it"),
-    "in a file": (torch.square, "there.pt2/x.pt2", r"cannot write .*there.pt2/x.pt2: "),
 }
 
 
@@ -299,26 +277,6 @@ def test_export_leaves_the_model_alone():
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    (tmp_path / "there.onnx").write_bytes(b"")
-    said = r"needs onnxruntime; run pip install .*\[export\]"
-    refused(said, iso.export, Scaled(), tmp_path / "x.onnx", size=(8, 8))
-    refused(said, iso.quantize, Scaled(), [torch.zeros(1, 3, 8, 8)], tmp_path / "x.onnx")
-    refused(said, open_artefact, tmp_path / "there.onnx")
-
-
-def test_other_files_are_not_opened(tmp_path):
-    for name in ("x.onnx", "x.pt2"):
-        (tmp_path / name).write_bytes(b"not a model")
-        refused(f"{name} is not a readable .{name[2:]} file", open_artefact, tmp_path / name)
-    program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
-    torch.export.save(program, tmp_path / "other.pt2")
-    refused("does not say which images it expects", open_artefact, tmp_path / "other.pt2")
-    refused("is not an exported model", open_artefact, tmp_path / "x.bin")
-    refused("there is no file", open_artefact, tmp_path / "none.pt2")
-
-
 def test_the_command_line_exports_and_evaluates(tmp_path):
     checkpoint = tmp_path / "small.safetensors"
     torch.manual_seed(0)
@@ -337,24 +295,6 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
     assert "images_per_second" in result
     eager = json.loads(isomorph("evaluate", checkpoint, *test, "--no-cost").stdout)
     assert result["top1"] == eager["top1"]
-    assert "give --overwrite" in refusal(isomorph(*command))
-
-
-BAD = {
-    "export cifar_resnet20 --no-pretrained --out x.bin": "--out x.bin must end in .onnx or .pt2",
-    "export cifar_resnet20 --no-pretrained --out x.pt2 --dynamic width": 'choose from: "batch"',
-    "export cifar_resnet20 --no-pretrained --out x.pt2 --atol -1": '"-1.0" for --atol; must be >= 0',
-    "export cifar_resnet20 --no-pretrained --out /proc/none/x.onnx": "cannot write /proc/none/x.onnx",
-    "export cifar_resnet20 --out x.pt2 --weights x.pth": "there is no checkpoint x.pth",
-    "export x.onnx --out y.onnx": "give its checkpoint",
-    "verify x.onnx cifar_resnet20": "x.onnx is an exported model",
-}
-
-
-@pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_one_clear_line(line, tmp_path):
-    assert BAD[line] in refusal(isomorph(*line.split(), folder=tmp_path))
-    assert not list(tmp_path.iterdir())
 
 
 def test_relative_attention_with_gradients_converts():

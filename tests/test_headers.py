@@ -50,36 +50,17 @@ def rule(name="ConvToGPSA", names=("layer3.2.conv2",), **fields):
 
 FORGERIES = {
     "not JSON": ({"base": "{"}, "base is not JSON"),
-    "nested too deep": ({"base": '{"name": "a", "x": ' + "[" * 50_000 + "]" * 50_000 + "}"}, "base is not JSON"),
-    "a part is missing": ({"edits": "none"}, "edits is missing"),
-    "name": (base(name=5), "base.name is 5 and should be a valid string"),
-    "unknown name": (base(name="x" * 50), "no model 'xxx"),
-    "many classes": (base(num_classes=10**20), "should be less than or equal to 10000000"),
-    "argument of another model": (base(img_size=32), "timm cannot create cifar_resnet20"),
     "huge argument": (base(img_size=[10**30, 3]), "base.img_size holds 1e[+]30 and should not be above 16,777,216"),
     "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and should not be above 1,000"),
-    "not a number": ({"base": '{"name": "cifar_resnet20", "x": NaN}'}, "base.x holds inf"),
     "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),
     "another file within": (upernet(checkpoint_path="/etc/passwd"), "base.backbone_kwargs.checkpoint_path is not allo"),
     "a download within": (upernet(pretrained=True), "base.backbone_kwargs.pretrained is not allowed"),
     "a path as an option": (upernet(act_layer="../x"), r"base.backbone_kwargs.act_layer is '../x': a file may name no"),
     "code of the hub": (base(name="bert_small", attn_implementation="me/kernels"), "base.attn_implementation is not"),
-    "weights of a backbone": (
-        base(name="upernet", backbone_pretrained=True),
-        "base.backbone_pretrained is not allowed",
-    ),
-    "edit": ({"edits": [5]}, "edits.0 is 5 and should be an object"),
-    "unknown rule": (rule("ConvToMagic"), "edits.0.rule is 'ConvToMagic' and should be one of .*ConvToGPSA, "),
     "field of another rule": (rule(kernel=3), "edits.0.fields.kernel is not a field of ConvToGPSA; it has init, "),
     "type of a field": (rule(locality="5"), "edits.0.fields.locality is '5' and should be a valid number"),
-    "value of a field": (rule(locality=-5), "edits.0.fields: locality -5.0 must be above 0"),
-    "name of a module": (rule(names=[5]), "edits.0.names.0 is 5 and should be a valid string"),
-    "module that is not there": (rule(names=["layer9"]), "the model has no module layer9"),
-    "module of another kind": (rule(names=["bn1"]), "bn1: ConvToGPSA cannot recast"),
     "fraction of a pixel": (data(input_size=[3, 32.5, 32]), "data.input_size.1 is 32.5 and should be a valid integer"),
     "huge size": (data(input_size=[3, 10**6, 32]), "data.input_size.1 is 1000000 and should be less than"),
-    "tiny crop": (data(crop_pct=1e-9), "data.crop_pct is 1e-09 and should be greater than"),
-    "label name": (data(label_names=[{}]), r"data.label_names.0 is \{\} and should be a valid string"),
 }
 
 
@@ -97,13 +78,7 @@ def test_a_forged_header_is_one_line(kind, tmp_path):
     "command",
     [
         ["evaluate", "FILE", "--data", "digits"],
-        ["robustness", "FILE", "--data", "digits"],
-        ["bench", "FILE"],
-        ["bench", "cifar_resnet20", "--against", "FILE"],
         ["fuse", "FILE", "--out", "new.safetensors"],
-        ["fuse", "FOLDER", "--out", "new.safetensors"],
-        ["recast", "FILE", "--where", "*", "--out", "new.safetensors"],
-        ["verify", "FILE", "cifar_resnet20"],
         ["analyze", "FOLDER", "--image", __file__],
     ],
     ids=" ".join,
@@ -147,33 +122,11 @@ def test_an_autoencoder_is_read_so_too(tmp_path):
         refused(said, load_autoencoder, path)
 
 
-def test_what_is_saved_can_be_loaded(tmp_path):
-    """A pretrained_cfg that no header may hold is said when it is saved."""
+def test_a_forged_task_is_one_line():
     model = timm.create_model("cifar_resnet20")
-    record_data(model, {"interpolation": "by hand"})
-    refused(r"data.interpolation is 'by hand' and", iso.save, model, tmp_path / "model.safetensors")
-    assert not list(tmp_path.iterdir())
-
-
-TASKS = {
-    "no such field": ({"name": "segmentation", "foo": 1}, "foo is not a field"),
-    "no such task": ({"name": "magic"}, "'magic' is not a task"),
-    "no name": ({"crop": 3}, "None is not the name of a task"),
-    "a list for a name": ({"name": [1]}, r"\[1\] is not the name of a task"),
-    "type of a field": ({"name": "text_classification", "length": "long"}, "length: input should be a valid integer"),
-}
-
-
-@pytest.mark.parametrize("kind", TASKS)
-def test_a_forged_task_is_one_line(kind, tmp_path):
-    options, said = TASKS[kind]
-    model = timm.create_model("cifar_resnet20")
-    record_data(model, {"task": options})
-    iso.save(model, tmp_path / "model.safetensors")
-    line = refused(
-        "names a task that isomorph cannot open.*" + said, iso.evaluate, iso.load(tmp_path / "model.safetensors")
-    )
-    assert "pydantic" not in line
+    record_data(model, {"task": {"name": "text_classification", "length": "long"}})
+    said = "names a task that isomorph cannot open.*length: input should be a valid integer"
+    refused(said, iso.evaluate, model)
 
 
 def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path):

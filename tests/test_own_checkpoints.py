@@ -2,8 +2,6 @@
 
 import argparse
 import datetime
-import os
-import pickle
 import sys
 from pathlib import Path
 
@@ -54,9 +52,7 @@ def timm_script(network, ema=None, **settings):
     return {"epoch": 1, "arch": args.model, "state_dict": network.state_dict(), "args": args, "metric": 5.0, **averaged}
 
 
-@pytest.mark.parametrize(
-    "wrap", [("",), ("module.",), ("module.", "_orig_mod."), ("_orig_mod.", "module."), ("model.",)]
-)
+@pytest.mark.parametrize("wrap", [("",), ("module.", "_orig_mod."), ("model.",)])
 def test_prefixes_of_wrappers(tmp_path, wrap):
     model = cnn()
     state = {"".join(wrap) + name: tensor for name, tensor in model.state_dict().items()}
@@ -74,19 +70,11 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
 
-DISAGREEING = [
-    (dict(arch="resnet18"), "--arch resnet18"),
-    (dict(num_classes=4), "--num-classes 4"),
-    (dict(model_kwargs={"drop_rate": 0.1}), "--model-kwargs drop_rate=0.1"),
-    (dict(arch="resnet18", num_classes=4), "--arch resnet18 and --num-classes 4"),
-]
-
-
-@pytest.mark.parametrize(("options", "wrong"), DISAGREEING)
-def test_a_file_of_isomorph_names_its_architecture_itself(tmp_path, options, wrong):
+def test_a_file_of_isomorph_names_its_architecture_itself(tmp_path):
     path = tmp_path / "own.safetensors"
     iso.save(cnn("cifar_resnet20"), path)
-    refused(f"model, cifar_resnet20 with 3 classes; leave {wrong} out$", open_own, path, **options)
+    said = "cifar_resnet20 with 3 classes; leave --arch resnet18 and --num-classes 4 out$"
+    refused(said, open_own, path, arch="resnet18", num_classes=4)
     agreeing = dict(arch="cifar_resnet20.cnn_cifar10", num_classes=3, model_kwargs={"num_classes": 3})
     assert open_own(path, **agreeing).num_classes == 3
 
@@ -131,28 +119,13 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
 
 
 def test_harmless_classes_are_read_and_no_others(tmp_path):
-    model, ran = cnn("cifar_resnet20"), tmp_path / "ran"
+    model = cnn("cifar_resnet20")
     harmless = dict(best=np.float64(0.5), epoch=np.int64(3), date=datetime.datetime(2024, 1, 2), out=Path("x"))
     content = {**timm_script(model, model="cifar_resnet20"), **harmless}
     torch.serialization.add_safe_globals([argparse.Namespace, np.dtype])
     allowed = torch.serialization.get_safe_globals()
     assert open_own(save(tmp_path / "a.pth", content)).num_classes == 3
     assert set(torch.serialization.get_safe_globals()) == set(allowed)
-
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(ran),)
-
-    for bad, named in (
-        (cnn("cifar_resnet20"), "isomorph.models.cifar_resnet.CifarResNet"),
-        ({"a": Bomb()}, "posix.mkdir"),
-    ):
-        path = save(tmp_path / "bad.pth", bad) if isinstance(bad, nn.Module) else str(tmp_path / "bad.pth")
-        if isinstance(bad, dict):
-            torch.save(bad, path, pickle_module=pickle)
-        said = refused(named, open_own, path, arch="cifar_resnet20")
-        assert "torch.save(model.state_dict(), 'weights.pth')" in said
-    assert not ran.exists()
 
 
 def test_sizes_are_read_from_the_tensors(tmp_path):
@@ -172,8 +145,6 @@ def test_sizes_are_read_from_the_tensors(tmp_path):
         ("deit_tiny_distilled_patch16_224", dict(img_size=64, depth=1)),
         ("convit_ti", dict(img_size=64, depth=2, local_up_to_layer=1)),
         ("swin_tiny_patch4_window7_224", dict(img_size=64, depths=(1, 1), num_heads=(2, 4), embed_dim=16)),
-        ("convnext_atto", dict(depths=(1, 1, 1, 1), dims=(8, 8, 8, 8))),
-        ("mobilenetv3_small_050", dict()),
     ],
 )
 def test_architectures_of_other_families(tmp_path, name, arguments):
@@ -191,18 +162,9 @@ def test_what_the_tensors_do_not_say_is_asked_for(tmp_path):
     )
     path = save(tmp_path / "vit.pth", wide.state_dict())
     given = dict(embed_dim=96, num_heads=6, depth=1)
-    refused("does not fit|asks for", open_own, path, arch="vit_tiny_patch16_224", model_kwargs=dict(img_size=(64, 96)))
-    refused("24 patches, not a square", open_own, path, arch="vit_tiny_patch16_224", model_kwargs=given)
     opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs=given | dict(img_size=(64, 96)))
     images = torch.randn(1, 3, 64, 96)
     torch.testing.assert_close(opened(images), wide.eval()(images))
-
-
-def test_what_is_given_and_the_checkpoint_agree(tmp_path):
-    path = save(tmp_path / "my_resnet18.pth", cnn().state_dict())
-    refused(r"does not fit ResNet|resnet50 asks for|cannot open", open_own, path, arch="resnet50")
-    refused("num_classes 4 is given, and the checkpoint has 3", open_own, path, arch="resnet18", num_classes=4)
-    refused("there is no model 'resnet19'", open_own, path, arch="resnet19")
 
 
 def test_a_tag_says_which_images_its_weights_expect(tmp_path):
@@ -214,22 +176,12 @@ def test_a_tag_says_which_images_its_weights_expect(tmp_path):
 
 def test_broken_files_are_named_in_one_line(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1, momentum=0.9).state_dict()
-    itself: dict = {}
-    itself["model"] = itself
     whole = Path(save(tmp_path / "whole.pth", cnn("cifar_resnet20").state_dict())).read_bytes()
-    (tmp_path / "folder.pth").mkdir()
     for name, content, said in (
         ("half.pth", whole[:100_000], "may be truncated"),
-        ("half.safetensors", b"\x10\0\0\0\0\0\0\0{", "may be truncated"),
-        ("page.pth", b"<!doctype html>", "may be truncated or of another format"),
         ("empty.pth", b"", "may be truncated"),
-        ("folder.pth", None, "neither a checkpoint nor the folder of a run"),
         ("optimizer.pth", optimizer, "holds no weights, only the state of an optimiser"),
-        ("both.pth", {"optimizer": optimizer, "epoch": 1}, "holds no weights, only optimizer, epoch"),
         ("list.pth", [1, 2], "holds a list, not a dictionary of tensors"),
-        ("itself.pth", itself, "holds no weights, only model"),
-        ("missing.pth", None, "no checkpoint"),
-        ("numbered.pth", {0: torch.zeros(2)}, "holds tensors without names"),
     ):
         if isinstance(content, bytes):
             (tmp_path / name).write_bytes(content)
@@ -279,17 +231,12 @@ def test_modules_that_timm_cannot_build(tmp_path, kind):
         assert same(iso.load(path, base="resnet18"), new)
         iso.save(opened, tmp_path / "timm.safetensors")
         assert same(iso.load(tmp_path / "timm.safetensors"), new)
-    refused("is a class; give a module", iso.load, path, base=Own)
-    refused("is taken as it is; leave num_classes out", lambda: iso.load(path, base=build(), num_classes=3))
-    refused("does not fit", lambda: iso.load(path, base=timm.create_model("cifar_resnet20")))
 
 
 def test_a_module_without_edits_and_a_base_that_does_not_fit(tmp_path):
     own, path = Own(), tmp_path / "plain.safetensors"
     iso.save(own, path)
     assert same(iso.load(path, base=Own()), own)
-    refused(r"head.weight \(3, 8\) for \(4, 8\).*it was saved from a .*Own", lambda: iso.load(path, base=Own(4)))
-    refused("give another base", lambda: iso.save(own, path, base=Own(4)))
     pth = save(tmp_path / "own.pth", {"state_dict": own.state_dict()})
     assert same(iso.load(pth, base=Own()), own)
 
@@ -301,7 +248,6 @@ def test_a_timm_model_changed_in_ones_own_code(tmp_path):
         return model.eval()
 
     new, path = iso.recast(build(), iso.ConvToGPSA(init="exact"), where="layer3.2.conv2"), tmp_path / "m.safetensors"
-    refused("or the module before its edits as base", iso.save, new, path)
     iso.save(new, path, base=build())
     assert same(iso.load(path, base=build()), new)
 
@@ -359,14 +305,4 @@ def test_a_function_that_builds_ones_own_model(tmp_path, monkeypatch):
         )
     assert same(open_model("nets.mine:build", Path("w.pth"), options=ModelOptions(model_kwargs={"classes": 4})), own)
     assert same(iso.load("w.pth", base="nets.mine:build", classes=4), own)
-    for name, said in {
-        "nets.gone:build": "cannot build a model by nets.gone:build .ModuleNotFoundError",
-        "nets.mine:gone": "AttributeError",
-        "nets.mine:number": "TypeError",
-        "nets.mine:fails": "RuntimeError: no disk",
-        "nets.mine:nn": "cannot build",
-        "os:getcwd": "os:getcwd returns a str, not a torch.nn.Module",
-    }.items():
-        refused(said, open_model, name)
-    refused("does not fit", open_own, "w.pth", arch="nets.mine:build")
     assert str(tmp_path) not in sys.path

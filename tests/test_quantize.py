@@ -1,7 +1,6 @@
 """Quantised models: close to the model, honest about every layer, and never half-written."""
 
 import copy
-import errno
 import json
 import sys
 
@@ -10,11 +9,9 @@ import onnx
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import isomorph as iso
-from command_line import isomorph, refusal
+from command_line import isomorph
 from refusals import refused
 
 quantize_module = sys.modules["isomorph.deployment.quantize"]  # the function has the name of its module
@@ -89,10 +86,6 @@ def test_every_layer_is_listed_with_its_precision(quantized):
     products = [layer for layer in quantized["static"].layers if layer.name == "blocks.0.attn"]
     assert [(layer.precision, layer.reason) for layer in products] == [("float", "a product of two activations")] * 2
     assert {layer.precision for layer in quantized["weights"].layers} == {"int8 w", "float"}
-    assert json.loads(json.dumps(quantized["static"].as_dict()))["mode"] == "static"
-    text = str(quantized["static"])
-    assert "6 of 8 layers have weights and activations in int8" in text
-    assert "MatMul    float   a product of two activations" in text
 
 
 def test_weights_are_integers_with_a_scale_for_each_output_channel(vit, quantized):
@@ -121,16 +114,8 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
 IMAGES = "give normalised images, finite floats of B x 3 x 16 x 16"
 BAD = {
     "size": (lambda x: [x[..., :8, :]], {}, f"images are 12x3x8x16 in float32; {IMAGES}"),
-    "channels": (lambda x: [x[:, :1]], {}, f"images are 12x1x16x16 in float32; {IMAGES}"),
     "flat": (lambda x: [x[0]], {}, f"images are 3x16x16 in float32; {IMAGES}"),
-    "no images": (lambda x: [], {}, "no calibration images"),
-    "empty": (lambda x: [x[:0]], {}, "no calibration images"),
-    "not batches": (lambda x: x, {}, f"images are 3x16x16 in float32; {IMAGES}"),
     "integers": (lambda x: [x.to(torch.uint8)], {}, f"images are 12x3x16x16 in uint8; {IMAGES}"),
-    "not finite": (lambda x: [x / 0], {}, IMAGES),
-    "names": (lambda x: ["cat"], {}, f"images are str; {IMAGES}"),
-    "layers": (lambda x: [x], dict(float_layers="blocks.0.mlp.fc9"), "in float_layers matches no layer; nearest"),
-    "dynamic": (lambda x: [x], dict(dynamic="width"), "dynamic width is unknown"),
     "exists": (lambda x: [x], dict(path="old.onnx"), r"old.onnx exists; give overwrite"),
     "ending": (lambda x: [x], dict(path="q.pt2"), r"must end in .onnx, the format of quantised models"),
 }
@@ -147,21 +132,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(vit, images, quantized, graphs
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.onnx", "mine")]
 
 
-def test_a_full_disk_leaves_nothing(vit, images, quantized, graphs, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    exported_already(monkeypatch, graphs)
-    with monkeypatch.context() as patch:
-        for write in ("os.link", "os.replace"):
-            patch.setattr(write, full)
-        written = r"cannot write .*q.onnx: .*No space left"
-        refused(written, iso.quantize, vit, [images], tmp_path / "q.onnx", weights_only=True)
-    monkeypatch.setattr("tempfile.mkdtemp", full)
-    refused(r"cannot write temporary files in .*No space left", iso.quantize, vit, [images], tmp_path / "q.onnx")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_command_quantises_and_tests(tmp_path):
     shape = dict(img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=10)
     iso.save(timm.create_model("vit_tiny_patch16_224", **shape), tmp_path / "vit.safetensors")
@@ -173,54 +143,3 @@ def test_the_command_quantises_and_tests(tmp_path):
     assert "top-1" in run.stdout
     run = isomorph("evaluate", out, *data, "--no-cost", "--json")
     assert json.loads(run.stdout)["images"] == 20
-
-
-COMMANDS = {
-    "--out old.onnx": "--out old.onnx exists; give --overwrite",
-    "--out q.pt2": "--out q.pt2 must end in .onnx",
-    "--out q.onnx --images 0 --data digits": '"0" for --images; must be >= 1',
-    "--out q.onnx --data digit": "did you mean digits?",
-    "--out q.onnx --data digits --images 4 --float-layers conv9": "in --float-layers matches no layer",
-}
-
-
-@pytest.mark.parametrize("options", COMMANDS)
-def test_the_command_refuses_in_one_line(options, tmp_path):
-    (tmp_path / "old.onnx").write_text("mine")
-    text = refusal(isomorph("quantize", "cifar_resnet20", "--no-pretrained", *options.split(), folder=tmp_path))
-    assert COMMANDS[options] in text
-    assert [path.name for path in tmp_path.iterdir()] == ["old.onnx"]
-
-
-class PadsToPairs(nn.Module):
-    """Pools pairs of columns, after it has padded an odd width: another graph for odd widths."""
-
-    pretrained_cfg = dict(input_size=(3, 16, 16))
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-
-    def forward(self, x):
-        x = self.conv(x)
-        return F.avg_pool2d(F.pad(x, (0, 1)) if x.shape[3] % 2 else x, 2).mean((2, 3))
-
-
-def test_sizes_that_take_another_way_through_the_model_are_not_claimed(tmp_path):
-    path, images = tmp_path / "m.onnx", torch.randn(8, 3, 16, 16)
-    iso.quantize(PadsToPairs().eval(), [images, images[:0]], path, weights_only=True, dynamic="batch,size")
-    artefact = iso.deployment.open_artefact(path)
-    assert artefact(torch.randn(2, 3, 20, 14)).shape == (2, 8)
-    refused("multiples of 2", artefact, torch.randn(2, 3, 20, 15))
-
-
-def test_what_is_not_a_model_is_said_by_its_class(tmp_path):
-    state = timm.create_model("cifar_resnet20").state_dict()
-    for call in (
-        lambda: iso.quantize(state, [torch.zeros(1, 3, 32, 32)], tmp_path / "m.onnx"),
-        lambda: iso.export(state, tmp_path / "m.onnx"),
-        lambda: iso.save(state, tmp_path / "m.safetensors"),
-        lambda: iso.recast(state, iso.ConvToGPSA()),
-    ):
-        refused(r"^OrderedDict is not a model; create it first", call)
-    refused(r"size 32 must be a height and a width", iso.export, PadsToPairs(), tmp_path / "m.onnx", size=32)

@@ -9,20 +9,15 @@ import time
 from functools import partialmethod
 
 import pytest
-import timm
 import torch
-from PIL import Image
 from torch import nn
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, isomorph, places
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
-from isomorph.distributed import open_runtime, resolve_device
-from isomorph.training.parallel import find_blocks
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 from isomorph.training.run.state import open_run
-from refusals import refused
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(
@@ -150,26 +145,6 @@ def test_test_images_that_cannot_be_shared_out_evenly(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
-    """One image in each half of a batch: the limit is the run's."""
-    for i, split in enumerate(["train"] * 8 + ["val"] * 2):
-        for name in ("dark", "light"):
-            path = tmp_path / "data" / split / name / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"broken") if i == 3 else Image.new("RGB", (16, 16), (20 * i,) * 3).save(path)
-    data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
-    found = launch(tmp_path / "limited", data=dict(**data, unreadable=1))
-    assert found.returncode
-    assert found.stderr.count("2 images cannot be read, but --data.unreadable allows 1") == 2
-    assert "Traceback" not in found.stderr
-
-
-@pytest.mark.parametrize(("name", "blocks"), [("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)])
-def test_every_block_is_sharded_by_itself(name, blocks):
-    assert len(find_blocks(timm.create_model(name))) == blocks
-
-
-@pytest.mark.slow
 def test_a_signal_stops_all_processes_after_one_step(tmp_path):
     """The real torchrun starts them and passes SIGTERM on; they agree where to stop, and save."""
     out = tmp_path / "run"
@@ -217,16 +192,3 @@ def test_memory_and_time_saved_change_nothing(values, scale, atol, tmp_path, mon
     alone(tmp_path / "other", **small, scale=scale)
     torch.testing.assert_close(losses(tmp_path / "plain"), losses(tmp_path / "other"), rtol=0, atol=atol)
     assert iso.load(tmp_path / "other/model.safetensors")
-
-
-@pytest.mark.parametrize("gpu", [True, False])
-def test_every_process_has_a_device(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert resolve_device("auto", 1) == torch.device("cuda:1" if gpu else "cpu")
-    assert resolve_device("cuda", 3) == torch.device("cuda:3")  # torch.cuda.set_device rejects one without an index
-    assert resolve_device("cuda:1", 0) == torch.device("cuda:1")
-
-
-@pytest.mark.parametrize("name", ["abacus", "cuda:99"])
-def test_an_unknown_or_missing_device_is_one_line(name):
-    refused(f"device '{name}' .*device=cpu", open_runtime, name)
