@@ -14,7 +14,7 @@ from torch import nn
 
 from isomorph.layers import GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.refined.refiner import Refiner
-from isomorph.surgery.mobileone import CombinedBlock
+from isomorph.surgery.mobileone import PyramidBlock
 
 
 class NaiveGPSA2d(nn.Module):
@@ -64,7 +64,7 @@ def branch_by_branch(model):
             module.forward = partial(sum_chains, module)
         elif isinstance(module, JointPyramid):
             module.forward = partial(run_branches, list(module.pyramids))
-        elif isinstance(module, CombinedBlock):
+        elif isinstance(module, PyramidBlock):
             module.forward = partial(MobileOneBlock.forward, module)
     return model
 

@@ -18,7 +18,7 @@ import torch
 import isomorph as iso
 from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
 from naive import branch_by_branch
-from tdrl_networks import BLOCKS, PATCH, build
+from tdrl_networks import PATCH, build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
@@ -87,9 +87,6 @@ def convolutions_table(network, batch, size, device, rounds, batches):
     x = torch.randn(batch, 3, size, size, device=device)
     names = {"plain": "plain", "repvgg": "repvgg", "all": "P-W2S"}
     forms = {name: build(network, form, 0, size).to(device) for name, form in names.items()}
-    if network == "mobileone_s0":
-        forms["repvgg, one convolution"] = forms["repvgg"]
-        forms["repvgg"] = branch_by_branch(forms["repvgg"])
     if size == 32:
         forms["branches"] = branch_by_branch(forms["all"])
     times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
@@ -118,21 +115,6 @@ def small_table(device, rounds, batches):
             ratios = {name: times[name] / times["plain"] for name in forms if name != "plain"}
             about = {"tokens": (32 // patch) ** 2, "batch": batch, "rounds": rounds}
             rows.append(about | {"plain ms": times["plain"], **ratios})
-    return rows
-
-
-def branches_table(device, rounds, batches):
-    """One training step of MobileOnes with their own branches: computed by timm, and as one convolution a block."""
-    x = torch.randn(8, 3, 224, 224, device=device)
-    rows = []
-    for name in ("mobileone_s0", "mobileone_s1"):
-        net = timm.create_model(name).to(device)
-        forms = {"timm": net, "one convolution": iso.recast(net, iso.BranchesToConv(), BLOCKS)}
-        times = interleaved({form: step(model, x) for form, model in forms.items()}, device, rounds)
-        row = {"network": name, "k x k branches of a block": len(net.stages[0][0].conv_kxk), "rounds": rounds}
-        row |= {f"{form}, ms": times[form] for form in forms}
-        row |= {"times as fast": times["timm"] / times["one convolution"]}
-        rows.append(row | {f"{form}, MiB an image": saved_mib(model, x) for form, model in forms.items()})
     return rows
 
 
@@ -170,7 +152,6 @@ TABLES = {
     "Convolutions: training step of ResNet-20 at 32 px": partial(convolutions_table, "cifar_resnet20", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 224 px": partial(convolutions_table, "mobileone_s0", 32, 224),
-    "Branches: training step of MobileOnes at 224 px, batch 8": branches_table,
     "Small: training step of the study's ViTs": small_table,
     "By part": parts_table,
     "Inference": inference_table,

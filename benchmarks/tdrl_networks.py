@@ -44,7 +44,7 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     if branched and size == 32:
         model = at_stride_16(model)
     if layout == "repvgg":
-        return iso.recast(model, iso.BranchesToConv(), BLOCKS) if branched else add_branches(model)
+        return model if branched else add_branches(model)
     if "xavier" in options:
         model = xavier(model, ("attn.proj",) if "small-proj" in options else ())
     if layout == "plain":

@@ -181,8 +181,6 @@ RULES = {
     "linears, joint qkv": Row(iso.AttentionToLinears(), vit(depth=1), IMAGES, OTHER_IMAGES, "blocks.*.attn.qkv"),
     "linears, encoder": Row(iso.AttentionToLinears(), alone(encoder), TOKENS, ((1, 4, 12),), "layer.self_attn"),
     "conv with a norm": Row(iso.ConvToConvNorm(eps=1e-3), CONV, MAP, OTHER_MAP, back=iso.fuse),
-    "branches": Row(iso.BranchesToConv(), mobileone(3, group_size=1), MAP, OTHER_MAP, back=iso.fuse),
-    "branches, 1x1": Row(iso.BranchesToConv(), mobileone(1), MAP, back=iso.fuse, whole=False),
 }
 
 

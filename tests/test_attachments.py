@@ -31,7 +31,6 @@ CASES = [
     ("linear", iso.LinearToPyramid("P-W1S"), iso.fuse),
     ("pair", iso.LinearToPyramid("R-D1W1"), iso.fuse),
     ("mobileone", iso.LinearToPyramid(), None),
-    ("mobileone", iso.BranchesToConv(), None),
 ]
 
 

@@ -15,7 +15,7 @@ from law_rows import VIT
 from refusals import refused
 
 GATED, REFINED, CONV = iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.ConvToGPSA()
-PYRAMID, COMBINED = iso.LinearToPyramid(), iso.BranchesToConv()
+PYRAMID = iso.LinearToPyramid()
 SPATIAL, RELATIVE = iso.AttentionToRefined(span="spatial"), iso.AttentionToRelative()
 ALL_MAPS, RECOMPUTED = iso.AttentionToRefined(reduce=False), iso.AttentionToRefined(recompute=True)
 
@@ -89,7 +89,6 @@ def once(rule, model=vit, where="blocks.*.attn"):
     return lambda: iso.recast(model(), rule, where)
 
 
-fused = alone(lambda: once(COMBINED, lambda: nn.Sequential(mobileone()).eval(), "0")()[0])
 normed = nn.utils.parametrizations.weight_norm
 NEAR, WEIGHTS = "nearest names: ", "blocks.*.attn.v"
 REJECTED = {
@@ -117,7 +116,7 @@ REJECTED = {
     "an unknown part": (vit, PYRAMID, "blocks.*.attn.w", f"{NEAR}{WEIGHTS}"),
     "a block that is missing": (vit, PYRAMID, ["blocks.0.attn.v", "blocks.7.attn.v"], "'blocks.7.attn.v' in where"),
     "parts for another rule": (vit, GATED, WEIGHTS, "matches no module"),
-    "rectify": (vit, iso.LinearToPyramid(rectify={"quv": "none"}), WEIGHTS, "rectify names quv", f"{NEAR}qkv"),
+    "rectify": (vit, iso.LinearToPyramid(rectify={"quv": "none"}), WEIGHTS, "rectify names quv"),
     # convolutions
     "another forward": (alone(lambda: Restandardised(4, 4, 3)), CONV, "0", "0: ", "overrides forward of nn.Conv2d"),
     "weight norm": (alone(lambda: normed(nn.Conv2d(4, 4, 3))), CONV, "0", "param"),
@@ -134,13 +133,6 @@ REJECTED = {
     "outputs by head": (alone(ByHead), PYRAMID, "0.q", "orders the outputs by head"),
     "a pyramid": (once(PYRAMID, where="*.attn.v"), PYRAMID, "*.attn.v", "blocks.0.attn.v: ", "already a pyramid"),
     # MobileOne
-    "block, combined": (fused, COMBINED, "0", "one convolution already"),
-    "block, other norms": (
-        alone(lambda: mobileone(bn=nn.GroupNorm(1, 4))),
-        COMBINED,
-        "0",
-        "than plain BatchNorm",
-    ),
     # attention
     "no grid, gated": (alone(attention), GATED, "0", "grid of its tokens is unknown", "AttentionToGPSA grid_size"),
     "no grid, spatial": (alone(attention), SPATIAL, "0", "grid of its tokens is unknown"),
@@ -171,7 +163,7 @@ def test_it_is_rejected_in_one_line_that_says_why(name):
 
 
 @pytest.mark.parametrize("model", ["mobileone_s0", "resnet18", "vit_tiny_patch16_224"])
-@pytest.mark.parametrize("rule", [PYRAMID, CONV, REFINED, COMBINED], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [PYRAMID, CONV, REFINED], ids=lambda rule: type(rule).__name__)
 def test_by_default_what_the_rule_does_not_accept_is_skipped_and_listed(model, rule):
     """The outermost of modules inside each other are taken; what is excluded stays, with all inside."""
     small = dict(depth=1, img_size=32) if "vit" in model else {}

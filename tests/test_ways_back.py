@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import isomorph as iso
 from isomorph.errors import NotFinite
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.surgery.mobileone import CombinedBlock
+from isomorph.surgery.mobileone import PyramidBlock
 from law_rows import (
     MAP,
     OPEN,
@@ -102,9 +102,8 @@ WAYS_BACK = {
     "values alone": fused(SMALL, IMAGES, nn.Linear, "blocks.0.attn.v"),
     "mlp, twice": fused(SMALL, IMAGES, nn.Linear, "blocks.0.mlp.fc?")._replace(way=fused_twice),
     "mobileone block, 1x1": fused(mobileone(1), MAP, nn.Sequential),
-    "mobileone block": fused(mobileone(3, group_size=1), MAP, CombinedBlock)._replace(way=merged),
-    "mobileone": fused(mobileone_network, IMAGES, CombinedBlock, ["stem", "stages.?.?"])._replace(way=merged),
-    "branches": Back(mobileone(3), iso.BranchesToConv(), MAP, reparameterize_model, CombinedBlock),
+    "mobileone block": fused(mobileone(3, group_size=1), MAP, PyramidBlock)._replace(way=merged),
+    "mobileone": fused(mobileone_network, IMAGES, PyramidBlock, ["stem", "stages.?.?"])._replace(way=merged),
     "levit's unit": fused(alone(lambda: levit.LinearNorm(8, 12)), ((2, 5, 8),), nn.Linear, "layer.linear"),
     "repvit's unit": fused(alone(lambda: repvit.RepVggDw(8, 3)), SQUARE, nn.Conv2d, "layer.conv.c"),
     "repvit's head": fused(alone(lambda: repvit.RepVitClassifier(8, 4, True)), ((2, 8),), nn.Linear, "layer.head.l"),

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         AttentionToRefined,
         AttentionToRelative,
         AttentionToWindow,
-        BranchesToConv,
         ConvToConvNorm,
         ConvToGPSA,
         LinearToPyramid,
@@ -59,7 +58,7 @@ _HOMES = {
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
     "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
-    "AttentionToWindow BranchesToConv ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune "
+    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune "
     "recalibrate recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
     "tasks.robustness": "robustness",
@@ -75,7 +74,6 @@ __all__ += [
     "AttentionToRefined",
     "AttentionToRelative",
     "AttentionToWindow",
-    "BranchesToConv",
 ]
 __all__ += ["ConvToConvNorm", "ConvToGPSA"]
 __all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]

@@ -9,8 +9,8 @@ from isomorph.layers.gated.window_gpsa2d import WindowGPSA2d
 from isomorph.layers.map_attention import MapAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, RefinedMap
 from isomorph.layers.pyramid.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
-from isomorph.layers.pyramid.conv import BranchedConv2d, PyramidConv2d
-from isomorph.layers.pyramid.linear import BranchedLinear, JointPyramid, PyramidLinear
+from isomorph.layers.pyramid.conv import PyramidConv2d
+from isomorph.layers.pyramid.linear import JointPyramid, PyramidLinear
 from isomorph.layers.refined.attention import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
 from isomorph.layers.refined.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.relative.attention import PostRelativeAttention, RelativeAttention, ViTRelativeAttention
@@ -23,8 +23,6 @@ __all__ = [
     "PSA",
     "AnnealedPair",
     "AnnealedReLU",
-    "BranchedConv2d",
-    "BranchedLinear",
     "ConvNorm",
     "CrossKernel",
     "DecomposedAttention",

@@ -7,12 +7,10 @@ which is also what `iso.fuse` returns.
 
 import copy
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.deit import VisionTransformerDistilled
@@ -20,8 +18,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.pyramid.base import init_from_affine
+from isomorph.layers.pyramid.base import Parallel
+from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
 from isomorph.models.variants import (
     ForeignCheckpoints,
@@ -33,25 +31,19 @@ from isomorph.models.variants import (
     unwrap_state_dict,
 )
 from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, replay, targets
+from isomorph.surgery.where import outermost_modules
 
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""
 
-_OWN_WEIGHTS = ("mae", "xavier")
-_INITIAL_WEIGHTS = ("", *_OWN_WEIGHTS, "jax", "jax_nlhb", "moco", "reset", "skip")
-"""Values of `weight_init`: all but `_OWN_WEIGHTS` are those of timm's VisionTransformer."""
+_INITIAL_WEIGHTS = ("", "mae", "jax", "jax_nlhb", "moco", "reset", "skip")
+"""Values of `weight_init`: all but "mae" are those of timm's VisionTransformer."""
 
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 """Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD)."""
 
 
-def _at_least_one(x: Tensor) -> Tensor:
-    """Return the batch, or a batch of one zero if it is empty, in which timm cannot infer sizes."""
-    return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
-
-
-torch.fx.wrap("_at_least_one")  # they read sizes, so torch.fx must call them rather than trace into them
-torch.fx.wrap("resample_abs_pos_embed")
+torch.fx.wrap("resample_abs_pos_embed")  # it reads sizes, so torch.fx must call it rather than trace into it
 
 
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
@@ -61,8 +53,7 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
     positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
     VisionTransformer; `weight_init` may also be "mae": Xavier weights in every matrix, of pyramids or not, the patch
-    embedding viewed as one; or "xavier": Xavier weights in the layers that the paper replaces, a joint qkv as one
-    layer, and timm's in the others. Pyramids have Xavier weights with each of them.
+    embedding viewed as one. Pyramids have Xavier weights with each of them.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
@@ -85,11 +76,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
             raise UserError(
                 f"weight_init {weight_init!r} is unknown; choose one of {', '.join(map(repr, _INITIAL_WEIGHTS))}"
             )
-        timm_init = "" if weight_init in _OWN_WEIGHTS else weight_init
+        timm_init = "" if weight_init == "mae" else weight_init
         super().__init__(**{"dynamic_img_size": True, "weight_init": timm_init, **kwargs})
-        for name, module in self.named_modules() if weight_init == "xavier" else ():
-            if any(fnmatchcase(name, glob) for glob in PYRAMID_LAYERS):
-                nn.init.xavier_uniform_(module.weight)
         if relative_bias:
             positions = AttentionToRelative(prefix_bias=True)
             replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
@@ -99,14 +87,11 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         if weight_init == "mae":
             init_as_mae(self)
 
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add positions as timm does, also to an empty batch. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
-        return super()._pos_embed(_at_least_one(x))[: x.shape[0]]
-
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """Return True for a plain ViT's weights, with one weight per pyramid, or those of masked pre-training."""
-        plain = any(f"{name}.weight" in state for name, _ in _named_pyramids(self))
-        resized = any(name in state and state[name].shape != own.shape for name, own in _relative_biases(self).items())
+        own = self.state_dict()
+        plain = any(f"{name}.weight" in state for name in _named_pyramids(self))
+        resized = any(name in state and state[name].shape != own[name].shape for name in _relative_biases(self))
         return plain or resized or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
 
 
@@ -129,10 +114,9 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
         return self.pos_drop(torch.cat([*tokens, x], 1) + positions)
 
 
-def _named_pyramids(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
-    """Return the names and modules of the pyramids, each of which stands for one layer of a plain ViT."""
-    kinds = JointPyramid | PyramidLinear | PyramidConv2d
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
+    """Return the pyramids by name, each of which stands for one layer of a plain ViT."""
+    return outermost_modules(model, lambda module: isinstance(module, Parallel))  # type: ignore[return-value]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
@@ -146,10 +130,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     state_dict = {
         n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
     }
-    state_dict = _with_relative_biases(_with_distillation_token(state_dict, model), model)
+    state_dict = _with_own_tensors(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
-    for name, module in _named_pyramids(model):
+    for name, module in _named_pyramids(model).items():
         if f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
@@ -157,41 +141,32 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     return state_dict
 
 
-def _with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
-    """Add the model's distillation token, with a zero position, to a checkpoint that has none.
+def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+    """Add what a checkpoint lacks from the model: a distillation token, tables of relative positions; resize others.
 
-    Source: as published with G2SD, whose token is initialised for fine-tuning and has no position
+    The token has a zero position, as published with G2SD, whose token is initialised for fine-tuning.
     """
-    if not isinstance(model, TDRLViTDistilled) or "dist_token" in state_dict or "pos_embed" not in state_dict:
-        return state_dict
-    positions = state_dict["pos_embed"]
-    positions = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
-    return {**state_dict, "pos_embed": positions, "dist_token": model.state_dict()["dist_token"]}
+    own, added = model.state_dict(), {}
+    if isinstance(model, TDRLViTDistilled) and "dist_token" not in state_dict and "pos_embed" in state_dict:
+        positions = state_dict["pos_embed"]
+        positions = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
+        added = {"pos_embed": positions, "dist_token": own["dist_token"]}
+    for name in _relative_biases(model):
+        given = state_dict.get(name, own[name])
+        grid = tuple((side + 1) // 2 for side in own[name].shape[1:])
+        added[name] = resize_table(given, grid) if given.ndim == own[name].ndim == 3 else given  # type: ignore[arg-type]
+    return {**state_dict, **added}
 
 
-def _relative_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tables of relative positions, and the biases of prefix tokens, by name."""
-    ends = (".relative_bias", ".prefix_bias")
-    return {name: parameter for name, parameter in model.named_parameters() if name.endswith(ends)}
+def _relative_biases(model: nn.Module) -> list[str]:
+    """Return the names of the tables of relative positions, and of the biases of prefix tokens."""
+    return [name for name, _ in model.named_parameters() if name.endswith((".relative_bias", ".prefix_bias"))]
 
 
-def _with_relative_biases(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
-    """Resize tables of relative positions to the model's grid; a checkpoint without them gets the model's own."""
-    resized = {}
-    for name, own in _relative_biases(model).items():
-        given = state_dict.get(name, own.detach())
-        grid = tuple((side + 1) // 2 for side in own.shape[1:])
-        resized[name] = resize_table(given, grid) if given.ndim == own.ndim == 3 else given  # type: ignore[arg-type]
-    return {**state_dict, **resized}
-
-
-def _pyramid_state(
-    module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor
-) -> dict[str, Tensor]:
+def _pyramid_state(module: Parallel, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
     """Return the state of a pyramid (or of pyramids and linear layers side by side) that computes a plain layer."""
     twin = copy.deepcopy(module).cpu()
-    parts: list[Any] = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]
-    for part, rows, shift in zip(parts, weight.chunk(len(parts)), bias.chunk(len(parts)), strict=True):
+    for part, rows, shift in zip(twin.parts, *(each.chunk(len(twin.parts)) for each in (weight, bias)), strict=True):
         if isinstance(part, nn.Linear):
             part.load_state_dict({"weight": rows, "bias": shift} if part.bias is not None else {"weight": rows})
         else:

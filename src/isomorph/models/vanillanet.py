@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from timm.layers import SelectAdaptivePool2d, trunc_normal_
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
@@ -29,17 +28,6 @@ PATCH = 4
 """Kernel and stride of the first convolution."""
 
 
-def _check_size(x: Tensor, least: int) -> Tensor:
-    """Return the images. Raises: UserError if they are smaller than the network reduces them."""
-    height, width = x.shape[-2:]
-    if min(height, width) < least:
-        raise UserError(f"the {height} x {width} image is too small; give one of at least {least} x {least}")
-    return x
-
-
-torch.fx.wrap("_check_size")  # it reads sizes, so torch.fx must call it rather than trace into it
-
-
 class VanillaNet(StagedNet):
     """A plain network of a stem, stages of one layer each, and a classifier, with timm's interface.
 
@@ -49,7 +37,7 @@ class VanillaNet(StagedNet):
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     Source: VanillaNet (Chen et al., 2023) section 3
-    Raises: UserError if dims does not have one number more than strides, or the image is too small for the pooling.
+    Raises: UserError if dims does not have one number more than strides.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"slope": 1.0}
@@ -74,12 +62,13 @@ class VanillaNet(StagedNet):
         first = nn.Conv2d(in_chans, dims[0], PATCH, PATCH)
         pair = AnnealedPair(first, nn.Conv2d(dims[0], dims[0], 1), slope=slope)
         self.stem = nn.Sequential(OrderedDict(pair=pair, act=SeriesActivation(dims[0], act_num)))
-        self.feature_info, self.reduction = [dict(num_chs=dims[0], reduction=PATCH, module="stem")], PATCH
+        reduction = PATCH
+        self.feature_info = [dict(num_chs=dims[0], reduction=reduction, module="stem")]
         self.stages = nn.ModuleList()
         for i, (before, after, stride) in enumerate(zip(dims[:-1], dims[1:], strides, strict=True)):
             self.stages.append(_build_stage(before, after, stride, act_num, slope))
-            self.reduction *= stride
-            self.feature_info.append(dict(num_chs=after, reduction=self.reduction, module=f"stages.{i}"))
+            reduction *= stride
+            self.feature_info.append(dict(num_chs=after, reduction=reduction, module=f"stages.{i}"))
         self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
         self.head = self.make_head()
         self.apply(_initialise)
@@ -93,7 +82,7 @@ class VanillaNet(StagedNet):
 
     def embed(self, x: Tensor) -> Tensor:
         """Apply the stem. Shape: x (B, in_chans, h, w) -> (B, C, h // 4, w // 4)"""
-        return self.stem(_check_size(x, self.reduction))
+        return self.stem(x)
 
     def get_classifier(self) -> nn.Module:
         """Return the layer that computes the logits."""

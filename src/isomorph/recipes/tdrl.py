@@ -18,9 +18,14 @@ from typing import Any
 
 from isomorph.recipes.deit import DEIT, Fields, images, top1
 
+PLAIN: Fields = dict(layout="plain")
+QK_LAYERS = ["blocks.*.attn.q", "blocks.*.attn.k"]
+FUSED = "after isomorph fuse and tdrl_fused_100ep"
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
 G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
 """Augmentation of ViT-Small, "the same as Huang et al."; RandAugment and smoothing are MAE's, as in their code."""
+G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
+MAE_TEACHER = dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae")
 TEACHER = dict(
     teacher="vit_base_patch16_224.mae",
     weights="mae_finetuned_vit_base.pth",
@@ -30,10 +35,6 @@ TEACHER = dict(
     token=True,
 )
 """MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1)."""
-PLAIN: Fields = dict(layout="plain")
-MAE: Fields = dict(weight_init="mae")
-QK_LAYERS = ["blocks.*.attn.q", "blocks.*.attn.k"]
-FUSED = "after isomorph fuse and tdrl_fused_100ep"
 
 
 def _mlp(layout: str, **more: Any) -> Fields:
@@ -41,48 +42,45 @@ def _mlp(layout: str, **more: Any) -> Fields:
     return dict(layout=layout, where=["blocks.*.mlp.fc?"], **more)
 
 
+def _model(kwargs: Fields, name: str = "tdrl_vit_ti", **more: Any) -> Fields:
+    return dict(name=name, kwargs=dict(weight_init="mae", **kwargs), **more)
+
+
 def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False) -> Fields:
     """Return one row of ViT-Tiny after pre-training."""
     decay = (0.75 if distilled else 0.85) if kwargs == PLAIN else 0.65
-    name = "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti"
-    recipe = dict(
-        model=dict(name=name, kwargs=MAE | kwargs, start="weights"),
+    warmup, distill = 10 if epochs >= 300 else 5, dict(distill=TEACHER) if distilled else {}
+    return dict(
+        model=_model(kwargs, "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti", start="weights"),
         data=images(1024),
         augment=AUGMENT,
-        optim=dict(
-            lr=4e-3,
-            weight_decay=0.05,
-            layer_decay=decay,
-            warmup_epochs=10 if epochs >= 300 else 5,
-            schedule="cosine",
-            min_lr=1e-6,
-        ),
+        optim=dict(lr=4e-3, weight_decay=0.05, layer_decay=decay, warmup_epochs=warmup, schedule="cosine", min_lr=1e-6),
         epochs=epochs,
         amp="bf16",
         source=f"TDRL {source}",
         expected=f"{expected}; from pre-trained --model.weights",
+        **distill,
     )
-    return recipe | (dict(distill=TEACHER) if distilled else {})
 
 
 def _pretrain(kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit_ti", **more: Any) -> Fields:
     """Return generic distillation from MAE's ViT-B, whose full checkpoint is --mask.teacher (section 4.1)."""
-    return dict(
-        model=dict(name=model, kwargs=MAE | kwargs),
-        data=images(4096),
-        augment=dict(scale=[0.2, 1.0]),
-        optim=G2SD_OPTIM,
-        mask=dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae"),
-        epochs=300,
-        evaluate_every=10,
-        amp="bf16",
-        source=f"TDRL {source}",
-        expected=expected,
-    ) | dict(more)
+    about = dict(source=f"TDRL {source}", expected=expected)
+    run = dict(epochs=300, evaluate_every=10, amp="bf16", optim=G2SD_OPTIM, mask=MAE_TEACHER)
+    return dict(model=_model(kwargs, model), data=images(4096), augment=dict(scale=[0.2, 1.0])) | run | about | more
 
 
-# name of a fine-tuning: arguments, epochs, table, top-1
-FINE_TUNINGS: dict[str, tuple[Fields, int, str, str]] = {
+PRETRAININGS: dict[str, tuple[Any, ...]] = {
+    "vit_ti": ({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
+    "plain": (PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
+    "naive": (_mlp("naive-W8"), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"),
+    "regular": (_mlp("R-D2W1S"), "Table 10", "76.90 top-1 after tdrl_regular_100ep"),
+    "vit_s": ({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", "tdrl_vit_s"),
+    "plain_s": (PLAIN, "Table 3", "80.8 top-1 after tdrl_plain_s_100ep", "tdrl_vit_s"),
+}
+"""Arguments, source, expected result and, for another network, its name."""
+
+FINE_TUNINGS: dict[str, tuple[Any, ...]] = {
     "vit_ti_100ep": ({}, 100, "Table 5", "77.39"),
     "vit_ti_100ep_distilled": ({}, 100, "Table 5, Table 7", "77.74"),
     "vit_ti_200ep": ({}, 200, "Table 1", "78.3"),
@@ -96,44 +94,38 @@ FINE_TUNINGS: dict[str, tuple[Fields, int, str, str]] = {
     "naive_100ep": (_mlp("naive-W8"), 100, "Table 10, naive", "76.26"),
     "regular_100ep": (_mlp("R-D2W1S"), 100, "Table 10", "76.90"),
 }
+"""Arguments, epochs, table, top-1."""
 
 
 def _tables() -> dict[str, Fields]:
     """Return every row of ViT-Tiny and ViT-Small, and the runs without pre-training."""
-    recipes = {
-        f"tdrl_{name}": _fine_tune(*row[:3], top1(row[3]), name.endswith("_distilled"))
-        for name, row in FINE_TUNINGS.items()
-    }
+    recipes = {f"tdrl_{name}_g2sd": _pretrain(*row) for name, row in PRETRAININGS.items()}
+    fused = f"76.73 top-1 {FUSED}"
+    recipes["tdrl_fused_g2sd"] = _pretrain(_mlp("P-W1S"), "Table 9", fused, epochs=220)
+    for name, (*row, result) in FINE_TUNINGS.items():
+        recipes[f"tdrl_{name}"] = _fine_tune(*row, top1(result), name.endswith("_distilled"))
     cifar = dict(source="cifar10", batch_size=1024, workers=8, size=[224, 224])
-    for form, kwargs, small, alone, few in (
-        ("vit", {}, "81.3", "65.9", "70.9"),
-        ("plain", PLAIN, "80.8", "63.5", "69.9"),
-    ):
-        recipe = _fine_tune(kwargs, 100, "Table 3", top1(small))
+    forms = (
+        ("vit_s", "vit_ti", "cifar10", {}, "81.3", "65.9", "70.9"),
+        (*("plain_s", "plain", "plain_cifar10", PLAIN, "80.8", "63.5", "69.9"),),
+    )
+    for small, tiny, few, kwargs, *results in forms:
+        recipe = _fine_tune(kwargs, 100, "Table 3", top1(results[0]))
         optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
         model = recipe["model"] | dict(name="tdrl_vit_s")
-        recipes[f"tdrl_{form}_s_100ep"] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
-        recipes[f"tdrl_{form}_s_g2sd"] = _pretrain(
-            kwargs, "Table 3", f"{small} top-1 after tdrl_{form}_s_100ep", "tdrl_vit_s"
-        )
-        scratch = recipe | dict(
-            model=dict(name="tdrl_vit_ti", kwargs=MAE | kwargs),
-            optim=recipe["optim"] | dict(layer_decay=1),
-            source="TDRL B.4, without pre-training",
-            expected=top1(alone),
-        )
-        recipes[f"tdrl_{form.replace('vit', 'vit_ti')}_scratch"] = scratch
-        name = "tdrl_cifar10" if form == "vit" else "tdrl_plain_cifar10"
-        recipes[name] = scratch | dict(data=cifar, source="TDRL B.8", expected=f"{few} top-1 on CIFAR-10")
+        recipes[f"tdrl_{small}_100ep"] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
+        scratch = recipe | dict(model=_model(kwargs), optim=recipe["optim"] | dict(layer_decay=1))
+        about = dict(source="TDRL B.4, without pre-training", expected=top1(results[1]))
+        recipes[f"tdrl_{tiny}_scratch"] = scratch | about
+        about = dict(source="TDRL B.8", expected=f"{results[2]} top-1 on CIFAR-10")
+        recipes[f"tdrl_{few}"] = scratch | about | dict(data=cifar)
     return recipes
 
 
 DEIT_OPTIM: Fields = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
 SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
-G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
-"""Optimisers of DeiT, of Swin, and of G2SD's pre-training."""
-MOBILE = dict(
+MOBILE: Fields = dict(
     data=images(256),
     augment=dict(smoothing=0.1),
     optim=dict(name="sgd", lr=0.1, weight_decay=1e-4, warmup_epochs=5, schedule="cosine"),
@@ -155,44 +147,27 @@ VANILLA: Fields = dict(
 """VanillaNet-5's own training, with the batch size of TDRL A.4. Its loss is a mean over classes, here a sum, which
 makes no difference with LAMB; its annealing advances every epoch, here every step."""
 
-# network, layers that become pyramids (in VanillaNet-5 one for two convolutions), its arguments, top-1 with and
-# without, source, settings
-APPLICATIONS: dict[str, tuple[str, list[str], Fields, str, str, str, Fields]] = {
-    "deit_b": (
-        "deit_base_patch16_224",
-        ["blocks.*.attn.qkv"],
-        {},
-        "0.6 above its baseline,",
-        "an unpublished",
-        "B.5",
-        {},
-    ),
-    "swin_t": ("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], {}, "78.2", "76.2", "Table 3", SWIN),
-    "mobileone_s0": ("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], {}, "75.1", "71.3", "Table 3", MOBILE),
-    "vanillanet_5": ("vanillanet_5", ["stages.*.pair"], dict(drop_rate=0.05), "71.5", "71.1", "Table 3", VANILLA),
+DEIT_B = ("deit_base_patch16_224", ["blocks.*.attn.qkv"], "0.6 above its baseline,", "an unpublished", "B.5")
+APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
+    "deit_b": (DEIT_B, {}, {}),
+    "swin_t": (("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], "78.2", "76.2", "Table 3"), {}, SWIN),
+    "mobileone_s0": (("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], "75.1", "71.3", "Table 3"), {}, MOBILE),
+    "vanillanet_5": (("vanillanet_5", ["stages.*.pair"], "71.5", "71.1", "Table 3"), dict(drop_rate=0.05), VANILLA),
 }
+"""Network, layers that become pyramids (in VanillaNet-5 one for two convolutions), top-1 with and without, source;
+the network's arguments; settings."""
 
 
 def _applications() -> dict[str, Fields]:
     """Return Table 3 and B.5, from scratch; the paper trains each network with its authors' own code."""
-    recipes = {}
-    for name, (model, where, kwargs, *results, source, settings) in APPLICATIONS.items():
+    recipes: dict[str, Fields] = {}
+    common = dict(data=images(1024), augment=DEIT, optim=DEIT_OPTIM, epochs=100, drop_path=0.1, amp="bf16")
+    for name, ((network, where, *results, source), kwargs, settings) in APPLICATIONS.items():
         pyramids = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where)
         for form, recast, result in zip(("", "plain_"), (pyramids, None), results, strict=True):
-            recipes[f"tdrl_{form}{name}"] = (
-                dict(
-                    model=dict(name=model, kwargs=kwargs, recast=recast, **MAE),
-                    data=images(1024),
-                    augment=DEIT,
-                    optim=DEIT_OPTIM,
-                    epochs=100,
-                    drop_path=0.1,
-                    amp="bf16",
-                    source=f"TDRL {source}{', baseline' * (recast is None)}",
-                    expected=top1(result),
-                )
-                | settings
-            )
+            model = dict(name=network, kwargs=kwargs, recast=recast, weight_init="mae")
+            about = dict(source=f"TDRL {source}{', baseline' * (recast is None)}", expected=top1(result))
+            recipes[f"tdrl_{form}{name}"] = dict(model=model) | common | about | settings
     return recipes
 
 
@@ -206,10 +181,8 @@ def _figure_2() -> dict[str, Fields]:
     points = {
         layout: (_mlp(layout), "Fig. 2a, no skip", f"below {other}_g2sd's {FUSED}") for layout, other in without.items()
     }
-    points |= {
-        layout: (_mlp(layout), "Fig. 2b", f"below that of P-WNS of the same size {FUSED}")
-        for layout in ("R-D1W2S", "R-D1W4S", "R-D3W1S")
-    }
+    for layout in ("R-D1W2S", "R-D1W4S", "R-D3W1S"):
+        points[layout] = (_mlp(layout), "Fig. 2b", f"below that of P-WNS of the same size {FUSED}")
     recipes = {f"tdrl_fig2_ffn_{key.lower().replace('-', '_')}_g2sd": _pretrain(*row) for key, row in points.items()}
     parts = {"patch_embed": ["patch_embed.proj"], "qk": QK_LAYERS, "mhsa": ["blocks.*.attn.qkv"]}
     for part, where in parts.items():
@@ -239,8 +212,9 @@ def _figure_4() -> dict[str, Fields]:
 
     Queries and keys are always normalised. P-W2S with rectification is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
     """
-    rectify = dict.fromkeys(("v", "fc1", "fc2"), "none")
-    points = {"all_none": (dict(rectify=rectify), "0.21 below tdrl_vit_ti_100ep's")}
+    points: dict[str, tuple[Fields, str]] = {
+        "all_none": (dict(rectify=dict.fromkeys(("v", "fc1", "fc2"), "none")), "0.21 below tdrl_vit_ti_100ep's")
+    }
     for width, below in ((1, "about that of"), (2, "0.13 below that of"), (3, "at most 0.18 below that of")):
         points[f"ffn_w{width}"] = (_mlp(f"P-W{width}S"), "an unpublished one")
         expected = f"{below} tdrl_fig4_ffn_w{width}_100ep"
@@ -254,13 +228,11 @@ def _figure_4() -> dict[str, Fields]:
 
 def _figure_5() -> dict[str, Fields]:
     """Return Fig. 5: pyramids in the values of the first blocks, fused after pre-training."""
+    expected = f"more than 76.24 top-1 {FUSED}, and the more the more blocks"
+    values = {blocks: [f"blocks.{i}.attn.v" for i in range(blocks)] for blocks in (4, 8, 12)}
     return {
-        f"tdrl_fig5_v_{blocks}_g2sd": _pretrain(
-            dict(where=[f"blocks.{i}.attn.v" for i in range(blocks)]),
-            f"Fig. 5, -V-{blocks}",
-            f"more than 76.24 top-1 {FUSED}, and the more the more blocks",
-        )
-        for blocks in (4, 8, 12)
+        f"tdrl_fig5_v_{blocks}_g2sd": _pretrain(dict(where=where), f"Fig. 5, -V-{blocks}", expected)
+        for blocks, where in values.items()
     }
 
 
@@ -307,20 +279,6 @@ def _cifar_recipes() -> dict[str, Fields]:
     return recipes
 
 
-PRETRAININGS: dict[str, Fields] = {
-    "vit_ti": _pretrain({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
-    "plain": _pretrain(PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
-    "fused": _pretrain(_mlp("P-W1S"), "Table 9", f"76.73 top-1 {FUSED}", epochs=220),
-    "naive": _pretrain(_mlp("naive-W8"), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"),
-    "regular": _pretrain(_mlp("R-D2W1S"), "Table 10", "76.90 top-1 after tdrl_regular_100ep"),
-}
-RECIPES: dict[str, Fields] = {
-    **_tables(),
-    **_applications(),
-    **{f"tdrl_{name}_g2sd": recipe for name, recipe in PRETRAININGS.items()},
-    **_cifar_recipes(),
-    **_figure_2(),
-    **_figure_3(),
-    **_figure_4(),
-    **_figure_5(),
-}
+RECIPES: dict[str, Fields] = (
+    _tables() | _applications() | _cifar_recipes() | _figure_2() | _figure_3() | _figure_4() | _figure_5()
+)

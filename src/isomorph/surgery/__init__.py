@@ -12,7 +12,6 @@ from isomorph.surgery.recast import Acceptance, acceptance, recast, replay, targ
 from isomorph.surgery.record import Edit, edits, edits_since, notes
 from isomorph.surgery.revert import Revert, revert
 from isomorph.surgery.rule import RULES, Rule, build_rule, register_rule
-from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.linears import AttentionToLinears
@@ -39,7 +38,6 @@ __all__ = [
     "AttentionToRefined",
     "AttentionToRelative",
     "AttentionToWindow",
-    "BranchesToConv",
     "ConvToConvNorm",
     "ConvToGPSA",
     "Edit",

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,15 +95,12 @@ class AnnealedPair(nn.Sequential):
 
         Raises: UserError in train mode.
         """
-        _require_eval(self)
-        children = dict(self.named_children())
-        act = children.pop("act")
-        assert isinstance(act, AnnealedReLU)
-        layers = list(children.values())
+        layers = dict(self.named_children())
+        act: Any = layers.pop("act")
         if act.is_identity:
-            return _merge(layers)
-        parts: OrderedDict[str, nn.Module] = OrderedDict(first=_merge(layers[:2]), act=copy.deepcopy(act))
-        return nn.Sequential(parts | dict(second=_merge(layers[2:]))).eval()
+            return _merge(layers.values())
+        before, after = list(layers.values())[:2], list(layers.values())[2:]
+        return nn.Sequential(OrderedDict(first=_merge(before), act=copy.deepcopy(act), second=_merge(after))).eval()
 
 
 class SeriesActivation(nn.Sequential):
@@ -133,11 +130,8 @@ class SeriesActivation(nn.Sequential):
 
         Raises: UserError in train mode.
         """
-        _require_eval(self)
-        children = dict(self.named_children())
-        fused: OrderedDict[str, nn.Module] = OrderedDict(act=nn.ReLU())
-        fused["conv"] = _merge([children["conv"], children["norm"]])
-        return nn.Sequential(fused).eval()
+        act, *linear = self
+        return nn.Sequential(OrderedDict(act=copy.deepcopy(act), conv=_merge(linear))).eval()
 
 
 def is_pointwise(conv: nn.Conv2d) -> bool:
@@ -153,30 +147,24 @@ def _batchnorm_for(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:
     return nn.BatchNorm2d(layer.out_channels, eps=BATCHNORM_EPS)
 
 
-def _require_eval(module: nn.Module) -> None:
-    """Require eval mode. Raises: UserError if any submodule is in train mode."""
-    if any(part.training for part in module.modules()):
-        raise UserError(
-            "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
-        )
-
-
-def _merge(layers: Sequence[nn.Module]) -> nn.Conv2d | nn.Linear:
+def _merge(layers: Iterable[nn.Module]) -> nn.Conv2d | nn.Linear:
     """Merge a sequence of linear layers and BatchNorms into one layer with a bias.
 
     Convolutions after the first must be 1x1.
+
+    Raises: UserError in train mode.
     """
-    dtype = next(layers[0].parameters()).dtype
     chain: list[Any] = [copy.deepcopy(layer).double() for layer in layers]
-    first, last = chain[0], [layer for layer in chain if not isinstance(layer, _BatchNorm)][-1]
+    if any(part.training for layer in chain for part in layer.modules()):
+        raise UserError(
+            "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
+        )
     weight, bias = fold(chain)
-    with torch.device(weight.device):
-        merged: Any
-        if isinstance(first, nn.Linear):
-            merged = nn.Linear(first.in_features, last.out_features)
-        else:
-            window = (first.kernel_size, first.stride, first.padding, first.dilation, first.groups)
-            merged = nn.Conv2d(first.in_channels, last.out_channels, *window, padding_mode=first.padding_mode)
-    merged.weight = nn.Parameter(weight.reshape(merged.weight.shape).to(dtype))
-    merged.bias = nn.Parameter(bias.flatten().to(dtype))
-    return merged.eval()
+    merged = copy.deepcopy(chain[0])
+    if isinstance(merged, nn.Linear):
+        merged.out_features = bias.numel()
+    else:
+        merged.out_channels = bias.numel()
+    merged.weight = nn.Parameter(weight.reshape(-1, *merged.weight.shape[1:]))
+    merged.bias = nn.Parameter(bias.flatten())
+    return merged.to(next(iter(layers)).weight.dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.eager import in_functorch, is_eager
+from isomorph.layers.eager import is_eager
 from isomorph.layers.pyramid.moments import Moments
 
 
@@ -26,45 +26,26 @@ def update_statistics(
     """Update running means and running unbiased variances as torch's BatchNorm does.
 
     Shape: means (G, chains, h) of each level, variances (G, rows)
-    Raises: RuntimeError where vmap would write the statistics of each sample into shared ones, as BatchNorm does.
     """
     if _is_recomputing():
         return
-    total, groups, mapped = moments.total, len(variances), in_functorch()
+    total, groups = moments.total, len(variances)
     unbiased = variances * (total / ((total - 1).clamp(min=1) if isinstance(total, Tensor) else max(total - 1, 1)))
     rows = [norm.num_features // groups for norm in norms]
-    first = int(groups > 1)  # without the axis of one group
-    new_means = [mean for level in means for mean in (level if first else level[0]).unbind(first)]
-    new_variances = (unbiased if first else unbiased[0]).split([*rows, unbiased.shape[1] - sum(rows)], first)
-    tracked: list[Any] = [
-        (norm, mean.reshape(-1), variance.reshape(-1))
-        for norm, mean, variance in zip(norms, new_means, new_variances, strict=False)
-        if norm.running_mean is not None and norm.track_running_stats
-    ]
+    each_mean = (mean.reshape(-1) for level in means for mean in level.unbind(1))
+    each_variance = (part.reshape(-1) for part in unbiased.split([*rows, unbiased.shape[1] - sum(rows)], 1))
+    counts: list[Tensor] = []
     changes: dict[float, list[tuple[Tensor, Tensor]]] = {}
-    for norm, *values in tracked:
-        if mapped and _is_batched(values[0]) and not _is_batched(norm.running_mean):
-            raise RuntimeError(
-                "BatchNorm in train mode cannot update its running statistics from each sample of vmap; call "
-                "model.eval() or torch.func.replace_all_batch_norm_modules_(model)"
-            )
-        if mapped or norm.momentum is None:
-            norm.num_batches_tracked.add_(1)
-        for running, value in zip((norm.running_mean, norm.running_var), values, strict=True):
-            if mapped or norm.momentum is None:  # vmap runs lerp_ once for each sample
-                average = norm.num_batches_tracked.to(running.dtype).reciprocal() if norm.momentum is None else 1
-                running.add_((value - running) * (norm.momentum or 1) * average)
-            else:
-                changes.setdefault(norm.momentum, []).append((running, value.to(running.dtype)))
-    if changes:
-        torch._foreach_add_([norm.num_batches_tracked for norm, *_ in tracked if norm.momentum is not None], 1)
-    for momentum, pairs in changes.items():
+    for norm, *values in zip(norms, each_mean, each_variance, strict=False):
+        if norm.running_mean is not None and norm.track_running_stats:
+            counts.append(norm.num_batches_tracked)  # type: ignore[arg-type]
+            pairs = zip((norm.running_mean, norm.running_var), values, strict=True)
+            changes.setdefault(norm.momentum, []).extend((old, new.to(old.dtype)) for old, new in pairs)  # type: ignore
+    if counts:
+        torch._foreach_add_(counts, 1)
+    for momentum, changed in changes.items():
         if isinstance(total, Tensor) or total:  # torch's BatchNorm counts an empty batch, no more
-            torch._foreach_lerp_([running for running, _ in pairs], [value for _, value in pairs], momentum)
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_batchedtensor(tensor)
+            torch._foreach_lerp_([old for old, _ in changed], [new for _, new in changed], momentum)
 
 
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
@@ -78,8 +59,7 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
         if isinstance(layer, _BatchNorm):
             weight, bias = normalise(layer, weight, bias)
             continue
-        matrix: Tensor = weight_matrix(layer)  # type: ignore[arg-type]
-        own: Any = layer.bias
+        matrix, own = weight_matrix(layer), layer.bias  # type: ignore[arg-type]
         own = matrix.new_zeros(matrix.shape[:-1]) if own is None else own.view(matrix.shape[:-1]).to(matrix.dtype)
         bias = own if weight is None else own + (matrix @ bias.unsqueeze(-1)).squeeze(-1)
         weight = matrix if weight is None else matrix @ weight

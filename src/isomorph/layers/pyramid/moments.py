@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.layers.eager import can_write_into, in_functorch, is_eager
-from isomorph.layers.pyramid.patch_moments import has_patch_moments, measure_patches
+from isomorph.layers.eager import can_write_into, is_eager
 from isomorph.layers.pyramid.tokens import RIDGE_ULPS, Window, count_tokens, read_tokens, saves_work, scatter_tokens
 
 NARROWEST_BLOCK = 96
@@ -66,17 +65,8 @@ class Moments(NamedTuple):
     total: int | Tensor
 
 
-class _Reading(NamedTuple):
-    """How moments are measured: a convolution's window, whether to centre the source, number of tokens, processes."""
-
-    window: Window | None
-    centring: bool
-    tokens: int
-    group: Any
-
-
 class MeasureMoments(torch.autograd.Function):
-    """Compute mean and covariance of the tokens of x, centred in `dtype`; also x, minus its mean if centring.
+    """Compute mean and covariance of the tokens of x, centred in `dtype`; also x, minus its mean if `centring`.
 
     Only that x is saved for backward. The gradient of a token is 2 dS (token - mean) / M + d_mean / M.
 
@@ -84,77 +74,67 @@ class MeasureMoments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, reading: _Reading) -> tuple[Tensor, ...]:
-        window, centring, count, group = reading
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, window: Window | None, centring: bool, group: Any
+    ) -> tuple[Tensor, ...]:
         tokens, work = read_tokens(x, window), torch.promote_types(x.dtype, torch.float32)
+        count, total = tokens.shape[1], None
         if group is None:
-            total: tuple[Tensor, ...] = ()
             mean = tokens.mean(1, dtype=work) if count else tokens.sum(1, dtype=work)
         else:
             sums = torch.cat([tokens.sum(1, dtype=work).flatten(), tokens.new_full((1,), count, dtype=work)])
             dist.all_reduce(sums, group=group)
-            total = (sums[-1:].clamp(min=1),)
-            mean = (sums[:-1] / total[0]).view(len(tokens), -1)
+            total = sums[-1:].clamp(min=1)
+            mean = (sums[:-1] / total).view(len(tokens), -1)
         centred = (tokens - mean.unsqueeze(1)).to(dtype)
         source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
         if dtype != work and not x.is_cuda:
             centred = centred.to(work)
-        if group is not None:
-            covariance = symmetric_product(centred, centred).to(work)
-            dist.all_reduce(covariance, group=group)
-            covariance = covariance / total[0]
-        elif centred.dtype != work:  # sums in float32 of products in half precision
-            covariance = torch.bmm(centred.mT, centred, out_dtype=work) / max(count, 1)
-        elif saves_work(x) or not count:
-            covariance = symmetric_product(centred, centred) / max(count, 1)
-        else:
+        if total is None and count and centred.dtype == work and not saves_work(x):  # divided by the same operation
             covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
+        else:
+            covariance = (
+                symmetric_product(centred, centred)
+                if centred.dtype == work
+                else torch.bmm(centred.mT, centred, out_dtype=work)  # sums in float32 of products in half precision
+            )
+            if total is not None:
+                dist.all_reduce(covariance, group=group)
+            covariance = covariance / (max(count, 1) if total is None else total)
         covariance.diagonal(dim1=1, dim2=2).mul_(1 + RIDGE_ULPS * torch.finfo(work).eps)
-        ctx.reading, ctx.dtype = reading, x.dtype
-        ctx.save_for_backward(source, mean, *total)
-        ctx.mark_non_differentiable(*total)
-        return source, mean, covariance, *total
+        ctx.window, ctx.centring, ctx.count, ctx.group, ctx.dtype = window, centring, count, group, x.dtype
+        numbers = () if total is None else (total,)
+        ctx.save_for_backward(source, mean, *numbers)
+        ctx.mark_non_differentiable(*numbers)
+        return source, mean, covariance, *numbers
 
     @staticmethod
     def backward(
         ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        window, centring, count, group = ctx.reading
-        source, mean, *total = ctx.saved_tensors
-        number = total[0] if total else max(count, 1)
-        if can_write_into(d_source) and window is None and group is None:
+        source, mean, *numbers = ctx.saved_tensors
+        number = numbers[0] if numbers else max(ctx.count, 1)
+        if can_write_into(d_source) and ctx.window is None and not numbers:
             # in place: the gradient comes from the one linear layer that reads the source, and nothing else holds it
             rows = d_source.view(-1, source.shape[-1]), source.view(-1, source.shape[-1])
             rows[0].addmm_(rows[1], d_covariance[0].to(source.dtype), alpha=2 / number)
-            return d_source.add_(d_mean[0], alpha=1 / number).to(ctx.dtype), None, None
+            return d_source.add_(d_mean[0], alpha=1 / number).to(ctx.dtype), None, None, None, None
         slope, shift = d_covariance * (2 / number), d_mean / number
-        if group is not None:
+        if numbers:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "statistics shared by several processes have no second derivatives; do not use create_graph=True"
                 )
-            dist.all_reduce(slope, group=group)
-            dist.all_reduce(shift, group=group)
+            dist.all_reduce(slope, group=ctx.group)
+            dist.all_reduce(shift, group=ctx.group)
         # the source is centred by a constant: that the mean follows from x counts in second derivatives
-        level = mean - mean.detach() if centring else mean
-        if not centring or torch.is_grad_enabled():
+        level = mean - mean.detach() if ctx.centring else mean
+        if not ctx.centring or torch.is_grad_enabled():
             shift = shift - (level.unsqueeze(1) @ slope).squeeze(1)
-        tokens = read_tokens(source, window).to(slope.dtype)
+        tokens = read_tokens(source, ctx.window).to(slope.dtype)
         d_tokens = torch.baddbmm(shift.unsqueeze(1), tokens, slope).to(d_source.dtype)
-        return (d_source + scatter_tokens(d_tokens, d_source.shape, window)).to(ctx.dtype), None, None
-
-
-def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without autocast: statistics and products of weights keep the dtype of their inputs."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which torch computes a linear layer on x: autocast's if enabled, otherwise that of x."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+        d_x = d_source + scatter_tokens(d_tokens, d_source.shape, ctx.window)
+        return d_x.to(ctx.dtype), None, None, None, None
 
 
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
@@ -171,26 +151,21 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) 
     centring = window is None or (window.is_pointwise and window.groups == 1)
     dtype = autocast_dtype(x)
     with disable_autocast(x.device):
-        if window is not None and has_patch_moments(window, x) and group is None:
-            mean, covariance = measure_patches(x, window)
-            return Moments(x, mean, covariance, False, count)
-        if in_functorch():
-            return _measure_plainly(x, window, centring, count)
-        source, mean, covariance, *total = MeasureMoments.apply(x, dtype, _Reading(window, centring, count, group))
+        source, mean, covariance, *total = MeasureMoments.apply(x, dtype, window, centring, group)
     return Moments(source, mean, covariance, centring, total[0] if total else count)
 
 
-def _measure_plainly(x: Tensor, window: Window | None, centring: bool, count: int) -> Moments:
-    """Return the moments by differentiable operations, as transforms of torch.func need them."""
-    tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
-    mean = tokens.sum(1) / max(count, 1)
-    centred = tokens - mean.unsqueeze(1)
-    covariance = centred.mT @ centred / max(count, 1)
-    covariance = covariance + torch.diag_embed(
-        covariance.diagonal(dim1=1, dim2=2) * RIDGE_ULPS * torch.finfo(mean.dtype).eps
-    )
-    source = scatter_tokens(centred, x.shape, window).to(x.dtype) if centring else x
-    return Moments(source, mean, covariance, centring, count)
+def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast: statistics and products of weights keep the dtype of their inputs."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which torch computes a linear layer on x: autocast's if enabled, otherwise that of x."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def cast_clamped(weight: Tensor, dtype: torch.dtype) -> Tensor:

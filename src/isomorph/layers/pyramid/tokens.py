@@ -29,18 +29,9 @@ class Window(NamedTuple):
     groups: int
 
     @property
-    def taps(self) -> int:
-        return math.prod(self.kernel_size)
-
-    @property
     def is_pointwise(self) -> bool:
         """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
-
-    @property
-    def overlaps(self) -> bool:
-        """True if neighbouring patches share values of the map."""
-        return any(s <= d * (k - 1) for k, s, d in zip(self.kernel_size, self.stride, self.dilation, strict=True))
 
     def output_size(self, x: Tensor) -> tuple[int, int]:
         """Return the height and width of the output map. Shape: x (B, C, H, W)"""
@@ -66,17 +57,15 @@ def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     if window is None:
         return x.flatten(0, -2).unsqueeze(0)
     patches = x.flatten(2) if window.is_pointwise else window.unfold(x)
-    return patches.unflatten(1, (window.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+    return patches.permute(1, 0, 2).flatten(1).unflatten(0, (window.groups, -1)).mT
 
 
 def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
     """Add every token's values where they were read: the adjoint of `read_tokens`. Shape: -> `shape`"""
     if window is None:
         return tokens.view(shape)
-    batch = shape[0]
-    patches = tokens.unflatten(1, (batch, tokens.shape[1] // max(batch, 1)))  # (G, B, L, C k k / G)
-    patches = patches.permute(1, 0, 3, 2).flatten(1, 2)  # (B, C k k, L)
-    if window.is_pointwise or not batch:
+    patches = tokens.mT.flatten(0, 1).unflatten(1, (shape[0], -1 if shape[0] else 0)).permute(1, 0, 2)  # (B, C k k, L)
+    if window.is_pointwise or not shape[0]:
         return patches.reshape(shape)  # torch's fold does not accept an empty batch
     return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
 

@@ -1,7 +1,6 @@
 """Rule that replaces linear layers and convolutions by pyramids of parallel branches (TDRL), which `fuse` merges."""
 
 import copy
-import difflib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,21 +11,14 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import (
-    AnnealedPair,
-    AnnealedReLU,
-    BranchedConv2d,
-    BranchedLinear,
-    JointPyramid,
-    PyramidConv2d,
-    PyramidLinear,
-)
+from isomorph.layers import AnnealedPair, AnnealedReLU, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.pyramid.base import Layout, init_from_affine, init_random
-from isomorph.layers.pyramid.batchnorm import weight_matrix
+from isomorph.layers.pyramid.base import Layout
+from isomorph.layers.pyramid.batchnorm import fold
+from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.surgery.fuse import guard_pyramids
 from isomorph.surgery.linear_layers import conv_padding, is_plain_norm, linear_mismatch
-from isomorph.surgery.mobileone import block_mismatch, combine, is_pointwise_block, merge_branches
+from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
 from isomorph.surgery.parents import SEPARATE_BIAS, call_joint_projections
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
@@ -40,41 +32,24 @@ _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 """Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3)."""
 
 
-def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
-    """Return why a layer named like a joint projection cannot be split into its parts, or None if it can."""
-    if name not in JOINT_PARTS:
-        return None
-    if not isinstance(module, nn.Linear):
-        return f"it is a convolution named {name}"
-    if hasattr(parent, "key_dim") or hasattr(parent, "val_dim"):
-        return f"{type(parent).__name__} orders the outputs by head, not as queries, keys and values"
-    if module.out_features % len(JOINT_PARTS[name]):
-        return f"its {module.out_features} outputs cannot be split into {len(JOINT_PARTS[name])} equal parts"
-    return None
-
-
 _RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
 
 
-def _normalise_rectify(given: str | Mapping[str, str]) -> str:
-    """Return `rectify` as one string: a rectification, or NAME=RECTIFICATION pairs sorted by name.
+def _rectify_by_name(rectify: str | Mapping[str, str]) -> dict[str, str]:
+    """Return the rectifications by the last name of a layer; that of all layers has the name "".
 
     Raises: UserError for an unknown rectification, or a name given twice.
     """
-    pairs: list[Any] = [("", given)]
-    if isinstance(given, Mapping):
-        pairs = list(given.items())
-    elif isinstance(given, str) and "=" in given:
-        pairs = [tuple(map(str.strip, pair.partition("=")[::2])) for pair in given.split(",")]
-    if not pairs or len(dict(pairs)) < len(pairs):
-        raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
-    for name, value in pairs:
-        if value not in _RECTIFICATIONS:
-            raise UserError(
-                f"rectify{f' of {name}' if name else ''} {value!r} is unknown; choose 'paper', 'batchnorm', 'rescale' "
-                "or 'none', or one for each layer, as in 'q=none,v=rescale'"
-            )
-    return ",".join(f"{name}={value}" if name else value for name, value in sorted(pairs))
+    given = (
+        rectify.items() if isinstance(rectify, Mapping) else (p.rpartition("=")[::2] for p in str(rectify).split(","))
+    )
+    pairs = [(name.strip(), value.strip()) for name, value in given]
+    if not pairs or len(dict(pairs)) < len(pairs) or any(value not in _RECTIFICATIONS for _, value in pairs):
+        raise UserError(
+            f"rectify {rectify!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each layer, "
+            "named once, as in 'q=none,v=rescale'"
+        )
+    return dict(sorted(pairs))
 
 
 def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
@@ -151,7 +126,8 @@ class LinearToPyramid(Rule):
         Layout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
         check_choice("form", self.form, ("closed", "branches"))
-        object.__setattr__(self, "rectify", _normalise_rectify(self.rectify))
+        pairs = _rectify_by_name(self.rectify).items()
+        object.__setattr__(self, "rectify", ",".join(f"{name}={value}" if name else value for name, value in pairs))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
 
@@ -161,12 +137,9 @@ class LinearToPyramid(Rule):
         Raises: UserError if `rectify` names a layer that the model does not have.
         """
         parents = {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
-        known = {name for name, _ in parents.values()} | {part.name for part in joint_parts(model).values()}
-        for name in self._rectify_by_name:
-            if name and name not in known:
-                close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-                near = f"; nearest names: {', '.join(close)}" if close else ""
-                raise UserError(f"rectify names {name}, but the model has no layer of that last name{near}")
+        known = {"", *(name for name, _ in parents.values()), *(part.name for part in joint_parts(model).values())}
+        if unknown := _rectify_by_name(self.rectify).keys() - known:
+            raise UserError(f"rectify names {', '.join(sorted(unknown))}, but the model has no layer of that last name")
         bound = copy.copy(self)
         object.__setattr__(bound, "_parents", parents)
         return bound
@@ -182,7 +155,11 @@ class LinearToPyramid(Rule):
     def reason(self, module: nn.Module | JointPart) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if isinstance(module, JointPart):
-            return self._part_reason(module)
+            if isinstance(module.joint, JointPyramid):
+                linear = type(module.joint.pyramids[module.names.index(module.name)]) is nn.Linear
+                return None if linear else "it is already a pyramid"
+            problem = self._split_mismatch(module.joint)
+            return f"{problem}; recast the whole layer" if problem else self.reason(module.joint)
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
         if isinstance(module, AnnealedPair):
@@ -197,20 +174,21 @@ class LinearToPyramid(Rule):
         if reason := linear_mismatch(plain_layer(module)):
             return reason
         _, parent = self._parents.get(module, ("", None))
-        if isinstance(parent, nn.MultiheadAttention):
-            return "nn.MultiheadAttention reads its weight without calling it"
-        if isinstance(parent, TapHeads):
-            return f"{type(parent).__name__} reads its weight without calling it"
-        if getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS):
+        separate = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
+        if separate or isinstance(parent, nn.MultiheadAttention | TapHeads):
             return f"{type(parent).__name__} reads its weight without calling it"
         return None
 
-    def _part_reason(self, part: JointPart) -> str | None:
-        if isinstance(part.joint, JointPyramid):
-            linear = type(part.joint.pyramids[part.names.index(part.name)]) is nn.Linear
-            return None if linear else "it is already a pyramid"
-        problem = _joint_mismatch(part.joint, *self._parents.get(part.joint, ("", None)))
-        return f"{problem}; recast the whole layer" if problem else self.reason(part.joint)
+    def _split_mismatch(self, module: nn.Module) -> str | None:
+        """Return why a layer cannot be split into queries, keys and values, or None if it can."""
+        name, parent = self._parents.get(module, ("", None))
+        if name not in JOINT_PARTS or not isinstance(module, nn.Linear):
+            return f"it is no linear layer named {' or '.join(JOINT_PARTS)}"
+        if hasattr(parent, "key_dim") or hasattr(parent, "val_dim"):
+            return f"{type(parent).__name__} orders the outputs by head, not as queries, keys and values"
+        if module.out_features % len(JOINT_PARTS[name]):
+            return f"its {module.out_features} outputs cannot be split into {len(JOINT_PARTS[name])} equal parts"
+        return None
 
     @torch.no_grad()
     def build(self, module: nn.Module | JointPart) -> nn.Module:
@@ -220,82 +198,54 @@ class LinearToPyramid(Rule):
         """
         self.check(module)
         if isinstance(module, JointPart):
-            return self._build_part(module)
+            joint, index = module.joint, module.names.index(module.name)
+            split = (
+                list(joint.pyramids) if isinstance(joint, JointPyramid) else _split_projection(joint, len(module.names))
+            )
+            pyramid = self._pyramid(split[index], module.name, module.joint_name.rpartition(".")[2])  # type: ignore
+            split[index] = match_original(pyramid, split[index])
+            return JointPyramid(split).train(joint.training)  # type: ignore[arg-type]
         if isinstance(module, MobileOneBlock):
             return self._build_block(module)
         if isinstance(module, AnnealedPair):
             pair = copy.deepcopy(module)
             pair.act = AnnealedReLU(1.0)
             module = pair.eval().fuse()
-        name, parent = self._parents.get(module, ("", None))
-        plain = plain_layer(module)
-        if isinstance(plain, nn.Conv2d):
-            return with_same_padding(module, self._build_conv(plain, name))
-        assert isinstance(plain, nn.Linear)
-        if _joint_mismatch(plain, name, parent) or name not in JOINT_PARTS:
-            return self._build_linear(plain, name)
+        name, _ = self._parents.get(module, ("", None))
+        plain: Any = plain_layer(module)
+        if self._split_mismatch(module):
+            return with_same_padding(module, self._pyramid(plain, name))
         pairs = zip(_split_projection(plain, len(JOINT_PARTS[name])), JOINT_PARTS[name], strict=True)
-        return JointPyramid([self._build_linear(*pair, name) for pair in pairs])
+        return JointPyramid([self._pyramid(*pair, name) for pair in pairs])  # type: ignore[misc]
 
-    def _build_part(self, part: JointPart) -> JointPyramid:
-        """Return a joint layer with a pyramid for one part and the other parts as they are."""
-        joint = part.joint
-        parts: list[Any] = (
-            list(joint.pyramids) if isinstance(joint, JointPyramid) else _split_projection(joint, len(part.names))
-        )
-        index = part.names.index(part.name)
-        pyramid = self._build_linear(parts[index], part.name, part.joint_name.rpartition(".")[2])
-        parts[index] = match_original(pyramid, parts[index])
-        return JointPyramid(parts).train(joint.training)
-
-    @property
-    def _rectify_by_name(self) -> dict[str, str]:
-        """The rectifications by the last name of a layer; that of all layers has the name ""."""
-        assert isinstance(self.rectify, str)
-        return dict(pair.rpartition("=")[::2] for pair in self.rectify.split(","))
-
-    def _arguments(self, name: str, joint: str = "") -> dict[str, Any]:
-        """Return layout and rectification for a layer, by its last name and that of its joint projection, if any."""
-        given = self._rectify_by_name
-        rectify = next((given[key] for key in (name, joint, "") if key in given), "paper")
+    def _pyramid(self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = "") -> PyramidLinear | PyramidConv2d:
+        """Return the pyramid of a layer, by its last name and that of its joint projection, if any."""
+        given = _rectify_by_name(self.rectify)
+        rectify: Any = next((given[key] for key in (name, joint, "") if key in given), "paper")
         if rectify == "paper":
             rectify = "batchnorm" if name in _LOGIT_PROJECTIONS or name in JOINT_PARTS else "rescale"
-        return dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by)
-
-    def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
-        kind = PyramidLinear if self.form == "closed" else BranchedLinear
-        pyramid = kind(linear.in_features, linear.out_features, **self._arguments(name, joint))
-        self._initialise(pyramid, linear)
-        return pyramid
-
-    def _build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
-        padding = conv_padding(conv)
-        assert padding is not None
-        window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
-        kind = PyramidConv2d if self.form == "closed" else BranchedConv2d
-        pyramid = kind(conv.in_channels, conv.out_channels, *window, **self._arguments(name))  # type: ignore[arg-type]
-        self._initialise(pyramid, conv)
-        return pyramid
-
-    def _initialise(self, pyramid: PyramidLinear | PyramidConv2d, layer: nn.Linear | nn.Conv2d) -> None:
-        """Give a new pyramid device and dtype of a layer, and its function unless `init` is "paper"."""
+        options: Any = dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by, form=self.form)
+        pyramid: PyramidLinear | PyramidConv2d
+        if isinstance(layer, nn.Linear):
+            pyramid = PyramidLinear(layer.in_features, layer.out_features, **options)
+        else:
+            window: Any = (layer.kernel_size, layer.stride, conv_padding(layer), layer.dilation, layer.groups)
+            pyramid = PyramidConv2d(layer.in_channels, layer.out_channels, *window, **options)
         pyramid.to(layer.weight)
         if self.init == "paper":
             init_random(pyramid)
         else:
-            weight = weight_matrix(layer)
-            bias = weight.new_zeros(weight.shape[:-1]) if layer.bias is None else layer.bias.view(weight.shape[:-1])
-            init_from_affine(pyramid, weight, bias)
+            init_from_affine(pyramid, *fold([layer]))
         pyramid.replaces_bias = layer.bias is not None
+        return pyramid
 
     def _build_block(self, block: MobileOneBlock) -> nn.Module:
         """Return a 1x1 block as a pyramid and its activation, a larger one with pyramids for its convolutions."""
-        if is_pointwise_block(block):
-            pyramid = self._build_conv(merge_branches(block), "")
-            return nn.Sequential(
-                OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))
-            )
-        combined: Any = combine(block)
-        for branch in combined.conv_kxk:
-            branch.conv = self._build_conv(branch.conv, "").train(block.training)
-        return combined
+        block = copy.deepcopy(block)
+        if block.conv_kxk[0].conv.kernel_size == (1, 1):
+            conv = self._pyramid(merge_branches(block), "")
+            return nn.Sequential(OrderedDict(conv=conv, attn=block.attn, act=block.act))
+        for branch in block.conv_kxk:
+            branch.conv = self._pyramid(branch.conv, "").train(block.training)  # type: ignore
+        block.__class__ = PyramidBlock
+        return block

@@ -1,0 +1,99 @@
+"""Initial values of pyramids: drawn for training from scratch, or those of a given layer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from isomorph.errors import UserError
+from isomorph.layers.pyramid.base import Pyramid, set_affine
+from isomorph.layers.pyramid.batchnorm import fold, weight_matrix
+
+
+@torch.no_grad()
+def init_random(pyramid: Pyramid) -> None:
+    """Initialise a pyramid for training from scratch: linear layers Xavier-uniform with zero biases, BatchNorms reset.
+
+    Filters of a convolution are viewed as a matrix, as MAE views the patch embedding.
+
+    Source: MAE, whose code TDRL trains with; the paper itself does not say
+    """
+    for layer in pyramid.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(layer.weight.view(len(layer.weight), -1))
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        elif isinstance(layer, _BatchNorm):
+            layer.reset_parameters()
+
+
+@torch.no_grad()
+def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
+    """Initialise a pyramid so that it computes y = weight x + bias in eval mode and its branches can be trained.
+
+    With a skip, the skip computes the map and the last layer of every branch is zero, so train mode gives the same
+    output. Without a skip, the branches share the map. A BatchNorm on the path (on queries and keys, or in the naive
+    layout) is the identity for white inputs, such as the output of a LayerNorm. In train mode it normalises by the
+    actual batch, so recalibrate it on data first.
+
+    Shape: weight (out, C), bias (out,), with a leading group axis where there are groups
+    """
+    init_random(pyramid)
+    groups = 1 if pyramid.window is None else pyramid.window.groups
+    weight, bias = weight.reshape(groups, -1, weight.shape[-1]), bias.reshape(groups, -1)
+    weight, bias = weight / pyramid.output_scale, bias / pyramid.output_scale
+    if pyramid.skip is not None:
+        set_affine(pyramid.skip, weight, bias)
+        for branch in pyramid.branches:
+            nn.init.zeros_(branch[-1].weight)  # type: ignore[index]
+    else:
+        _distribute_map(pyramid, weight, bias)
+    if pyramid.norm is not None:
+        _make_identity(pyramid.norm, weight, bias)
+
+
+def _make_identity(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
+    """Set a BatchNorm to the identity on weight x + bias: statistics of white inputs x, undone by its own weights.
+
+    Raises: UserError for a BatchNorm without weights or running statistics.
+    """
+    if norm.weight is None or norm.running_mean is None or norm.running_var is None:
+        raise UserError(
+            "a BatchNorm without weights or running statistics cannot be made the identity; use affine=True"
+        )
+    norm.running_mean.copy_(bias.flatten())
+    norm.running_var.copy_(weight.square().sum(-1).flatten())
+    norm.weight.copy_((norm.running_var + norm.eps).sqrt())
+    norm.bias.copy_(norm.running_mean)
+
+
+def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
+    """Initialise branches without a skip so that they sum to the map, and no two of them are equal."""
+    branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[call-overload]
+    parts = len(branches)
+    if isinstance(branches[0][-1], _BatchNorm):
+        noise = torch.randn(parts, *weight.shape).to(weight) * weight.square().mean().sqrt()
+        for (linear, norm), extra in zip(branches, noise - noise.mean(0), strict=True):
+            set_affine(linear, weight / parts + extra, bias / parts)
+            _make_identity(norm, weight / parts + extra, bias / parts)
+        return
+    # (G, C, C), first the rows that span those of the map
+    basis = torch.linalg.svd(weight.double(), full_matrices=True).Vh
+    for *inner, last in branches:
+        for layer in inner:
+            _init_orthogonal(layer)
+        width = weight_matrix(inner[0]).shape[-2]
+        rotation = torch.linalg.qr(weight_matrix(inner[0]).double()[..., :width]).Q  # (G, width, width)
+        set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
+        chain, inner_bias = fold(inner)
+        outer = weight.double() / parts @ torch.linalg.pinv(chain.double())
+        set_affine(last, outer, bias / parts - (outer @ inner_bias.double().unsqueeze(-1)).squeeze(-1))
+
+
+def _init_orthogonal(layer: nn.Module) -> None:
+    """Initialise a linear layer with orthonormal rows or columns in each group; other layers are unchanged."""
+    if not isinstance(layer, nn.Linear | nn.Conv2d):
+        return
+    for group in layer.weight.view(getattr(layer, "groups", 1), -1, *layer.weight.shape[1:]):
+        nn.init.orthogonal_(group)
