@@ -176,7 +176,7 @@ class Parallel(KeepsInEval):
         weight, bias = copy.deepcopy(self).double().fold_parts()
         fused = self.make_linear(self.in_features, bias.numel()).to(next(self.parameters()))
         set_affine(fused, weight, bias)
-        return fused
+        return fused.eval()
 
 
 def _computes_otherwise(part: nn.Module) -> bool:
