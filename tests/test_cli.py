@@ -48,24 +48,6 @@ def test_recast_verify_evaluate(tmp_path, weights):
     assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")
 
 
-def test_refine_and_calibrate(tmp_path, weights):
-    out = tmp_path / "refined.safetensors"
-    vit = ["vit_tiny_patch16_224", "--no-pretrained", "--rule", "AttentionToRefined", "--where", "blocks.[01].attn"]
-    run = isomorph("recast", *vit, "--ratio", 2, "--no-reduce", "--out", out)
-    assert run.returncode == 0, run.stderr
-    assert "AttentionToRefined(ratio=2" in run.stdout
-    assert "reduce=False" in run.stdout
-    assert "equal within 0.0001" in run.stdout
-    ratios = ["--rfc", 1, 1.2, "--no-cost", "--max-images", 50]
-    run = isomorph("evaluate", weights, "--data", "digits", *ratios, "--rfc-fill", "black", "--json")
-    curve = json.loads(run.stdout)["curve"]
-    assert [(point["rfc"], point["rfc_fill"]) for point in curve] == [(1, "black"), (1.2, "black")]
-    run = isomorph("evaluate", weights, "--data", "digits", *ratios)
-    rows = [line.split() for line in run.stdout.splitlines()[2:4]]
-    assert [row[0] for row in rows] == ["1", "1.2"]
-    assert sum("*" in row for row in rows) == 1
-
-
 def test_train_with_flags_in_every_form(tmp_path):
     flags = ["--epochs", 1, "--data.fraction=0.05", f"out={tmp_path / 'run'}", "--data.size", 16]
     run = isomorph("train", "digits_cnn", *flags, "--optim.warmup_epochs", 0)
@@ -112,31 +94,19 @@ def test_lists(tmp_path):
     assert iso.load_recipe(str(shown)).optim.gate_lr == 0.1
 
 
-SHORT = {
-    "{recast}": "recast {w} --where layer3.* --out x.safetensors",
-    "{vit}": "recast vit_tiny_patch16_224 --no-pretrained --where blocks.0.attn --out x.safetensors {refined}",
-    "{refined}": "--rule AttentionToRefined",
-}
 BAD = {
-    # values that the parser rejects
     "evaluate {w} --dta digits": "--dta",
     "evaluate {w} --batch-size 0": '"0" for --batch-size; must be >= 1',
     "verify {w} {w} --atol nan": '"nan" for --atol; must be',
-    # files, models and data that are not there
     "evaluate none.safetensors": "there is no checkpoint none.safetensors",
     "evaluate {w} --data imagefolder --root nowhere": "no folder nowhere",
-    # files that cannot be written
     "recast {w} --where layer3.* --out few.safetensors": "give --overwrite",
-    # what cannot be read
     "evaluate cut.safetensors": "truncated",
     "evaluate {w} --data imagefolder --root images": "cannot read images/airplane/broken.png",
-    # what does not fit together
     "evaluate few.safetensors --data digits": "has 3 classes, the data has 10",
     "fuse {w} --no-norms --out x.safetensors": "has nothing to fuse",
-    # rules
     "recast {w} --where layer9.* --out x.safetensors": "'layer9.*' in --where matches no module; nearest names",
     "recast convnext_atto --no-pretrained --where stages.3.downsample.1 --out x.safetensors": "even sides",
-    # recipes
     "train digits_cnn --optim.lrr 3": "optim.lrr is not a field (did you mean lr?)",
     "train digits_cnn --monitor_every=5 out=never": "no attention layer with a known map",
 }
@@ -148,12 +118,7 @@ def folder(tmp_path_factory, weights):
     folder = tmp_path_factory.mktemp("bad")
     whole = weights.read_bytes()
     (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
-    iso.save(timm.create_model("cifar_resnet32"), folder / "foreign.safetensors")
     iso.save(timm.create_model("cifar_resnet20", num_classes=3), folder / "few.safetensors")
-    iso.save(timm.create_model("cifar_resnet20", in_chans=4), folder / "four.safetensors")
-    (folder / "folder.safetensors").mkdir()
-    (folder / "text.pth").write_text("hello, this is a text file\n")
-    (folder / "empty").mkdir()
     for name in CIFAR10_CLASSES:
         (folder / "images" / name).mkdir(parents=True)
     (folder / "images/airplane/broken.png").write_bytes(b"not an image")
@@ -163,29 +128,17 @@ def folder(tmp_path_factory, weights):
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_clear_line_and_leaves_nothing(line, folder, weights):
     before, expected = sorted(folder.rglob("*")), BAD[line]
-    for short, long in {**SHORT, "{w}": str(weights)}.items():
-        line = line.replace(short, long)
-    said = refused(*shlex.split(line), folder=folder)
+    said = refused(*shlex.split(line.replace("{w}", str(weights))), folder=folder)
     assert expected in said
     assert sorted(folder.rglob("*")) == before
 
 
-NOBODY_READS = {
-    "more than a buffer": (["recipes"], 141, ""),
-    "table": (["evaluate", "{weights}", "--data", "digits", "--max-images", "20"], 141, ""),
-    "error": (["evaluate", "nothing"], 2, "isomorph: there is no model 'nothing'"),
-}
-
-
-@pytest.mark.parametrize("case", NOBODY_READS)
-def test_output_that_nobody_reads_ends_quietly(case, weights):
-    arguments, status, said = NOBODY_READS[case]
+def test_output_that_nobody_reads_ends_quietly(weights):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, isomorph_command.__file__, *(a.format(weights=weights) for a in arguments)]
+    arguments = ["evaluate", str(weights), "--data", "digits", "--max-images", "20"]
+    command = [sys.executable, isomorph_command.__file__, *arguments]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
     os.close(writing)
-    assert ended.returncode == status
-    assert ended.stderr.startswith(said)
-    assert len(ended.stderr.splitlines()) == bool(said)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -16,8 +16,6 @@ import isomorph as iso
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import name_options
-from isomorph.cli.open_models import library_options
-from isomorph.cli.options import CheckpointOptions
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download
 from isomorph.training.recipe.read import apply_overrides
@@ -47,23 +45,6 @@ def test_inputs_that_a_model_cannot_read_are_named(inputs):
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     said = refused(r"does not run on an input of shape [\dx ]+ in (float32|uint8)", iso.verify, vit, vit, inputs)
     assert ("batch of normalised images" in said) == (inputs.shape[-2] == 32)
-
-
-def test_used_up_memory_is_not_taken_for_inputs_that_a_model_cannot_read():
-    class Full(torch.nn.Identity):
-        def forward(self, x):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    with pytest.raises(RuntimeError, match="allocate memory") as caught:
-        iso.verify(Full(), Full(), torch.zeros(1, 3, 32, 32))
-    assert not isinstance(caught.value, iso.UserError)
-
-
-def test_model_kwargs_are_read_as_in_recipes():
-    typed = {"96": 96, "1e-3": 1e-3, "[96,128]": [96, 128], "true": True, "None": None, "avg": "avg"}
-    for text, value in typed.items():
-        given = library_options(CheckpointOptions(model_kwargs=[f"x={text}"])).model_kwargs
-        assert given == {"x": value} == apply_overrides({}, [f"model.kwargs.x={text}"])["model"]["kwargs"]
 
 
 def test_names_and_folders_are_no_numbers():

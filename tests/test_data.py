@@ -35,14 +35,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_digits_are_split_without_overlap():
-    train, test = open_source("digits", "train"), open_source("digits", "test")
-    assert (len(train), len(test)) == (1347, 450)
-    pixels = {np.asarray(picture).tobytes() for picture in train.images}
-    assert sum(np.asarray(p).tobytes() in pixels for p in test.images) <= 2  # two digits are drawn alike
-    assert train.image(0).mode == "RGB"
-
-
 def test_imagefolder(folder):
     source = open_source("imagefolder", "test", folder)
     assert source.classes == ("black", "white")
@@ -64,22 +56,6 @@ def test_an_unreadable_image_is_named(folder, workers):
         path.write_bytes(b"not an image")
 
 
-WRONG = [
-    ("imagefolder", "test", "nowhere", r"no folder .*nowhere"),
-    ("imagefolder", "test", "empty", "no images in"),
-    ("cifar10", "test", ".", "cannot read"),
-    ("cifar100", "test", ".", r"no cifar100 in .*cifar100/test-\*.parquet"),
-]
-
-
-@pytest.mark.parametrize(("name", "split", "root", "said"), WRONG)
-def test_missing_and_damaged_data_is_one_line(folder, name, split, root, said):
-    for made in ("empty", "cifar10"):
-        (folder / made).mkdir()
-    (folder / "cifar10/test-0.parquet").write_bytes(b"PAR1 and nothing")
-    refused(said, open_source, name, split, root and folder / root)
-
-
 def test_a_fraction_of_each_class():
     source = open_source("digits", "train")
     a, b, other, first = (class_fraction(source, 0.1, seed) for seed in (0, 0, 1, None))
@@ -92,15 +68,6 @@ def test_a_fraction_of_each_class():
     for images, expected in ((732, 36), (1300, 65), (19, 1)):  # rounded down as in ConViT's code
         for seed in (None, 0):
             assert len(class_fraction(Source([None] * images, [0] * images, ["only"]), 0.05, seed)) == expected
-
-
-def test_padded_crops_keep_the_whole_of_a_rectangle():
-    ramp = Image.fromarray(np.tile(np.linspace(0, 255, 64).astype(np.uint8), (32, 1)))
-    transform = train_transform({**CONFIG, "input_size": (3, 32, 64)}, crop_padding=1)
-    image = transform(ramp.convert("RGB"))
-    assert image.shape == (3, 32, 64)
-    middle = image[0, 16, 4:-4]
-    assert middle.min() < -0.8 < 0.8 < middle.max()
 
 
 def test_classes_are_numbered_as_in_train(folder):

@@ -130,13 +130,6 @@ def test_a_graph_of_one_image_runs_on_a_batch(tmp_path):
     assert weights_hash(artefact) != weights_hash(open_artefact(tmp_path / "other.onnx"))
 
 
-def test_the_inputs_that_are_tried():
-    small = dict(img_size=32, depth=1, embed_dim=12, num_heads=3)
-    vit = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **small)
-    shapes = plan_shapes(vit, "batch,size")
-    assert (shapes.size_multiple, shapes.near) == (16, 1)
-
-
 class PadsToCells(nn.Module):
     """Pools cells of `cell` pixels, after it has padded images to whole cells: another graph for other sizes."""
 
@@ -186,23 +179,6 @@ def test_the_sizes_that_are_claimed_are_right(tmp_path, case):
         refused(f"multiples of {multiple}", artefact, torch.randn(1, 3, height + 1, width))
 
 
-class Logits(nn.Module):
-    """Returns its logits in an object, as models of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.scaled = Scaled()
-
-    def forward(self, images):
-        return pytest.importorskip("transformers").modeling_outputs.ImageClassifierOutput(logits=self.scaled(images))
-
-
-def test_the_logits_of_transformers_are_the_output(tmp_path):
-    assert iso.export(Logits(), tmp_path / "m.onnx", size=(8, 8)).deviation.passed
-    images = torch.randn(3, 3, 8, 8)
-    torch.testing.assert_close(open_artefact(tmp_path / "m.onnx")(images), Scaled()(images).detach())
-
-
 FORGED = [
     dict(dynamic="5", num_classes='"ten"'),
     dict(input_size="[" * 100_000),
@@ -220,20 +196,6 @@ def test_forged_metadata_is_one_line(tmp_path):
         onnx.helper.set_model_props(proto, known | values)
         onnx.save(proto, path)
         refused(r"cannot read the metadata of .*x\.onnx: ", open_artefact, path)
-
-
-CANNOT = {
-    "branch": (lambda x: x if x.sum() > 0 else -x, "x.pt2", "torch.export cannot trace the model: "),
-    "no ONNX form": (torch.special.bessel_j0, "x.onnx", r"ONNX cannot express the model: .*bessel_j0.*; export a .pt2"),
-}
-
-
-@pytest.mark.parametrize("case", CANNOT)
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(case, tmp_path):
-    function, name, said = CANNOT[case]
-    (tmp_path / "there.pt2").write_text("mine")
-    refused(said, iso.export, Scaled(function), tmp_path / name, size=(8, 8))
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("there.pt2", "mine")]
 
 
 def test_a_file_that_deviates_is_not_written(tmp_path):
@@ -295,10 +257,3 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
     assert "images_per_second" in result
     eager = json.loads(isomorph("evaluate", checkpoint, *test, "--no-cost").stdout)
     assert result["top1"] == eager["top1"]
-
-
-def test_relative_attention_with_gradients_converts():
-    """Users call torch's exporter themselves, without no_grad."""
-    layer = iso.layers.RelativeAttention(8, num_heads=2, grid_size=(4, 4)).eval()
-    program = torch.export.export(layer, (torch.randn(2, 4, 4, 8),))
-    assert program.run_decompositions()

@@ -14,7 +14,6 @@ from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_trained
 from isomorph.checkpoints.snapshot import digest_of
-from isomorph.cli import main
 from isomorph.evaluation.model_data import default_data
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from refusals import refused
@@ -72,27 +71,6 @@ def test_a_forged_header_is_one_line(kind, tmp_path):
     line = refused(said, iso.load, path)
     if ".0" in said or "is " in said:
         assert str(path) in line
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["evaluate", "FILE", "--data", "digits"],
-        ["fuse", "FILE", "--out", "new.safetensors"],
-        ["analyze", "FOLDER", "--image", __file__],
-    ],
-    ids=" ".join,
-)
-def test_every_command_reads_headers_so(command, tmp_path, capsys):
-    """Also in the folder of a run."""
-    path = forged(tmp_path / "model.safetensors", **data(mean="grey"))
-    names = {"FILE": str(path), "FOLDER": str(tmp_path)}
-    with pytest.raises(SystemExit) as ended:
-        main([names.get(argument, argument) for argument in command])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert "data.mean is 'grey'" in error
-    assert error.count("\n") == 1
 
 
 def test_a_model_larger_than_its_file_is_not_built(tmp_path):

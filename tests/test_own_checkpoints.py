@@ -70,15 +70,6 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
 
-def test_a_file_of_isomorph_names_its_architecture_itself(tmp_path):
-    path = tmp_path / "own.safetensors"
-    iso.save(cnn("cifar_resnet20"), path)
-    said = "cifar_resnet20 with 3 classes; leave --arch resnet18 and --num-classes 4 out$"
-    refused(said, open_own, path, arch="resnet18", num_classes=4)
-    agreeing = dict(arch="cifar_resnet20.cnn_cifar10", num_classes=3, model_kwargs={"num_classes": 3})
-    assert open_own(path, **agreeing).num_classes == 3
-
-
 def test_a_prefix_that_the_model_has_itself_stays(tmp_path):
     own = nn.Sequential()
     own.add_module("model", nn.Linear(2, 2))
@@ -156,24 +147,6 @@ def test_architectures_of_other_families(tmp_path, name, arguments):
     assert same(iso.load(tmp_path / "m.safetensors"), model)
 
 
-def test_what_the_tensors_do_not_say_is_asked_for(tmp_path):
-    wide = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=3, depth=1, embed_dim=96, num_heads=6, img_size=(64, 96)
-    )
-    path = save(tmp_path / "vit.pth", wide.state_dict())
-    given = dict(embed_dim=96, num_heads=6, depth=1)
-    opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs=given | dict(img_size=(64, 96)))
-    images = torch.randn(1, 3, 64, 96)
-    torch.testing.assert_close(opened(images), wide.eval()(images))
-
-
-def test_a_tag_says_which_images_its_weights_expect(tmp_path):
-    path = tmp_path / "w.pth"
-    save(path, timm.create_model("resnet18").state_dict())
-    for name, size in (("resnet18.a1_in1k", 288), ("resnet18", 224)):
-        assert evaluation_config(open_model(name, path))["input_size"] == (3, size, size)
-
-
 def test_broken_files_are_named_in_one_line(tmp_path):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1, momentum=0.9).state_dict()
     whole = Path(save(tmp_path / "whole.pth", cnn("cifar_resnet20").state_dict())).read_bytes()
@@ -231,25 +204,6 @@ def test_modules_that_timm_cannot_build(tmp_path, kind):
         assert same(iso.load(path, base="resnet18"), new)
         iso.save(opened, tmp_path / "timm.safetensors")
         assert same(iso.load(tmp_path / "timm.safetensors"), new)
-
-
-def test_a_module_without_edits_and_a_base_that_does_not_fit(tmp_path):
-    own, path = Own(), tmp_path / "plain.safetensors"
-    iso.save(own, path)
-    assert same(iso.load(path, base=Own()), own)
-    pth = save(tmp_path / "own.pth", {"state_dict": own.state_dict()})
-    assert same(iso.load(pth, base=Own()), own)
-
-
-def test_a_timm_model_changed_in_ones_own_code(tmp_path):
-    def build():
-        model = cnn("cifar_resnet20")
-        model.linear = nn.Sequential(nn.Dropout(0.1), model.linear)
-        return model.eval()
-
-    new, path = iso.recast(build(), iso.ConvToGPSA(init="exact"), where="layer3.2.conv2"), tmp_path / "m.safetensors"
-    iso.save(new, path, base=build())
-    assert same(iso.load(path, base=build()), new)
 
 
 def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(tmp_path):

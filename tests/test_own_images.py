@@ -19,7 +19,6 @@ from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.sources import decode, image_name, read_image, upright_size
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.model_data import open_split, open_test_images
-from isomorph.recipes import parse_overrides
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.tasks.detection.data import open_split as open_boxes
 from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
@@ -121,14 +120,6 @@ def test_the_images_that_training_saw_are_not_tested_on_by_accident(tmp_path):
     for fraction in (0.2, 0.4):
         test = iso.data.open_source(photos, "test", test_fraction=fraction)
         assert iso.evaluate(model, photos, test_fraction=fraction)["images"] == len(test)
-
-
-def test_evaluate_takes_a_folder_a_name_a_source_and_a_loader(tmp_path):
-    photos, model = images(tmp_path / "photos"), network()
-    source = iso.data.open_source(photos, "test")
-    loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model))
-    results = [iso.evaluate(model, data) for data in (photos, str(photos), source, loader)]
-    assert results == [results[0]] * 4
 
 
 class Own(nn.Module):
@@ -238,15 +229,6 @@ def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
     (tmp_path / "maps" / other).mkdir(parents=True)
     torch.save(torch.zeros(2, 1, 2, 2), tmp_path / "maps" / other / "0.pt")
     assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).shape == (2, 1, 2, 2)
-
-
-def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):
-    photos = images(tmp_path / "photos")
-    changes = [f"data={photos}", "data.split=0.4", "data.batch_size=4", "model.weights=x.pth"]
-    recipe = iso.load_recipe("finetune", changes)
-    assert (recipe.data.source, recipe.data.root, recipe.data.split) == ("imagefolder", photos, 0.4)
-    assert recipe.data.batch_size == 4
-    assert parse_overrides(["--split", "0.4"]) == parse_overrides(["--split=0.4"]) == ["data.split=0.4"]
 
 
 def test_the_folder_of_a_run_is_its_data(tmp_path, monkeypatch):

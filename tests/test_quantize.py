@@ -12,7 +12,6 @@ import torch
 
 import isomorph as iso
 from command_line import isomorph
-from refusals import refused
 
 quantize_module = sys.modules["isomorph.deployment.quantize"]  # the function has the name of its module
 
@@ -109,27 +108,6 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
     kept = {(layer.name, layer.precision) for layer in report.layers if layer.reason == "chosen by float_layers"}
     assert kept == {("blocks.0.mlp.fc1", "float"), ("blocks.0.mlp.fc2", "float")}
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
-
-
-IMAGES = "give normalised images, finite floats of B x 3 x 16 x 16"
-BAD = {
-    "size": (lambda x: [x[..., :8, :]], {}, f"images are 12x3x8x16 in float32; {IMAGES}"),
-    "flat": (lambda x: [x[0]], {}, f"images are 3x16x16 in float32; {IMAGES}"),
-    "integers": (lambda x: [x.to(torch.uint8)], {}, f"images are 12x3x16x16 in uint8; {IMAGES}"),
-    "exists": (lambda x: [x], dict(path="old.onnx"), r"old.onnx exists; give overwrite"),
-    "ending": (lambda x: [x], dict(path="q.pt2"), r"must end in .onnx, the format of quantised models"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(vit, images, quantized, graphs, tmp_path, case, monkeypatch):
-    batches, options, message = BAD[case]
-    exported_already(monkeypatch, graphs)
-    (tmp_path / "old.onnx").write_text("mine")
-    path = tmp_path / options.get("path", "q.onnx")
-    others = {key: value for key, value in options.items() if key != "path"}
-    refused(message, iso.quantize, vit, batches(images), path, **others)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.onnx", "mine")]
 
 
 def test_the_command_quantises_and_tests(tmp_path):

@@ -175,14 +175,6 @@ class TestAttention:
 
     def test_keys_and_touch(self, tab, page):
         tab.open(page[0])
-        reached = set()
-        for _ in range(40):
-            tab.press("Tab")
-            focus = "document.activeElement"
-            reached.add(tab.run(f"{focus}.className.baseVal ?? ({focus}.className || {focus}.type)"))
-            outlined = f"[{focus}, {focus}.parentElement].some(e => getComputedStyle(e).outlineStyle !== 'none')"
-            assert tab.run(f"{focus} === document.body || {outlined}")
-        assert {"pick", "range", "radio", "tile", ""} <= reached  # the last is a chart
         tab.run(f'document.querySelector("{tile(1, 1, 2)}").focus()')
         tab.press("Enter")
         assert tab.run(f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed')") == "true"

@@ -17,7 +17,6 @@ from command_line import LONGEST, SERVER, isomorph, places
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
-from isomorph.training.run.state import open_run
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
 VALUES = dict(
@@ -157,20 +156,6 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
     step = newest_snapshot(out).values["progress"]["step"]
     assert step >= 3
     assert len(read_log(out / "steps.jsonl")) == step
-
-
-@pytest.mark.parametrize(
-    ("scale", "values", "message"),
-    [
-        (dict(accumulate=3), {}, "batch_size 32 cannot be split evenly; give a multiple of 6"),
-        (dict(parallel="fsdp"), {}, "start the run with torchrun"),
-        (dict(activation_checkpointing=True), dict(model=dict(name="lenet")), "no model"),
-    ],
-)
-def test_shares_that_cannot_be(scale, values, message, tmp_path):
-    with pytest.raises(iso.UserError, match=message):
-        open_run(validate({**VALUES, "out": str(tmp_path / "run"), "scale": scale, **values}))
-    assert not (tmp_path / "run").exists()
 
 
 STILL = dict(augment=dict(crop_padding=2), drop_path=0.0)

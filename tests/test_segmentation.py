@@ -1,7 +1,6 @@
 """Segmentation: data, joint augmentation, metrics, windows, the loss, runs and predictions."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -167,17 +166,6 @@ def test_masks_with_other_values_are_refused(tmp_path, name, pixels, message):
     refused(f"{name.replace('.', '[.]')} .*{message}", lambda: open_masks("masks", "train", tmp_path).check())
 
 
-def test_damaged_files_may_be_left_out(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "data")
-    pairs = open_masks("masks", "train", tmp_path / "data")
-    whole = pairs.samples[1].mask.read_bytes()
-    pairs.samples[1].mask.write_bytes(whole[: len(whole) // 2])  # its size can be read
-    pairs.samples[2].image.write_bytes(b"")
-    pairs.check(unreadable=2)
-    with pytest.raises(iso.UserError, match=r"cannot read .*1\.png: .*allow unreadable images with data\.unreadable"):
-        pairs.check(unreadable=1)
-
-
 def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     for seed in range(12):
         write_pair(tmp_path, f"{seed}", *squares(seed), ".")
@@ -332,12 +320,10 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
 
 
 def test_outputs_that_are_not_finite_have_no_metric(run, folder):
-    for name in ("head.classifier.bias",):
-        model = iso.load(run.folder / "model.safetensors")
-        with torch.no_grad():
-            model.get_parameter(name).flatten()[0] = float("nan")
-        with pytest.raises(NotFinite, match=r"outputs are not finite \(NaN or infinite\)"):
-            iso.evaluate(model, folder)
+    model = iso.load(run.folder / "model.safetensors")
+    model.head.classifier.bias.data[0] = float("nan")
+    with pytest.raises(NotFinite, match="outputs are not finite"):
+        iso.evaluate(model, folder)
 
 
 def test_schedules_by_iteration():
@@ -357,20 +343,3 @@ def test_schedules_by_iteration():
     assert rates(20, 20, schedule="step", milestones=[10, 15]) == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
     by_epoch = rates(20, schedule="step", milestones=[2, 3])
     assert by_epoch == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (["task.stride=64,64"], "must not be above crop"),
-        (["model.name=cifar_resnet20", "model.kwargs={}"], "give --model.name upernet"),
-        (["optim.schedule=step"], "milestones"),
-    ],
-)
-def test_wrong_recipes_are_one_line(folder, tmp_path, fields, message):
-    root = "/nowhere" if "data.source=camvid" in fields else folder
-    every = [*SMALL, f"data.root={root}", f"out={tmp_path / 'run'}", *fields]
-    with pytest.raises(iso.UserError, match=message) as error:
-        iso.train(iso.load_recipe(write_recipe(tmp_path), every), show=False)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()

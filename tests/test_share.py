@@ -8,7 +8,6 @@ import time
 import pytest
 import timm
 import torch
-import torchvision
 import yaml
 from huggingface_hub import constants
 
@@ -109,18 +108,6 @@ def test_the_images_are_those_of_the_model_not_of_the_public_weights(tmp_path):
         assert value == evaluation_config(model)[key] or tuple(value) == evaluation_config(model)[key], key
     assert theirs.pretrained_cfg["label_names"] == ["a", "b"]
     assert not {"license", "tag"} & set(json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"])
-
-
-def test_a_module_that_timm_cannot_build(tmp_path):
-    cnn = torchvision.models.resnet18(num_classes=3).eval()
-    tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer4.1.conv2")
-    iso.save_for_hub(tcnn, tmp_path, "me/own", results={"top1": 31.25, "F1": 0.5})
-    assert torch.equal(iso.load(tmp_path / "model.safetensors", base=cnn).fc.weight, cnn.fc.weight)
-    card = (tmp_path / "README.md").read_text()
-    assert 'iso.load("hf-hub:me/own", base=...)' in card
-    assert "F1: 0.5" in card
-    assert "rule: ConvToGPSA" in card
-    assert "- layer4.1.conv2" in card
 
 
 class TestPush:
