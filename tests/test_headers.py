@@ -1,6 +1,5 @@
 """Headers of checkpoints that somebody else has written: every mistyped field is one line, whoever reads the file."""
 
-import hashlib
 import json
 
 import pytest
@@ -90,10 +89,8 @@ def test_an_autoencoder_is_read_so_too(tmp_path):
     with safe_open(path, "pt") as file:
         header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for sizes, said in (
-        ({"depth": "1"}, "autoencoder.depth is '1' and should be a valid integer"),
         ({"mask": 2}, "autoencoder.mask is 2 and should be less than 1"),
         ({"depth": 40, "width": 8192}, "its header asks for"),
-        ({"colour": 1}, "autoencoder.colour is not a field"),
     ):
         new = json.dumps({**json.loads(header["autoencoder"]), **sizes})
         save_file(tensors, path, {**header, "autoencoder": new})
@@ -110,24 +107,19 @@ def test_a_forged_task_is_one_line():
 def test_the_tokenizer_of_a_checkpoint_is_not_fetched_and_runs_no_code(tmp_path):
     pytest.importorskip("transformers")
     model = timm.create_model("bert_small", num_hidden_layers=1, num_classes=2)
-    for name, files, said in (
-        ("me/evil", {}, "not on this machine; if you trust it, run `hf download me/evil`"),
-        *LURES,
+    lure, code = tmp_path / "lure", {"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}}
+    lure.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (lure / name).write_text(json.dumps(code | {"model_type": "evil"}))
+    (lure / "evil.py").write_text(f"open('{tmp_path / 'ran'}', 'w')")
+    for source, said in (
+        ("me/evil", "not on this machine; if you trust it, run `hf download me/evil`"),
+        (str(lure), "is not a vocabulary file, a folder or a name on the hub"),
     ):
-        source = name or str(tmp_path / "lure")
-        for file, text in files.items():
-            (tmp_path / "lure").mkdir(exist_ok=True)
-            (tmp_path / "lure" / file).write_text(text.replace("RAN", str(tmp_path / "ran")))
         record_data(model, {"task": {"name": "text_classification", "tokenizer": source, "dataset": "cola"}})
         refused(said, iso.evaluate, model)
-    config = {"config": str(tmp_path / "lure")}
-    refused("is not a folder with a config.json", lambda: iso.models.create("text_transformer", **config))
+    refused("is not a folder with a config.json", lambda: iso.models.create("text_transformer", config=str(lure)))
     assert not (tmp_path / "ran").exists()
-
-
-OWN_CODE = json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None], "AutoConfig": "evil.C"}, "model_type": "evil"})
-EVIL = {"config.json": OWN_CODE, "tokenizer_config.json": OWN_CODE, "evil.py": "open('RAN', 'w')"}
-LURES = [(None, EVIL, "is not a vocabulary file, a folder or a name on the hub")]
 
 
 def test_a_forged_snapshot_names_no_file_outside_and_asks_for_no_memory(tmp_path):
@@ -144,11 +136,6 @@ def test_a_forged_snapshot_names_no_file_outside_and_asks_for_no_memory(tmp_path
         state = values | {"files": files}
         (folder / "state.json").write_text(json.dumps(state | {"digest": digest_of(state)}))
         refused(f"is damaged.*({said})", open_trained, tmp_path / "run")
-    save_file({"weight": torch.zeros(2)}, folder / "shard-1.safetensors", {"DCP_SHARDING_INFO": "[[]"})
-    digest = hashlib.sha256((folder / "shard-1.safetensors").read_bytes()).hexdigest()
-    state = values | {"files": {"shard-1.safetensors": digest}}
-    (folder / "state.json").write_text(json.dumps(state | {"digest": digest_of(state)}))
-    refused("step-00000001 is damaged", open_trained, tmp_path / "run")
 
 
 def test_settings_of_a_script_and_of_the_hub_name_no_file(tmp_path):

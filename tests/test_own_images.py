@@ -45,14 +45,6 @@ def network(classes=CLASSES, **data):
     return model
 
 
-def test_a_folder_of_classes_is_a_test_set(tmp_path):
-    photos = images(tmp_path / "photos")
-    for given in (photos, str(photos)):
-        source = iso.data.open_source(given, "test")
-        assert (len(source), source.classes) == (15, CLASSES)
-    refused(r"no folder train .*make one, or give --split 0.2 to test", iso.data.open_source, photos, "train")
-
-
 def test_train_and_val_and_the_home_folder(tmp_path, monkeypatch):
     for split, each in (("train", 4), ("validation", 2)):
         images(tmp_path / "photos" / split, each=each)

@@ -42,7 +42,6 @@ from isomorph.report.attention_viewer import (
     ViewerModel,
     build_viewer,
     capture_layer_maps,
-    largest_differences,
     pack_layer_maps,
     round_rows,
 )
@@ -101,16 +100,6 @@ class TestMaps:
         assert sum(map(len, packed.values())) <= 4000
         assert "To keep" not in build_viewer(models, pictures).note
         assert "To keep the page small" in build_viewer(models, pictures, 4000).note
-
-    def test_differences_are_those_of_the_exact_maps(self):
-        model, x = small_vit(), torch.randn(2, 3, 32, 48)
-        gated = iso.recast(model, iso.AttentionToGPSA(grid_size=None), "blocks.0.attn").eval()
-        first, second = (capture_layer_maps(m, x, keep_exact=True)[0]["blocks.0.attn"] for m in (model, gated))
-        known = largest_differences(first, second)
-        maps = [iso.attention_maps(m, x)["blocks.0.attn"] for m in (model, gated)]
-        assert np.allclose(known, (maps[0] - maps[1]).abs().amax((2, 3)), atol=1e-8)
-        assert np.max(known) < 1e-6 < first.rounding
-        assert largest_differences(first, None) is None
 
 
 MODELS = {
@@ -303,7 +292,6 @@ class TestCommands:
         assert line.x == [1, 3]
         assert line.y == pytest.approx([1 / (1 + math.exp(-4)), 1 / (1 + math.exp(1))])
         assert line.low == pytest.approx(line.y) == line.high
-        assert min(spans.lines["blocks.0.attn"].low) > 0
         assert [len(path) for path in ways.series["blocks.0.attn"]] == [1] + [2] * (layer.num_heads - 1)
         done("compare gated plain --out page.html")
         assert "Gates along training: gated" in (folder / "page.html").read_text()

@@ -279,19 +279,6 @@ def test_the_published_arrays(arrays):
     assert found["mean_error_unnormalised"] == 10
 
 
-@pytest.mark.parametrize("names", ["wnids", "numbers", "moved"])
-def test_imagenets_labels_go_by_name(names):
-    wnids = ImageNetInfo().label_names()
-    black, white = (Image.new("RGB", (224, 224), (level,) * 3) for level in (30, 220))
-    called = {"wnids": [wnids[0], wnids[1]], "numbers": ["0", "1"], "moved": [wnids[7], wnids[0], wnids[1]]}[names]
-    first = len(called) - 2
-    source = Source([black, white], [first, first + 1], called)
-    refused("--partial", iso.robustness, Brightness(), source, **ONE)
-    assert iso.robustness(Brightness(), source, **ONE, partial=True)["clean"]["top1"] == 100
-    swapped = Source([black, white], [0, 1], [wnids[1], wnids[0]])
-    assert iso.robustness(Brightness(), swapped, **ONE, partial=True)["clean"]["top1"] == 0
-
-
 def test_the_command(tmp_path, data_root, capsys):
     from isomorph.cli import main
 

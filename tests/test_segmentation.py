@@ -128,11 +128,6 @@ MASK = np.tile(np.arange(4, dtype=np.uint8), (6, 3))
 """A mask of four classes, 12 pixels wide and 6 high."""
 
 
-def with_value(number, dtype):
-    """The mask with another number for its last class."""
-    return np.where(MASK == 3, np.array(number, np.float64), MASK).astype(dtype)
-
-
 @pytest.mark.parametrize(
     ("name", "pixels"),
     [
@@ -151,10 +146,9 @@ def test_masks_of_every_depth_are_read_as_they_are(tmp_path, name, pixels):
 @pytest.mark.parametrize(
     ("name", "pixels", "message"),
     [
-        *(("m.tif", with_value(n, np.int32), f"the value {n};") for n in (-1, -255, -256)),
-        *(("m.tif", with_value(n, np.float32), f"the value {n};") for n in (0.5, "nan", "inf")),
-        ("m.png", with_value(65535, np.uint16), "the value 65535"),
-        *((f"m.{kind}", MASK, "changes the numbers of classes; save masks as PNG") for kind in ("jpg", "webp")),
+        ("m.tif", MASK.astype(np.int32) - 1, "the value -1;"),
+        ("m.tif", MASK.astype(np.float32) / 2, "the value 0.5;"),
+        ("m.jpg", MASK, "changes the numbers of classes; save masks as PNG"),
         ("m.png", np.stack([MASK] * 3, -1), "has 3 channels"),
     ],
 )
