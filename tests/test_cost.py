@@ -68,9 +68,7 @@ class TestMacs:
         assert count_pass(layer.eval().fuse(), (M, C)) == (M * C * D, 0)
 
     def test_branches_are_counted_as_they_run(self):
-        layer = iso.layers.PyramidConv2d(
-            4, 6, 3, padding=1, groups=2
-        )  # against the layers, a token through every branch
+        layer = iso.layers.PyramidConv2d(4, 6, 3, padding=1, groups=2)
         with FlopCounterMode(display=False) as counter:
             references.pyramid(layer, torch.zeros(2, 4, 5, 5))
         assert count_branches(layer, (4, 5, 5)) == counter.get_total_flops() // 4

@@ -86,7 +86,7 @@ class Scaled(nn.Module):
 def test_a_file_equals_the_model_at_any_size(exported):
     path, report, model = exported
     assert report.deviation.passed
-    assert [row.shape for row in report.deviation.inputs][:3] == ["1x3x16x16", "2x3x16x48", "5x3x48x16"]
+    assert [row.name.split(",")[0] for row in report.deviation.inputs][:3] == ["1x3x16x16", "2x3x16x48", "5x3x48x16"]
     assert (report.axes, report.size_multiple, report.fused) == (("batch", "height", "width"), 2, 1)
     images = torch.randn(3, 3, 30, 22)
     with torch.no_grad():

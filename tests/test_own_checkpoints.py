@@ -163,47 +163,26 @@ def test_broken_files_are_named_in_one_line(tmp_path):
         assert len(refused(said, open_own, tmp_path / name, arch="cifar_resnet20")) < 400
 
 
-class Own(nn.Module):
-    """A module that timm does not know."""
+def test_modules_that_timm_cannot_build(tmp_path):
+    def build():
+        return torchvision.models.resnet18(num_classes=3).eval()
 
-    def __init__(self, classes=3):
-        super().__init__()
-        self.model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
-        self.head = nn.Linear(8, classes)
-
-    def forward(self, x):
-        return self.head(self.model(x).mean((2, 3)))
-
-
-MODULES = {
-    "torchvision": (lambda: torchvision.models.resnet18(num_classes=3).eval(), "layer4.*.conv2"),
-    "own": (lambda: Own().eval(), "model.2"),
-}
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_modules_that_timm_cannot_build(tmp_path, kind):
-    build, where = MODULES[kind]
     base, path = build(), tmp_path / "module.safetensors"
-    new = iso.recast(base, iso.ConvToGPSA(init="exact"), where=where)
-    assert iso.verify(base, new, torch.randn(1, 3, 32, 32)).passed
+    new = iso.recast(base, iso.ConvToGPSA(init="exact"), where="layer4.*.conv2")
     iso.save(new, path)
-    iso.save(new, path, base=build())
     fresh = build()
     before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
     again = iso.load(path, base=fresh)
     assert same(again, new)
     assert iso.edits(again) == iso.edits(new)
     assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
-    assert isinstance(iso.revert(again).get_submodule(where.replace("*", "0")), nn.Conv2d)
+    assert isinstance(iso.revert(again).layer4[0].conv2, nn.Conv2d)
     refused("which timm cannot build; open it in Python", iso.load, path)
-    refused("which timm cannot build", open_model, str(path))
-    if kind == "torchvision":
-        opened = open_own(path, arch="resnet18")
-        assert same(opened, new)
-        assert same(iso.load(path, base="resnet18"), new)
-        iso.save(opened, tmp_path / "timm.safetensors")
-        assert same(iso.load(tmp_path / "timm.safetensors"), new)
+    opened = open_own(path, arch="resnet18")
+    assert same(opened, new)
+    assert same(iso.load(path, base="resnet18"), new)
+    iso.save(opened, tmp_path / "timm.safetensors")
+    assert same(iso.load(tmp_path / "timm.safetensors"), new)
 
 
 def test_the_size_a_model_was_built_for_is_saved_and_a_trained_size_comes_first(tmp_path):
@@ -243,20 +222,14 @@ def test_a_function_that_builds_ones_own_model(tmp_path, monkeypatch):
     (tmp_path / "nets/mine.py").write_text(
         "import torch.nn as nn\n"
         "def build(classes=3): return nn.Sequential(nn.Conv2d(3, classes, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())\n"
-        "ready, number = build(), 5\n"
-        "def fails(): raise RuntimeError('no disk\\nat all')\n"
     )
     monkeypatch.chdir(tmp_path)
     own = open_model("nets.mine:build", options=ModelOptions(model_kwargs={"classes": 4}))
     assert own(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
-    assert open_model("nets.mine:ready").training is False
     save(tmp_path / "w.pth", own.state_dict())
     iso.save(iso.recast(own, iso.ConvToGPSA(), where="0"), tmp_path / "t.safetensors")
-    for path in ("w.pth", "t.safetensors"):
-        assert open_own(path, arch="nets.mine:build", model_kwargs={"classes": 4})(torch.zeros(1, 3, 8, 8)).shape == (
-            1,
-            4,
-        )
+    opened = open_own("t.safetensors", arch="nets.mine:build", model_kwargs={"classes": 4})
+    assert opened(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
     assert same(open_model("nets.mine:build", Path("w.pth"), options=ModelOptions(model_kwargs={"classes": 4})), own)
     assert same(iso.load("w.pth", base="nets.mine:build", classes=4), own)
     assert str(tmp_path) not in sys.path

@@ -201,24 +201,6 @@ class TestAttention:
             assert (shot[2, 2, :3].mean() < 60) == dark
             assert shot[..., :3].reshape(-1, 3).std(0).max() > 10  # something is drawn
 
-    def test_strides_padding_and_layers_of_one_model(self, tab, tmp_path):
-        """Queries on a coarser grid than keys, keys that are padding; next to a CNN without maps."""
-        cnn = timm.create_model("cifar_resnet20").eval()
-        tcnn, config = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.0.conv?"), CONFIG | {"input_size": (3, 40, 32)}
-        images = [PageImage("x", torch.rand(3, 40, 32))]
-        tab.open(write(tmp_path, {"T-CNN": tcnn, "CNN": cnn}, images, config))
-        assert texts(tab, ".heads h3") == ["T-CNN", "CNN"]
-        assert "CNN has no attention map in this layer" in texts(tab, ".heads")[0]
-        tab.run("viewers[0].changeLayer(0)")
-        tab.settle()
-        row = iso.attention_maps(tcnn, normalise_images(images, config))["layer3.0.conv1"][0, 4, 3 * 8 + 6]
-        keys = row.unflatten(0, (22, 18))[1:-1, 1:-1]
-        tab.click(".pick", *at((3, 6), (10, 8)))
-        tab.hover(tile(0, 0, 4) + " canvas", *at((7, 12), (20, 16)))
-        assert f"From row 4, column 7 of 10 {TIMES} 8" in readout(tab)
-        assert abs(readout(tab, "row 8, column 13 with") - keys[7, 12]) <= level(row)
-        assert readout(tab, ";") == pytest.approx(1 - keys.sum().item(), abs=0.02)
-
     def test_windows_lie_where_they_are_in_the_image(self, tab, tmp_path):
         """A shifted layer of a Swin, on a grid that its windows do not fill."""
         arguments = dict(img_size=(40, 48), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=2)

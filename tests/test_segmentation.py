@@ -179,9 +179,8 @@ def test_joint_augmentation_keeps_masks_on_their_images():
     transform = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)
     image, mask = squares(3, 96, 128)
     image[mask == 1], image[mask != 1] = 255, 0
-    pair = Pair(
-        tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1).byte()), tv_tensors.Mask(torch.from_numpy(mask))
-    )
+    x = tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1).byte())
+    pair = Pair(x, tv_tensors.Mask(torch.from_numpy(mask)))
     for seed in range(12):
         torch.manual_seed(seed)
         x, y = transform(pair)

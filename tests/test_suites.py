@@ -170,9 +170,8 @@ def test_real_goes_by_file_names_skips_and_takes_any_label(tmp_path):
     assert real == {"suite": "real", "top1": 100, "images": len(kept)}
     assert plain["images"] == len(numbers)
     assert model.passes == -(-len(numbers) // 64)  # one pass serves both
-    assert plain["top1"] == pytest.approx(
-        100 * sum(max(LABELS.real[n - 1, 0], 0) == n % 1000 for n in numbers) / len(numbers)
-    )
+    right = sum(max(LABELS.real[n - 1, 0], 0) == n % 1000 for n in numbers)
+    assert plain["top1"] == pytest.approx(100 * right / len(numbers))
     for pick in (lambda n: last[n][-1] if last[n] else 0, lambda n: n * 7 % 1000):
         other = validation(tmp_path / f"{pick(5)}", numbers, pick)
         expected = sum(pick(n) in last[n] for n in kept) / len(kept)

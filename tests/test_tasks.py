@@ -13,13 +13,12 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader
-from isomorph.distributed import Runtime
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.training.recipe import tasks
 from isomorph.training.recipe.fields import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS
-from isomorph.training.task import EvaluationOptions, Objective, Task, recorded_task, task_of
+from isomorph.training.task import Objective, Task, recorded_task, task_of
 
 
 class ParityOptions(Part):
@@ -107,9 +106,6 @@ class TestRun:
         assert isinstance(task, Parity)
         assert task.options.scale == 2.0
         assert iso.evaluate(model)["right"] == result.metrics["right"]
-        assert task.evaluate(model, EvaluationOptions("digits"), Runtime(torch.device("cpu"), False)) == [
-            iso.evaluate(model)
-        ]
 
     def test_a_task_derived_from_classification_is_evaluated_as_a_classifier(self, monkeypatch, tmp_path, capsys):
         """Unless it says otherwise; what it predicts is its own."""
@@ -134,7 +130,6 @@ class TestRecipe:
         ("changes", "message"),
         [
             ({"task": {"name": "parrot"}}, r"task: 'parrot' is not a task; did you mean parity"),
-            ({"task": {"name": "parity", "scal": 2}}, r"task.scal is not a field \(did you mean scale\?\)"),
             ({"data": {"source": "cifar10"}}, "data.source cifar10 is not for parity; choose one of digits"),
             ({"augment": {"hflip": 0.1}}, "augment does not apply to parity; leave it out"),
         ],
