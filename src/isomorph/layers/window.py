@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isomorph.layers.grid import GridSize
 
@@ -165,8 +165,3 @@ def limit_bias(relative: Any, windows: Windows) -> None:
         relative.rel_coords_log = relative.rel_coords_log[H - h : H + h - 1, W - w : W + w - 1]
         index = (index // (2 * W - 1) - (H - h)) * (2 * w - 1) + index % (2 * W - 1) - (W - w)
     relative.relative_position_index, relative.bias_shape = index, (len(kept), len(kept), relative.bias_shape[2])
-
-
-def has_limited_bias(layer: nn.Module) -> bool:
-    """True for a layer whose `rel_pos` is a relative bias that `limit_bias` knows."""
-    return all(hasattr(getattr(layer, "rel_pos", None), name) for name in ("relative_position_index", "bias_shape"))

@@ -5,6 +5,7 @@ paper's initialisation has to regain the accuracy. Annealing opens the layers wh
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -89,7 +90,7 @@ def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[Anneal
     Raises: UserError if there is neither.
     """
     gated = [module for module in model.modules() if isinstance(module, GatedAttention)]
-    others = [module for module in model.modules() if isinstance(module, AnnealedReLU | WindowAttention)]
+    others: list[Any] = [module for module in model.modules() if isinstance(module, AnnealedReLU | WindowAttention)]
     if not (gated or others):
         raise UserError(
             "the model has no gated attention layer to anneal; recast it with ConvToGPSA, AttentionToGPSA or "

@@ -43,9 +43,6 @@ def check_model(model: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(f"{name or 'the model'} is a TorchScript program; give the model that it was made from")
     return model
 
 

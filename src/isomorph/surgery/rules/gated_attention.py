@@ -128,7 +128,7 @@ class AttentionToGPSA(GatedRule, GridRule):
             return edit_map(module, make, self.grid_size, self.prefix_tokens)
         qkv, dim, grid_size = module.qkv, module.qkv.in_features, self.grid_size or (1, 1)
         gpsa = ViTGPSA(
-            dim, module.num_heads, grid_size, qkv_bias=qkv.bias is not None, prefix_tokens=self.prefix_tokens
+            dim, module.num_heads, grid_size, qkv_bias=qkv.bias is not None, prefix_tokens=self.prefix_tokens or 0
         )
         gpsa.to(qkv.weight.device, qkv.weight.dtype).set_gating(locality, gate)
         for name, tensor in qkv.named_parameters():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid
-from isomorph.layers.window import Windows, attend_in_windows, attend_with_share, has_limited_bias, limit_bias
+from isomorph.layers.window import Windows, attend_in_windows, attend_with_share, limit_bias
 from isomorph.operations import FollowMaps, FusedCall
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason, own_shapes
@@ -31,8 +31,7 @@ class _Attend(FollowMaps):
     def at_fused(self, call: FusedCall) -> Tensor:
         q, k, layer = call.query, call.key, self.layer
         if call.is_causal or q.ndim != 4 or q.shape[:3] != k.shape[:3]:
-            kind = "causal" if call.is_causal else f"of {tuple(q.shape[:-1])} queries to {tuple(k.shape[:-1])} keys"
-            raise ValueError(f"windows need self-attention with keys of its own for each head, and this is {kind}")
+            raise ValueError("windows need self-attention that is not causal, with keys of its own for each head")
         grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
         if layer.pruned:
             grid = int(grid[0]), int(grid[1])  # their number is a constant of a traced graph
@@ -56,9 +55,7 @@ class WindowAttention(AlteredAttention):
     added = (*AlteredAttention.added, "window", "share", "_is_global", "pruned")
 
     def set_share(self, share: float) -> None:
-        """Set the share of what is outside of the window. Raises: ValueError if it is not between 0 and 1."""
-        if not 0 <= share <= 1:
-            raise ValueError(f"share {share} must be from 0 (windows alone) to 1 (global attention)")
+        """Set the share of what is outside of the window, from 0 (windows alone) to 1 (global attention)."""
         self.share.fill_(share)
         self._is_global = share == 1
 
@@ -83,7 +80,7 @@ class WindowAttention(AlteredAttention):
         layer: Any = copy.deepcopy(self)
         layer.pruned = True
         layer.set_share(0.0)
-        if has_limited_bias(layer):
+        if hasattr(getattr(layer, "rel_pos", None), "relative_position_index"):
             limit_bias(layer.rel_pos, Windows(layer.grid_size, layer.window))
         return layer
 
