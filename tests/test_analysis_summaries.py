@@ -132,21 +132,6 @@ class TestCKA:
         refused("not batches of 8 and 7", lambda: cka_of_pairs(a, b, [(x[:8], x[:7])], "?"))
 
 
-class TestAlong:
-    def test_dials_follow_the_checkpoints_of_a_run_and_are_nan_before_there_are_any(self, tmp_path):
-        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "epoch-0.safetensors")
-        for epoch, gate in ((10, 1.0), (2, 5.0)):
-            iso.save(timm.create_model("t_cifar_resnet20", gate=gate), tmp_path / f"epoch-{epoch}.safetensors")
-        found = iso.training.gating_history(tmp_path)
-        assert found.epochs.tolist() == [0, 2, 10]
-        gates = found.gates["layer3.0.conv1"]
-        assert gates.shape == (3, 9)
-        assert gates[0].isnan().all()
-        torch.testing.assert_close(gates[1:, 0], torch.sigmoid(torch.tensor([5.0, 1.0])))
-        assert found.centres["layer3.0.conv1"].shape == (3, 9, 2)
-        assert set(found.spans) == set(found.gates)
-
-
 class TestBoundedMemory:
     """Of an image of 384 px in a network as deep as ViT-B, and of 400 images."""
 

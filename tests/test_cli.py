@@ -29,7 +29,7 @@ def weights(tmp_path_factory):
     return path
 
 
-def test_recast_verify_evaluate(tmp_path, weights):
+def test_recast_verify_revert(tmp_path, weights):
     out = tmp_path / "t.safetensors"
     run = isomorph("recast", weights, "--where", "layer3.2.conv?", "--out", out)
     assert run.returncode == 0, run.stderr
@@ -37,8 +37,6 @@ def test_recast_verify_evaluate(tmp_path, weights):
     assert "equal within 0.001" in run.stdout
     run = isomorph("verify", weights, out, "--size", 32, "37x45", "--json")
     assert json.loads(run.stdout)["passed"]
-    run = isomorph("evaluate", out, "--data", "digits", "--json", "--max-images", 100)
-    assert json.loads(run.stdout)["images"] == 100
     back = isomorph("revert", out, "--out", tmp_path / "back.safetensors", "--json")
     found = json.loads(back.stdout)
     assert found["report"]["passed"]

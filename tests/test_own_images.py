@@ -13,17 +13,14 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
-from isomorph.cli.open_models import open_given
-from isomorph.cli.options import CheckpointOptions
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.sources import decode, image_name, read_image, upright_size
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.model_data import open_split, open_test_images
+from isomorph.evaluation.model_data import open_test_images
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.tasks.detection.data import open_split as open_boxes
 from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
 from isomorph.training.classification import CLASSIFICATION
-from isomorph.training.recipe.recipe import validate
 from refusals import refused
 
 CLASSES = ("apple", "pear", "plum")
@@ -99,19 +96,6 @@ def test_labels_follow_the_names_of_the_models_classes(tmp_path):
     assert iso.evaluate(model, photos)["images"] == 10
     (photos / "plum").rename(photos / "Plum")
     refused(r"the data has 2 \(Plum, apple\); rename the folders that differ \(Plum\)", iso.evaluate, model, photos)
-
-
-def test_the_images_that_training_saw_are_not_tested_on_by_accident(tmp_path):
-    photos = images(tmp_path / "photos")
-    model = network(split=(0.4, 15))
-    iso.save(model, tmp_path / "m.safetensors")
-    model = iso.load(tmp_path / "m.safetensors")
-    left_out = iso.data.open_source(photos, "test", test_fraction=0.4)
-    assert iso.evaluate(model, photos)["images"] == len(left_out)  # the run's own split
-    refused(r"--split 0\.4 to test on the images left out", iso.evaluate, model, photos, test_fraction=0.6)
-    for fraction in (0.2, 0.4):
-        test = iso.data.open_source(photos, "test", test_fraction=fraction)
-        assert iso.evaluate(model, photos, test_fraction=fraction)["images"] == len(test)
 
 
 class Own(nn.Module):
@@ -221,21 +205,3 @@ def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
     (tmp_path / "maps" / other).mkdir(parents=True)
     torch.save(torch.zeros(2, 1, 2, 2), tmp_path / "maps" / other / "0.pt")
     assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).shape == (2, 1, 2, 2)
-
-
-def test_the_folder_of_a_run_is_its_data(tmp_path, monkeypatch):
-    for split in ("train", "val"):
-        images(tmp_path / "photos" / split)
-    values = dict(
-        model=dict(name="cifar_resnet20", pretrained=False),
-        data=dict(source="imagefolder", root=str(tmp_path / "photos"), size=[16, 16], batch_size=4),
-        augment=dict(crop_padding=2, hflip=0),
-        epochs=1,
-        out=str(tmp_path / "run"),
-    )
-    iso.train(validate(values), show=False)
-    monkeypatch.setenv("ISOMORPH_DATA", str(tmp_path))
-    for name in (tmp_path / "run", tmp_path / "run/model.safetensors"):
-        model = open_given(str(name), CheckpointOptions())
-        assert len(open_test_images(model, None, None)) == 15
-        assert len(open_split(model, "train", None, None)) == 15

@@ -1,7 +1,6 @@
 """Quantised models: close to the model, honest about every layer, and never half-written."""
 
 import copy
-import json
 import sys
 
 import numpy as np
@@ -11,7 +10,6 @@ import timm
 import torch
 
 import isomorph as iso
-from command_line import isomorph
 
 quantize_module = sys.modules["isomorph.deployment.quantize"]  # the function has the name of its module
 
@@ -108,16 +106,3 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
     kept = {(layer.name, layer.precision) for layer in report.layers if layer.reason == "chosen by float_layers"}
     assert kept == {("blocks.0.mlp.fc1", "float"), ("blocks.0.mlp.fc2", "float")}
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
-
-
-def test_the_command_quantises_and_tests(tmp_path):
-    shape = dict(img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=10)
-    iso.save(timm.create_model("vit_tiny_patch16_224", **shape), tmp_path / "vit.safetensors")
-    data = ["--data", "digits", "--max-images", "20"]
-    out = tmp_path / "int8.onnx"
-    run = isomorph("quantize", tmp_path / "vit.safetensors", *data, "--images", "8", "--weights-only", "--out", out)
-    assert run.returncode == 0, run.stderr
-    assert "6 of 8 layers have weights in int8" in run.stdout
-    assert "top-1" in run.stdout
-    run = isomorph("evaluate", out, *data, "--no-cost", "--json")
-    assert json.loads(run.stdout)["images"] == 20

@@ -270,25 +270,3 @@ def test_the_published_arrays(arrays):
     assert [top1["saturate", s] for s in range(1, 6)] == [100, 100, 50, 50, 50]
     assert (found["suite"], found["size"], found["images"]) == ("cifar-c", [32, 32], 4)
     assert found["mean_error_unnormalised"] == 10
-
-
-def test_the_command(tmp_path, data_root, capsys):
-    from isomorph.cli import main
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as left:
-            main([str(part) for part in (*base, *arguments)])
-        return left.value.code, *capsys.readouterr()
-
-    base = ["robustness", "cifar_resnet20", "--data", "cifar10", "--root", data_root, "--max-images", 20]
-    base += ["--corruption", "zoom_blur", "--corruption", "saturate", "--severity", 1, "--severity", 4]
-    cells = tmp_path / "cells.jsonl"
-    code, out, err = run("--out", cells, "--json")
-    assert (code, err) == (0, "")
-    assert [cell["images"] for cell in json.loads(out)["cells"]] == [20] * 4
-    code, out, err = run("--baseline", cells)
-    assert (code, err) == (0, "")
-    assert "mean corruption error, unnormalised" in out
-    assert "+0.00" in out
-    code, out, err = run("--out", cells)
-    assert "4 cells were read from --out" in out
