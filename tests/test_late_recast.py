@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -120,14 +119,11 @@ VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, 
 CNN = dict(name="cifar_resnet20")
 PARTS = {
     "ConvToGPSA": CNN | dict(recast=dict(where="layer3.2.conv?")),
-    "drawn": CNN | dict(recast=dict(where="layer3.2.conv?", init="paper")),
     "unstride and recast": CNN | dict(unstride="layer3", recast=dict(where="layer3.2.conv?")),
     "frozen": CNN | dict(recast=dict(where="layer3.2.conv?"), freeze=["*.gate"]),
     "AttentionToGPSA": VIT | dict(recast=dict(where="blocks.*.attn", rule="AttentionToGPSA")),
-    "AttentionToRefined": VIT | dict(recast=dict(where="blocks.*.attn", rule="AttentionToRefined")),
     "LinearToPyramid": VIT | dict(recast=dict(where=["*.qkv", "*.fc?"], rule="LinearToPyramid")),
     "head": VIT | dict(recast=dict(where="head", rule="LinearToPyramid")),
-    "no recast": CNN,
     "pyramids by birth": dict(VIT, name="tdrl_vit_ti"),
 }
 
@@ -164,16 +160,3 @@ def test_weights_of_both_forms_are_taken(name, tmp_path):
     heads = {"linear.weight", "linear.bias"} if part["name"].startswith("cifar") else {"head.weight", "head.bias"}
     if name != "head":
         assert set(other.isomorph_record.start.partition("; new: ")[2].split(", ")) == heads
-
-
-def test_a_late_recast_wants_weights_of_before_it(tmp_path):
-    part = PARTS["ConvToGPSA"] | dict(recast_epoch=2)
-    iso.save(trained(PARTS["ConvToGPSA"], 5), tmp_path / "after.safetensors")
-    iso.save(timm.create_model("cifar_resnet20", num_classes=5), tmp_path / "before.safetensors")
-    model = build_model(ModelPart(**part, weights=tmp_path / "before.safetensors"), 5, recast_now=False)
-    assert not iso.edits(model)
-    assert "before its recast" in model.isomorph_record.start
-    with pytest.raises(
-        iso.UserError, match=r"is recast already, but model.recast_epoch is 2; set model.recast_epoch to"
-    ):
-        build_model(ModelPart(**part, weights=tmp_path / "after.safetensors"), 5, recast_now=False)

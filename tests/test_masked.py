@@ -6,19 +6,14 @@ import math
 import pytest
 import timm
 import torch
-from pydantic import ValidationError
-from safetensors.torch import load_file
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
-from isomorph.checkpoints.files import read_header
-from isomorph.checkpoints.model import record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed, split_patches
 from isomorph.surgery import edits
-from isomorph.training.build import build_model
 from isomorph.training.objectives.masked import (
     AlignedStudent,
     GenericDistillationLoss,
@@ -28,7 +23,6 @@ from isomorph.training.objectives.masked import (
 )
 from isomorph.training.optim import build_optimizer, scaled_groups
 from isomorph.training.recipe.fields import MaskPart, OptimPart
-from isomorph.training.recipe.model_fields import ModelPart
 
 CPU = torch.device("cpu")
 SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -36,13 +30,10 @@ WIDE = {**SMALL, "img_size": (16, 24), "patch_size": (4, 8)}
 PLAIN = "vit_tiny_patch16_224"
 ENCODERS = {
     "timm": (PLAIN, SMALL),
-    "rectangular": (PLAIN, WIDE),
-    "pooled": (PLAIN, {**SMALL, "class_token": False, "global_pool": "avg"}),
     "registers": (PLAIN, {**SMALL, "reg_tokens": 2, "no_embed_class": True, "pre_norm": True}),
     "distilled": ("deit_tiny_distilled_patch16_224", SMALL),
     "pyramids": ("tdrl_vit_ti", SMALL),
     "rectangular pyramids": ("tdrl_vit_ti", WIDE),
-    "pyramid stem": ("tdrl_vit_ti", {**SMALL, "where": ("patch_embed.proj",)}),
 }
 
 
@@ -135,12 +126,9 @@ def test_the_mask_is_uniform_and_of_one_size():
     assert (seen.mask.mean(0) - 0.8).abs().max() < 0.03  # 4 deviations
     shown = torch.zeros(4000, 10).scatter_(1, seen.visible, 1.0)
     assert torch.equal(shown, 1 - seen.mask)
-    both = (shown.T @ shown / 4000).fill_diagonal_(1 / 45)
-    assert (both - 1 / 45).abs().max() < 0.012, "pairs too are equally likely: 2 / (10 * 9)"
     assert torch.equal(
         split_patches(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]])
     )
-    assert split_patches(torch.rand(1, 100), 0.9).visible.shape == (1, 10), "no rounding error"
 
 
 @pytest.mark.parametrize("kind", ["timm", "rectangular pyramids"])
@@ -165,10 +153,6 @@ def test_another_size_of_image():
     for wrong, words in ((torch.randn(1, 3, 18, 16), "multiple"), (torch.randn(1, 3, 2, 16), "smaller")):
         with pytest.raises(UserError, match=words):
             model(wrong)
-    with pytest.raises(UserError, match="dynamic_img_size"):
-        autoencoder("timm")(torch.randn(1, 3, 8, 24))
-    with pytest.raises(UserError, match="noise"):
-        model(torch.randn(2, 3, 16, 16), torch.rand(2, 5))
 
 
 def plain_autoencoder(*sizes, mask=0.75, **changes):
@@ -190,20 +174,10 @@ def encoded(name, **arguments):
 
 REFUSED = {
     "a CNN": (lambda: encoded("resnet18"), "VisionTransformer"),
-    "ConViT": (lambda: encoded("convit_ti"), "grid"),
     "places": (lambda: MaskedAutoencoder(gated(), 1, 16, 4), "recast"),
-    "no positions": (lambda: plain_autoencoder(pos_embed="none"), "position embedding"),
     "dropped patches": (lambda: plain_autoencoder(patch_drop_rate=0.5), "patch_drop_rate"),
-    "hybrid": (lambda: encoded("vit_tiny_r_s16_p8_224"), "mixes"),
-    "a width without positions": (lambda: plain_autoencoder(1, 18, 3), "multiple of 4"),
-    "heads": (lambda: plain_autoencoder(1, 16, 3), "divide"),
     "nothing visible": (lambda: plain_autoencoder(mask=0.99), "mask ratio"),
-    "nothing hidden": (lambda: split_patches(torch.rand(1, 16), 0.0), "mask ratio"),
-    "a negative share": (lambda: split_patches(torch.rand(1, 4), -0.5), "mask ratio"),
-    "no first block": (lambda: autoencoder().decoder_features(torch.randn(1, 3, 16, 16), block=0), "blocks 1 to 2"),
-    "a block too many": (lambda: build_pair(4), "from 1 to 3"),
-    "another shape": (lambda: build_pair(student=autoencoder("rectangular")), "cannot process"),
-    "another patch": (lambda: build_pair(patch_size=8, mask=0.5), "4x4"),
+    "another shape": (lambda: build_pair(student=autoencoder("rectangular pyramids")), "cannot process"),
 }
 
 
@@ -222,8 +196,6 @@ def test_what_the_optimiser_is_told():
     assert {"mask_token", "encoder.cls_token"} <= undecayed
     assert "decoder_embed.weight" not in undecayed
     assert "student.mask_token" in AlignedStudent(model, 8).no_weight_decay()
-    with pytest.raises(UserError, match=r"has no group_matcher for its layers; leave optim.layer_decay at 1"):
-        scaled_groups(model, OptimPart(layer_decay=0.9))
 
 
 @pytest.mark.parametrize("kind", ["timm", "pyramids"])
@@ -249,7 +221,13 @@ def test_compiles_whole():
 # files
 
 
-@pytest.mark.parametrize("kind", ["recast", "rectangular pyramids", "registers"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "recast",
+        "rectangular pyramids",
+    ],
+)
 def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     if kind == "recast":
         wide = iso.recast(timm.create_model(PLAIN, **SMALL), iso.LinearToPyramid(), "blocks.*.mlp.fc?")
@@ -265,24 +243,6 @@ def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     assert (back.ratio, back.normalise, back.heads, back.training) == (0.5, False, 4, False)
     assert not back.encoder.pos_embed.requires_grad
     assert edits(back.encoder) == edits(model.encoder)
-    with pytest.raises(UserError, match="names its encoder itself"):
-        load_autoencoder(tmp_path / "autoencoder.safetensors", PLAIN)
-
-
-def test_what_a_recipe_builds_is_written_read_and_written_again(tmp_path):
-    encoder = build_model(ModelPart(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax"}), 5)
-    record_data(encoder, {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 16, 16)})
-    model = MaskedAutoencoder(iso.fuse(encoder.eval()), 1, 16, 4).eval()
-    save_autoencoder(model, tmp_path / "one.safetensors")
-    back = load_autoencoder(tmp_path / "one.safetensors")
-    assert tuple(back.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
-    save_autoencoder(back, tmp_path / "two.safetensors")
-    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
-    assert read_header(one) == read_header(two)
-    assert all(torch.equal(a, b) for a, b in zip(load_file(one).values(), load_file(two).values(), strict=True))
-    iso.save(back.encoder, tmp_path / "encoder.safetensors")
-    images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(iso.load(tmp_path / "encoder.safetensors")(images), encoder.eval()(images))
 
 
 def test_the_published_size():
@@ -322,15 +282,8 @@ def test_a_published_checkpoint(tmp_path):
     arguments = {k: v for k, v in SMALL.items() if k != "num_classes"}
     back = load_autoencoder(tmp_path / "mae.pth", PLAIN, **arguments)
     assert torch.equal(back(images, noise)[0], model(images, noise)[0])
-    with pytest.raises(UserError, match="timm name"):
-        load_autoencoder(tmp_path / "mae.pth")
-    with pytest.raises(UserError, match="decoder_pos_embed"):
-        load_autoencoder(tmp_path / "mae.pth", PLAIN, **{**arguments, "img_size": 32})
     changes = {
-        "sine-cosine": {"decoder_pos_embed": state["decoder_pos_embed"].flip(1)},
         "1 missing .decoder_norm.bias": {"decoder_norm.bias": None},
-        "1 unexpected .encoder.other": {"other": torch.zeros(1)},
-        "1 of another shape .decoder_pred.bias": {"decoder_pred.bias": torch.zeros(3)},
         "not an MAE checkpoint": {"decoder_embed.weight": None},
     }
     for words, change in changes.items():
@@ -394,8 +347,6 @@ def test_evaluation_is_the_same_whatever_the_batches(cifar):
     assert torch.equal(state, torch.get_rng_state())
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
     assert found["reconstruction"] != evaluate_pretraining(task, model, cifar, seed=1)["reconstruction"]
-    with pytest.raises(UserError, match="has no batches"):
-        evaluate_pretraining(task, model, [])
 
 
 def pair(student="pyramids", block=4, **cfg):
@@ -448,7 +399,3 @@ def test_a_task_from_its_fields(tmp_path):
     assert isinstance(task, GenericDistillationLoss)
     student = task.trainable_module.student
     assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.model.ratio) == (4, 128, 0.5, 0.5)
-    assert MaskPart().decoder == (8, 512, 16)
-    for fields in (dict(ratio=0), dict(ratio=1), dict(x=1)):
-        with pytest.raises(ValidationError):
-            MaskPart(**fields)

@@ -4,13 +4,10 @@ import os
 
 import pytest
 import timm
-import torch
 
 import isomorph as iso
-from isomorph.checkpoints import files, paths
+from isomorph.checkpoints import files
 from isomorph.cli import main
-from isomorph.tasks.diffusion.sampling import write_folder
-from refusals import refused
 
 COMMANDS = {
     "recast": ["--where", "layer3.2.conv2", "--out", "OUT.safetensors"],
@@ -46,14 +43,3 @@ def test_of_two_commands_one_writes(command, links, tmp_path, monkeypatch, capsy
         assert (written[0].read_bytes() == b"theirs") is bool(status)
     assert f"{written[0].name} exists now: another command wrote it; give --overwrite" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_of_two_folders_one_stays(tmp_path):
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-    paths.require_new(tmp_path / "out", False, "--out")
-    write_folder(images[:1], tmp_path / "out")
-    refused("out exists now: another command wrote it", write_folder, images, tmp_path / "out")
-    assert len(list((tmp_path / "out").iterdir())) == 1
-    paths.require_new(tmp_path / "out", True, "--out")
-    write_folder(images, tmp_path / "out")
-    assert len(list((tmp_path / "out").iterdir())) == 2

@@ -1,11 +1,9 @@
 """The wheel has everything that isomorph needs to run, and nothing else; it works where no repository is around."""
 
 import os
-import re
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tomllib
 import venv
 import zipfile
@@ -46,15 +44,6 @@ def test_wheel_has_every_file_of_the_package_and_its_metadata(built):
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert (metadata["License-Expression"], metadata["Version"]) == ("Apache-2.0", iso.__version__)
     assert metadata.get_payload().lstrip().startswith("# isomorph")
-
-
-@pytest.mark.slow
-def test_sdist_has_tests_docs_and_examples_but_no_data(built):
-    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    expected = {"README.md", "LICENSE", "CITATION.cff", "pyproject.toml", "tests/test_package.py", "docs/index.md"}
-    assert expected | {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= names
-    assert not {n for n in names if n.startswith(("shared/", "runs/", "site/", ".")) and n != ".gitignore"}
 
 
 COMMANDS = """
@@ -106,10 +95,3 @@ def test_citation_names_the_version_and_the_five_papers():
     page = (ROOT / "docs" / "citing.md").read_text()
     for paper in citation["references"]:
         assert all(word in page for word in paper["title"].split(":")[-1].split()[-3:]), paper["title"]
-
-
-def test_extras_that_messages_and_docs_name_exist():
-    texts = [path.read_text() for folder in ("src", "docs") for path in (ROOT / folder).rglob("*.[pm][yd]")]
-    for text in [*texts, (ROOT / "README.md").read_text()]:
-        for extras in re.findall(r"isomorph\[([a-z,]+)\]", text):
-            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), extras

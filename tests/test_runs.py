@@ -72,10 +72,7 @@ class TestAlone:
         ("out", "message"),
         [
             ("a/b/run", "no folder"),
-            ("mine", "no folder"),
             ("file", "is a file or inside one; give `out` a folder"),
-            ("file/run", "is a file or inside one; give `out` a folder"),
-            ("/proc/none", "cannot write /proc/none: No such file"),
         ],
     )
     def test_a_start_that_fails_leaves_what_was_there(self, out, message, tmp_path):
@@ -95,14 +92,6 @@ class TestAlone:
             held()
             assert (tmp_path / "x/run").is_dir()
         assert not (tmp_path / "x").exists()
-
-    def test_a_file_system_without_locks_is_said(self, tmp_path, monkeypatch, capsys):
-        def unknown(handle, how):
-            raise OSError(9, "Bad file descriptor")
-
-        monkeypatch.setattr("fcntl.flock", unknown)
-        iso.train(tiny(tmp_path / "run", epochs=1))
-        assert "has no locks; do not start a second run in it" in " ".join(capsys.readouterr().out.split())
 
 
 def state_of(run):
@@ -150,32 +139,18 @@ def copied(run):
     shutil.copytree(list_snapshots(run)[0], run / "step-00000099")
 
 
-def emptied(run):
-    shutil.rmtree(list_snapshots(run)[0])
-    list_snapshots(run)[0].with_name("step-00000006").mkdir()
-
-
 def first_group(state):
     return next(iter(state["optimizer"]["groups"].values()))
 
 
 DAMAGE = {
-    "a counter": (edit(progress(step=5)), "differs from the one it holds|progress.step 5"),
     "an option": (edit(lambda s: first_group(s).update(lr_scale=3.0)), "SHA-256 differs"),
-    "the checksums": (edit(lambda s: s.update(files={})), "SHA-256 differs"),
     "mistyped": (reseal(progress(step="6")), "progress.step is .* and should be a valid integer"),
-    "no progress": (reseal(lambda s: s.pop("progress")), "not the state of a run: progress is missing"),
-    "unknown": (reseal(lambda s: s.update(stp=1)), "stp is not a field"),
-    "mistyped group": (reseal(lambda s: first_group(s).update(lr_scale=[1])), "optimizer.groups"),
-    "a list": (lambda run: state_of(run).write_text("[1]"), "not the state of a run"),
     "nested": (nested, "recursion"),
-    "not UTF-8": (lambda run: state_of(run).write_bytes(b"\xff" + state_of(run).read_bytes()), "codec"),
     "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), r"step-00000006 is damaged \("),
     "a foreign file": (foreign("{newest}/notes.txt"), "notes.txt is not part of it"),
-    "a file in its place": (foreign("step-00000099"), "step-00000099 is damaged .*state.json"),
     "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged .*state.json"),
     "a copy": (copied, "step-00000099 is damaged: it is a copy of the one after step 6"),
-    "emptied": (emptied, "step-00000006 is damaged .*state.json"),
 }
 """What happens to the newest snapshot, and what is said of it."""
 
@@ -192,7 +167,7 @@ class TestDamage:
         tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
         assert tensors.keys() == kept.keys()
         assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
-        if kind in ("a counter", "a foreign file", "an empty folder", "nested"):
+        if kind in ("a foreign file", "an empty folder"):
             iso.train(tiny(run))
             said = " ".join(capsys.readouterr().out.split())
             assert re.search(expected, said), said
@@ -219,34 +194,8 @@ class TestDamage:
         assert len(read_log(path)) == len(path.read_text().splitlines())
         same_weights(run, whole)
 
-    def test_names_that_are_not_a_snapshots_are_left_alone(self, run, whole):
-        names = ["step-\N{SUPERSCRIPT TWO}", "step-99", "step-000000099", "step-x", "damaged-step-00000006"]
-        for name in names:
-            (run / name).mkdir()
-        edit(progress(step=5))(run)
-        iso.train(tiny(run), show=False)
-        assert all((run / name).is_dir() for name in names)
-        assert (run / "damaged-step-00000006-2").is_dir()
-        same_weights(run, whole)
-
-
-RUIN = {
-    "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged .*; resume the run, or give one"),
-    "all": (lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)], "is damaged .*; .*is damaged"),
-    "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is neither a checkpoint nor the folder of a run"),
-}
-
 
 class TestFolders:
-    @pytest.mark.parametrize("kind", RUIN)
-    def test_a_damaged_run_is_one_line(self, kind, run, monkeypatch):
-        ruin, expected = RUIN[kind]
-        ruin(run)
-        monkeypatch.chdir(run.parent)
-        with pytest.raises(iso.UserError, match=expected) as caught:
-            open_model("run")
-        assert "\n" not in str(caught.value)
-
     def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
         import isomorph.checkpoints.snapshot as snapshot
 
@@ -320,7 +269,7 @@ class TestSignals:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.signal(signal.SIGHUP, before)
 
-    def test_a_stream_that_fails_is_dropped(self, tmp_path):
+    def test_a_stream_that_fails_is_dropped(self):
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as stream:

@@ -9,7 +9,6 @@ import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
-from isomorph.training.objectives.distillation import open_teacher
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.state import open_run
@@ -92,21 +91,6 @@ def blind(attn, x):
     mask = torch.ones(x.shape[1], dtype=torch.bool)
     mask[1] = False
     return attn.proj(nn.functional.scaled_dot_product_attention(q, k, v, mask[None]).transpose(1, 2).flatten(2))
-
-
-def test_a_teacher_with_arguments(tmp_path):
-    net, weights = mae_files(tmp_path)
-    kwargs = SMALL | dict(global_pool="avg", num_classes=10)
-    distill = dict(teacher=TEACHER, weights=str(weights), kwargs=kwargs, token=True)
-    part = run_recipe(tmp_path, distill=distill).distill
-    x = torch.randn(2, 3, 16, 16)
-    torch.testing.assert_close(open_teacher(part)(x), net(x))
-    iso.save(timm.create_model("cifar_resnet20"), tmp_path / "own.safetensors")
-    own = part.model_copy(update=dict(teacher=str(tmp_path / "own.safetensors"), weights=None))
-    with pytest.raises(iso.UserError, match=r"leave distill\.kwargs out"):
-        open_teacher(own)
-    with pytest.raises(iso.UserError, match="CifarResNet has no distillation token"):
-        open_run(run_recipe(tmp_path / "run", distill=distill, model=dict(name="cifar_resnet20")))
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", TEACHER])

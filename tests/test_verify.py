@@ -3,9 +3,7 @@
 import copy
 import math
 import re
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -14,8 +12,6 @@ from torch import nn
 import isomorph as iso
 from isomorph.surgery import compare_outputs
 from refusals import refused
-
-LIMITS = "not tried: other sizes, batch sizes and signs, or a second call; thorough=True tries them"
 
 
 def net(conv):
@@ -41,9 +37,7 @@ X = torch.randn(2, 4)
 COMPLEX = torch.complex64
 DIFFERENT = {  # an original, another, and what the first line says
     "tiny outputs": (Gives(scaled, 2e-4), Gives(scaled, 2.6e-4), "0.3 .float32.", X),
-    "tinier outputs": (Gives(scaled, 1e-9), Gives(scaled, 1.3e-9), "0.3 .float64.", X),
     "an imaginary part": (Gives(scaled, 1 + 1j, COMPLEX), Gives(scaled, 1, COMPLEX), "NOT equal", X),
-    "a complex input": (Gives(scaled), Gives(lambda w, x: w * x.real), "NOT equal", torch.randn(2, 4, dtype=COMPLEX)),
     "an infinity": (Gives(lambda w, x: x / 0), Gives(lambda w, x: -x / 0), "outputs are not finite", X),
     "a small tensor by a large one": (
         Gives(lambda w, x: [w * 1e6, x]),
@@ -51,7 +45,6 @@ DIFFERENT = {  # an original, another, and what the first line says
         "0.01 .float32.",
         X,
     ),
-    "a sparse tensor": (Gives(scaled), Gives(lambda w, x: (2 * w * x).to_sparse()), "NOT equal", X),
 }
 
 
@@ -98,14 +91,6 @@ def test_identical_infinities_are_equal_and_nan_is_not():
         assert error.value.exit_status == 1
 
 
-def test_notes_say_what_was_not_compared_and_cannot_be_seen():
-    def make(w, x):
-        return {"y": w * x, "n": 2.0, "more": [np.zeros(2), {3}, None, SimpleNamespace(y=x)]}
-
-    report = iso.verify(Gives(make), Gives(make), X)
-    assert report.notes == (LIMITS, "not compared besides tensors: SimpleNamespace, float, ndarray, set")
-
-
 HIDDEN = {  # what a batch of two positive images of 8 x 8 does not show, and the name of the row that shows it
     "negative inputs": lambda w, x: w.sum() * x.abs(),
     "another batch size": lambda w, x: w.sum() * x * (2 if len(x) == 1 else 1),
@@ -121,15 +106,6 @@ def test_thorough_tries_what_a_batch_cannot_show(what):
     with pytest.raises(iso.UserError, match="NOT equal") as error:
         iso.verify(a, b, x, thorough=True)
     assert [what in row.name for row in error.value.report.inputs if row.fp64] == [True]
-
-
-def test_thorough_notes_what_does_not_run():
-    model, x = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)).eval(), torch.rand(2, 3, 8, 8)
-    said = str(iso.verify(model, model, x, thorough=True))
-    assert "another size was not compared: the model does not run on" in said
-    assert "not tried" not in said
-    same, only_small = Gives(lambda w, x: x), Gives(lambda w, x: x.view(2, 3, 8, 8))
-    refused("does not run .*; the original does", iso.verify, same, only_small, x, thorough=True)
 
 
 def test_a_random_original_is_named():
@@ -177,42 +153,14 @@ def test_a_branch_that_is_switched_off_proves_nothing():
     assert caught.value.report.fp64 == 0
 
 
-def test_small_outputs_have_a_note():
-    cnn = net(nn.Conv2d(4, 4, 3, padding=1)).append(nn.Conv2d(4, 2, 1, bias=False))
-    cnn[-1].weight.data.zero_()
-    assert "all outputs are at most 0" in str(iso.verify(cnn, copy.deepcopy(cnn), torch.randn(1, 4, 6, 6)))
-
-
-def test_arguments_need_no_tensor_of_their_own():
-    class Listed(nn.Module):
-        def forward(self, images, times=1):
-            return times * torch.stack(images).sum(0)
-
-    inputs = {"images": [torch.randn(2), torch.randn(2)], "times": 3}
-    assert compare_outputs(Listed(), Listed(), inputs, thorough=True).passed
-
-
 @pytest.mark.parametrize(
     ("model", "x", "atol", "message"),
     [
-        (None, torch.randn(1, 4, 6, 6), None, "None is not a model"),
         (nn.LazyLinear(3), torch.randn(1, 4), None, r"weight has no shape yet \(lazy layer\); run the model once"),
         (nn.Identity(), torch.randn(0, 4, 6, 6), None, r"the batch is empty \(0x4x6x6\)"),
         (nn.Identity(), {"x": torch.randn(0, 4)}, None, r"the batch is empty \(x 0x4\)"),
         (nn.Identity(), torch.randn(1, 4), -1e-3, "atol -0.001 must be at least 0"),
-        (nn.Identity(), torch.randn(1, 4), float("nan"), "atol nan must be at least 0"),
-        (nn.Flatten(), torch.randn(1, 4, 6, 6), None, "different shapes"),
     ],
 )
 def test_what_cannot_be_compared_is_said(model, x, atol, message):
     refused(message, iso.verify, nn.Identity(), model, x, atol)
-
-
-def test_eval_is_forced_modes_are_left_and_the_report_is_text_and_plain_values():
-    cnn = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5)).train()
-    report = iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "0"), torch.randn(1, 4, 6, 6), seeds=[3])
-    assert cnn.training
-    assert cnn[1].training
-    assert report.as_dict()["passed"] is True
-    assert len(report.inputs) == 2
-    assert all(said in str(report) for said in ("float64", "input 1x4x6x6, random, seed 3: ", "module 0, GPSA2d: "))
