@@ -97,32 +97,3 @@ def test_the_page_holds_the_maps_of_windows():
     assert viewer.data["windows"][kept[1]] == windows.members.tolist()
     assert len(viewer.data["windows"]) == len(set(kept)) <= 4
     assert viewer.data["layers"][1]["byModel"][0]["padded"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "size"),
-    [
-        ("swin_tiny_patch4_window7_224", dict(embed_dim=12, depths=(2,), num_heads=(2,)), 56),
-        ("davit_tiny", dict(depths=(1, 1, 1, 1)), 64),
-    ],
-)
-@torch.no_grad()
-def test_attention_of_a_query_lies_on_the_map(name, kwargs, size):
-    sized = dict(kwargs, img_size=size) if "swin" in name or "maxvit" in name else kwargs
-    model, x = timm.create_model(name, **sized).eval(), torch.randn(2, 3, size, size)
-    windows = iso.analysis.attention_windows(model, x)
-    seen, maps = iso.analysis.attention_from(model, x, (0.3, 0.6)), iso.attention_maps(model, x)
-    assert seen
-    for layer, picture in seen.items():
-        assert len(picture) == 2
-        if layer not in windows:
-            continue
-        grid, members = windows[layer]
-        place = int(0.3 * grid[0]) * grid[1] + int(0.6 * grid[1])
-        window, token = (members == place).nonzero()[0]
-        expected = torch.zeros(*picture.shape[:2], grid[0] * grid[1])
-        row = maps[layer].unflatten(0, (2, -1))[:, window, :, token]  # (B, nh, N)
-        for key, position in enumerate(members[window].tolist()):
-            if position >= 0:
-                expected[:, :, position] = row[:, :, key]
-        torch.testing.assert_close(picture.flatten(2), expected)

@@ -97,7 +97,6 @@ def test_every_picture_is_shown_and_light():
 
 
 sys.path.insert(0, str(ROOT / "docs_build"))
-import check_site  # noqa: E402
 import generate  # noqa: E402
 
 
@@ -105,40 +104,6 @@ import generate  # noqa: E402
 def test_generated_pages_are_up_to_date(path):
     written = (ROOT / "docs" / path).read_text()
     assert written == generate.PAGES[path](), f"run python docs_build/generate.py {path}"
-
-
-def test_every_model_is_in_the_table():
-    """The table itself takes a minute to make."""
-    from isomorph.cli.tables import tables
-
-    text = (ROOT / "docs/reference/models.md").read_text()
-    for model in tables()["models"]:
-        assert f"| `{model['name']}` |" in text, "run python docs_build/generate.py reference/models.md"
-        assert f"| {model['parameters']:,} |" in text, model["name"]
-
-
-def test_the_site_loads_nothing_from_elsewhere():
-    """Its settings: no fonts of others, and the one script that the theme would load is stored here."""
-    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
-    assert site["theme"]["font"] is False
-    template = (ROOT / site["theme"]["custom_dir"] / "main.html").read_text()
-    assert (ROOT / "docs/javascripts/iframe-worker.js").is_file()
-    assert "javascripts/iframe-worker.js" in template
-    assert "http" not in template
-
-
-def test_a_built_site_is_checked(tmp_path):
-    """As `make docs` does: addresses that are loaded, and links to pages and to places on them."""
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#here">b</a><a href="https://example.org">x</a><h1 id="top">A</h1>'
-    )
-    (tmp_path / "b.html").write_text('<p id="here">B</p><img src="a.png"><a href="a.html#bottom">a</a>')
-    assert check_site.problems(tmp_path) == [
-        "b.html links to a.png, which is not there",
-        "b.html links to a.html#bottom, which has no such place",
-    ]
-    (tmp_path / "b.html").write_text('<p id="here">B</p><script src="https://example.org/x.js"></script>')
-    assert check_site.problems(tmp_path) == ["b.html loads https://example.org/x.js"]
 
 
 def test_no_address_or_path_of_a_machine():

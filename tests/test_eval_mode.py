@@ -79,25 +79,11 @@ def each_parameter(change):
     return apply
 
 
-@torch.no_grad()
-def exchange_with_average(layer):
-    """As an evaluation with averaged weights does, there and back."""
-    average = [p.clone().lerp_(torch.ones_like(p), 0.1) for p in layer.parameters()]
-    for _ in range(3):
-        for p, other in zip(layer.parameters(), average, strict=True):
-            mine = p.clone()
-            p.copy_(other)
-            other.copy_(mine)
-
-
 CHANGES = {
     "in place": torch.no_grad()(each_parameter(lambda module, name, p: p.mul_(1.1))),
-    "of the state": lambda layer: [tensor.mul_(1.1) for tensor in layer.state_dict().values()],
     "replaced": each_parameter(lambda module, name, p: setattr(module, name, nn.Parameter(p.detach() * 1.1))),
     "data replaced": each_parameter(lambda module, name, p: setattr(p, "data", p.data * 1.1)),
-    "loaded": lambda layer: layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()}),
     "assigned": lambda layer: layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()}, assign=True),
-    "average": exchange_with_average,
     "rounded": lambda layer: layer.float().double(),
     "data written, then eval()": lambda layer: (each_parameter(lambda m, n, p: p.data.mul_(1.1))(layer), layer.eval()),
 }

@@ -1,7 +1,5 @@
 """Gated attention in every stage: windows, groups of channels, and positions as one convolution."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -18,7 +16,6 @@ CASES = {  # layer, its options, height, width, channels, out, kernel, stride, p
     "window": (dict(window=5), (7, 9, 10, 6, 3, 1, 1, 1)),
     "few channels": (dict(window=(3, 7)), (6, 7, 4, 6, 3, 2, 1, 1)),
     "one position": (dict(window=1), (4, 6, 6, 4, 3, 1, 2, 2)),
-    "one tap": (dict(window=3), (6, 5, 4, 4, 1, 2, 1, 4)),
     "the whole map": (dict(window=31), (6, 5, 6, 4, 3, 2, 1, 1)),
 }
 
@@ -74,24 +71,7 @@ def test_positions_as_one_convolution_are_the_formula(grid, locality, monkeypatc
     assert folded[0] is not None
 
 
-def test_a_reach_is_the_distance_beyond_which_weights_vanish():
-    axis = taps.TapAxis(3, 1, 1, torch.tensor([0.3]), torch.tensor([2.0]), torch.ones(1, 9, 9))
-    reach = axis.reach()
-    weights = torch.softmax(-2.0 * (torch.arange(-40, 41, dtype=torch.float64) - 0.3) ** 2, 0)
-    left_out = weights[: 40 - reach].sum() + weights[41 + reach :].sum()
-    assert left_out < torch.finfo(torch.float32).eps < weights[40 + reach - 2]
-    for locality in (math.nan, math.inf, 1e-9):
-        assert (axis._replace(locality=torch.tensor([locality])).reach() is None) == (locality != math.inf)
-
-
-def test_a_layer_on_its_taps_is_exactly_its_convolution():
-    conv = nn.Conv2d(8, 6, 3, 2, 1)
-    layer, x = iso.ConvToGPSA(content="none").build(conv), torch.randn(2, 8, 13, 10)
-    torch.testing.assert_close(layer(x), conv(x), rtol=1e-6, atol=1e-6)  # float32: one rounding of the kernel
-
-
 CITIZENS = {
-    "window": (lambda: WindowGPSA2d(20, 6, 3, 1, 1, window=3), (2, 20, 10, 9)),
     "window, few channels": (lambda: WindowGPSA2d(3, 6, 5, 2, 2), (2, 3, 12, 9)),
     "positions, depthwise": (lambda: PositionalConv2d(20, 20, 3, 1, 1, groups=20), (2, 20, 10, 9)),
 }
@@ -169,32 +149,3 @@ def test_the_attention_of_one_query_is_a_row_of_the_map(content):
     for query in (-1, whole.shape[2]):
         with pytest.raises(ValueError, match=f"query {query} must be from 0 to 19"):
             layer.attention(x, query=query)
-
-
-def test_the_attention_of_one_query_needs_no_map():
-    layer = WindowGPSA2d(3, 4, 7, stride=2, padding=3, window=9)
-    row = layer.attention(torch.randn(1, 3, 224, 224), query=12_543)
-    assert row.shape == (1, 49, 1, 230 * 230)
-    torch.testing.assert_close(row.sum(-1), torch.ones(1, 49, 1))
-
-
-@pytest.mark.parametrize("content", gated.CONTENT)
-def test_another_input_is_rejected(content):
-    layer = iso.ConvToGPSA(content=content).build(nn.Conv2d(4, 8, 3, padding=1))
-    for call in (layer, layer.attention):
-        for wrong, said in (
-            (torch.randn(1, 8, 6, 6), "4 channels, not 8"),
-            (torch.randn(4, 6), r"has shape \(4, 6\)"),
-            (torch.ones(1, 4, 6, 6, dtype=torch.uint8), "its input is torch.uint8; convert one"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                call(wrong)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(torch.randn(1, 4, 6, 6, dtype=torch.bfloat16)).shape == (1, 8, 6, 6)
-        with pytest.raises(ValueError, match=r"its input is torch.float64; convert one"):
-            layer(torch.randn(1, 4, 6, 6, dtype=torch.float64))
-
-
-def test_a_window_without_a_centre_is_refused():
-    with pytest.raises(ValueError, match="window 4 x 3 has no centre; use odd numbers above 0"):
-        WindowGPSA2d(4, 4, 3, window=(4, 3))

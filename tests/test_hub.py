@@ -1,6 +1,5 @@
 """Hugging Face data sets: what can be wrong with them, and reading them in passing."""
 
-import pickle
 import sys
 import zlib
 from collections import Counter
@@ -37,27 +36,12 @@ class TestHuggingface:
     def test_what_can_be_missing(self, tmp_path, open_it, monkeypatch):
         name = "huggingface" if open_it is open_source else "huggingface-stream"
         refused(r"cannot reach timm/mini-imagenet: .*check the network", open_it, name, "train", "timm/mini-imagenet")
-        refused("/no/such/place is neither a folder nor a name on the hub", open_it, name, "train", "/no/such/place")
         refused("has no split train; parquet files must be named", open_it, name, "train", tmp_path)
         as_parquet(tmp_path)
-        refused("has no split test, val or validation", open_it, name, "test", tmp_path)
         dataset().rename_column("label", "target").to_parquet(tmp_path / "test.parquet")
         refused("has columns image, target; it must have image and label", open_it, name, "test", tmp_path)
-        (tmp_path / "test.parquet").write_bytes(b"PAR1 and nothing")
-        refused("cannot read the test split in", open_it, name, "test", tmp_path)
         monkeypatch.setitem(sys.modules, "datasets", None)
         refused(r"pip install -e '\.\[data\]'", open_it, name, "train", tmp_path)
-
-    def test_text_labels_and_empty_cells(self, tmp_path):
-        from datasets import Dataset
-
-        Dataset.from_dict({"image": [b"x"], "label": ["cat"]}).to_parquet(tmp_path / "train.parquet")
-        refused("must hold whole numbers", open_source, "huggingface", "train", tmp_path)
-        (tmp_path / "cells").mkdir()
-        Dataset.from_dict({"image": [None, b"x"], "label": [0, 1]}).to_parquet(tmp_path / "cells/test.parquet")
-        source = open_source("huggingface", "test", tmp_path / "cells")
-        refused(r"cannot read image 0 of the test split in .*: the cell is empty", source.image, 0)
-        refused("cannot read image 1 of the test split", source.image, 1)
 
 
 @pytest.fixture
@@ -79,12 +63,6 @@ class TestStream:
         }
         assert found == {(label, zlib.crc32(pixels)) for label, pixels in EXPECTED}
 
-    def test_workers_that_share_parts_change_nothing(self, stream):
-        sampler = TrainSampler(BatchOrder(len(SAMPLES), 4), 2, parts=BatchParts(range(2), 2))
-        tensor = lambda image: torch.tensor(zlib.crc32(image.tobytes()))  # noqa: E731
-        orders = [[images.tolist() for images, *_ in stream_loader(stream, tensor, sampler, n)] for n in (0, 1, 2)]
-        assert orders[0] == orders[1] == orders[2]
-
     def test_same_labels_and_pixels(self, stream):
         assert (stream.classes, len(stream)) == (tuple(CLASSES), len(SAMPLES))
         seen = [(label, stream.image(raw, identity).tobytes()) for raw, label, identity in stream.samples(0, 0)]
@@ -101,15 +79,11 @@ class TestStream:
         assert order(0, 5) == order(0, 5)
         assert len({*map(tuple, (order(0, 5), order(1, 5), order(0, 6)))}) == 3
 
-    @pytest.mark.parametrize("skip", [0, 6, 99])
+    @pytest.mark.parametrize("skip", [0, 6])
     def test_skipping_resumes(self, stream, skip, monkeypatch):
         whole = list(stream.samples(2, 1, 1, 2))
         monkeypatch.setattr("isomorph.data.streams.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
-
-    def test_pickles(self, stream):
-        again = pickle.loads(pickle.dumps(stream))
-        assert [sample[1:] for sample in again.samples(0, 0)] == [sample[1:] for sample in stream.samples(0, 0)]
 
     def test_a_saved_data_set(self, tmp_path):
         as_saved(tmp_path / "saved")
@@ -117,15 +91,6 @@ class TestStream:
         assert len(stream) == len(SAMPLES)
         shares = [i for p in range(4) for *_, i in stream.samples(0, 0, p, 4)]
         assert len(set(shares)) == len(shares) == len(SAMPLES)
-
-    def test_wrong_requests(self, stream, tmp_path):
-        refused("share 2 is not in 0 to 1", stream.samples, 0, 0, 2, 2)
-        refused("'webdataset' is unknown", open_stream, "webdataset", "train")
-        refused("split 'val' is unknown", open_stream, "huggingface-stream", "val")
-        refused("images=0", open_stream, "huggingface-stream", "train", tmp_path, images=0)
-        refused(r"cannot read row 2 of file 1 of the train split", stream.image, b"not an image", (1 << 32) + 2)
-        stream.classes = ("ant",)
-        refused(r"row \d of file \d of the train split .* has label 1", lambda: list(stream.samples(0, None)))
 
     def test_the_hub_tells_or_the_user_does(self, tmp_path, monkeypatch):
         """What a hub data set looks like: no local files, perhaps without a number of images or names."""

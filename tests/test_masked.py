@@ -221,13 +221,7 @@ def test_compiles_whole():
 # files
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "recast",
-        "rectangular pyramids",
-    ],
-)
+@pytest.mark.parametrize("kind", ["recast", "rectangular pyramids"])
 def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     if kind == "recast":
         wide = iso.recast(timm.create_model(PLAIN, **SMALL), iso.LinearToPyramid(), "blocks.*.mlp.fc?")

@@ -40,12 +40,6 @@ def test_positional_conv_is_the_formula(grid):
     assert_equal(output_and_gradients(layer, x, layer), expected)
 
 
-def test_soft_taps_have_second_derivatives():
-    layer = perturbed(PositionalConv2d(16, 1, 3, 1, 1).double())
-    x = torch.randn(1, 16, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(layer, (x,))
-
-
 WHOLE = {
     "map": (lambda: GPSA2d(20, 6, 3, 2, 0), (2, 20, 9, 8), PositionalConv2d),
     "map, grouped": (lambda: WindowGPSA2d(20, 10, 3, 1, (2, 1), window=3, groups=10), (2, 20, 4, 5), PositionalConv2d),

@@ -15,15 +15,11 @@ HEADS, DIM = 4, 12
 FORMS = {
     "expanded, convolved, reduced": (RefinedAttention, Refiner, dict(ratio=3)),
     "kernel 5": (RefinedAttention, Refiner, dict(ratio=2, kernel_size=5)),
-    "kernel 1": (RefinedAttention, Refiner, dict(ratio=6, kernel_size=1)),
-    "talking heads": (RefinedAttention, Refiner, dict(ratio=1, kernel_size=1)),
     "row and column": (RefinedAttention, Refiner, dict(ratio=2, local=CrossKernel)),
     "spatial": (SpatialAttention, SpatialRefiner, dict(ratio=2)),
     "without reduction": (ExpandedAttention, Expansion, dict(ratio=3)),
     "map convolution": (RefinedAttention, MapConvolution, {}),
     "local": (LocalAttention, MapConvolution, {}),
-    "local, kernel 5": (LocalAttention, MapConvolution, dict(kernel_size=5)),
-    "local, kernel 1": (LocalAttention, MapConvolution, dict(kernel_size=1)),
 }
 MASKED = [name for name in FORMS if name != "spatial"]
 
@@ -91,34 +87,6 @@ def test_nothing_leaks_across_padding(name, where):
     assert not x.grad[~real].any()
     maps = layer.attention(x, attn_mask=real)
     assert not maps.masked_select(~real[:, None, None]).any()
-
-
-def test_masks_other_than_padding_masks_are_rejected():
-    layer, x = build("talking heads"), torch.randn(2, 9, DIM, dtype=torch.float64)
-    with pytest.raises(ValueError, match="cannot be causal"):
-        layer(x, is_causal=True)
-    for mask in (torch.ones(2, 1, 9, 9, dtype=torch.bool), torch.zeros(2, 9), torch.ones(9, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="give a boolean padding mask"):
-            layer(x, attn_mask=mask)
-    with pytest.raises(ValueError, match="does not support attn_mask"):
-        build("spatial")(x, attn_mask=torch.ones(2, 9, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Refiner(4, ratio=0), "whole number"),
-        (lambda: Refiner(4, ratio=1.5), "whole number"),
-        (lambda: MapConvolution(4, kernel_size=4), "odd number"),
-        (lambda: Refiner(4, init="exact"), "init 'exact' is unknown"),
-        (lambda: ExpandedAttention(12, 4, gated=True), "does not support gated"),
-        (lambda: RefinedAttention(12, 4, refine=Refiner(3)), "for 3 heads, num_heads is 4"),
-        (lambda: SpatialAttention(12, 4, (2, 2))(torch.randn(1, 5, 12)), "do not fill"),
-    ],
-)
-def test_refusals(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()
 
 
 def test_all_of_timms_attention_is_kept():

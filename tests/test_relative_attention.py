@@ -38,16 +38,6 @@ def test_equals_the_paper_with_gradients(kind, grid, wider):
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
-def test_hands_out_its_map(kind):
-    layer, x = build(kind), torch.randn(2, 5, 4, 12, dtype=torch.float64)
-    maps = layer.attention(x)
-    v = layer.queries_keys_values(x.flatten(1, 2))[2]
-    torch.testing.assert_close(layer.project_output(maps @ v, x.flatten(1, 2)).unflatten(1, (5, 4)), layer(x))
-    if kind is RelativeAttention:
-        torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 20, dtype=torch.float64))
-
-
 def test_a_table_alone_is_a_convolution():
     """Without content and softmax the layer shifts: a one at offset (1, -1) brings the place below, left of each."""
     layer = build(PostRelativeAttention)
@@ -84,29 +74,6 @@ def test_the_kernel_of_other_devices_is_the_same():
     bias = torch.randn(2, 12, 12, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     torch.testing.assert_close(attend_with_bias(bias, 0.0, q, k, v), expected)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: RelativeAttention(12, 5), "5 heads do not divide 12"),
-        (lambda: RelativeAttention(12, 0), "0 heads"),
-        (lambda: RelativeAttention(12, 3, (0, 4)), "grid_size .* at least 1"),
-        (lambda: RelativeAttention(12, 3)(torch.zeros(1, 12, 12)), "give a feature map"),
-    ],
-)
-def test_what_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_options_of_timms_attention_are_kept():
-    layer = build(qk_norm=True, gated=True, scale_norm=True, norm_layer=torch.nn.LayerNorm, attn_drop=0.5)
-    x = torch.randn(2, 4, 3, 12, dtype=torch.float64)
-    tokens = x.flatten(1, 2)
-    assert not torch.equal(layer(x), layer(x))
-    maps, v = layer.eval().attention(x), layer.queries_keys_values(tokens)[2]
-    torch.testing.assert_close(layer(x), layer.project_output(maps @ v, tokens).unflatten(1, (4, 3)))
 
 
 @pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])

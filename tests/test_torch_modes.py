@@ -4,10 +4,9 @@ import pytest
 import timm
 import timm.models._features_fx as features
 import torch
-from torch import nn
 
 import isomorph as iso
-from law_rows import deviation, disturb
+from law_rows import deviation
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -71,15 +70,6 @@ def test_recast_models_are_traced_by_torch_jit(rule):
     make, where = RULES[rule]
     new = iso.recast(make(), rule, where)
     assert deviation(torch.jit.trace(new, IMAGES)(IMAGES.flip(0)), new(IMAGES.flip(0))) < 1e-5
-
-
-@pytest.mark.parametrize("rule", IN_CNN, ids=str)
-def test_one_map_without_a_batch_axis_is_read_as_by_a_convolution(rule):
-    conv = disturb(nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1)))
-    new, x = iso.recast(conv, rule, "0"), torch.randn(3, 8, 9, dtype=torch.float64)
-    assert deviation(new(x), conv(x)) < 1e-5
-    assert new(x).shape == conv(x).shape
-    new.train()(x).sum().backward()
 
 
 @pytest.mark.parametrize("name", ["vanillanet_5", "tdrl_vit_ti_distilled", "convit_ti", "coatnet_0"])
