@@ -155,13 +155,6 @@ def same_padding(layer):
 SIZES = {
     "timm's pooling": (lambda: same_padding(create_pool2d("max", 3, 2, padding="same")), "onnx", 1),
     "cells, a program": (lambda: PadsToCells(4), "pt2", 4),
-    "a ViT": (
-        lambda: timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=12, num_heads=3, dynamic_img_size=True
-        ),
-        "pt2",
-        16,
-    ),
 }
 
 

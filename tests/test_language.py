@@ -76,8 +76,8 @@ def tokenizer(root):
     return open_tokenizer(str(root / "vocab.txt"))
 
 
-def pretraining(root, **changes):
-    values = dict(
+def pretraining(root):
+    return dict(
         name="pre",
         model=dict(name="text_transformer", kwargs=NETWORK),
         task=dict(name="masked_lm", tokenizer=str(root / "vocab.txt"), length=16),
@@ -86,11 +86,10 @@ def pretraining(root, **changes):
         epochs=2,
         checkpoint_minutes=0,
     )
-    return {**values, **changes}
 
 
-def fine_tuning(root, dataset="rte", **changes):
-    values = dict(
+def fine_tuning(root, dataset="rte"):
+    return dict(
         name="fine",
         model=dict(name="text_transformer", kwargs=NETWORK),
         task=dict(name="text_classification", dataset=dataset, tokenizer=str(root / "vocab.txt"), length=16),
@@ -98,7 +97,6 @@ def fine_tuning(root, dataset="rte", **changes):
         optim=dict(lr=1e-3, layer_decay=0.8),
         epochs=1,
     )
-    return {**values, **changes}
 
 
 class TestNetworks:
