@@ -163,15 +163,10 @@ def in_place(channels):
     return nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(channels, channels, 1))
 
 
-def wider(channels):
-    return nn.Conv2d(channels, 2 * channels, 1)
-
-
 REFUSALS = {
     "never called": (Own, "head", conv_block, {}, "head is not called as a module"),
     "iterates": (Own, "steps", conv_block, {}, "steps iterates over its children"),
     "in place": (Own, "conv", in_place, {}, "changes its input in place"),
-    "another shape": (Own, "conv", wider, {}, "it must keep the shape"),
 }  # fmt: skip
 
 

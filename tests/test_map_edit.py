@@ -15,7 +15,6 @@ from torch import nn
 import isomorph as iso
 from attention_layers import LAYERS, C
 from isomorph.layers import GPSA, GatedMap, MapCall, RefinedMap, Refiner
-from isomorph.layers.grid import fit_grid
 from isomorph.layers.map_edit import convolve_within
 from isomorph.surgery.attention_layers import halo_places, mask_unit_places, row_mean_places
 from isomorph.surgery.edited_attention import EditedAttention, edit_map
@@ -127,24 +126,6 @@ def test_a_gated_map_is_that_of_gpsa():
     torch.testing.assert_close(pooled.sum(-1), torch.ones(4, 24, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("count", "shapes", "prefix", "grid"),
-    [
-        (49, [(7, 7)], 0, ((7, 7), 0)),
-        (729, [(224, 224)], 0, ((27, 27), 0)),
-        (50, [(224, 224)], 1, ((7, 7), 1)),
-        (16, [(224, 224)], 1, ((4, 4), 0)),
-        (60, [(7, 7), (96, 160)], 0, ((6, 10), 0)),
-        (48, [(100, 130)], 0, ((6, 8), 0)),
-        (36, [], 0, ((6, 6), 0)),
-    ],
-)
-def test_the_grid_of_tokens_is_found_or_named(count, shapes, prefix, grid):
-    assert fit_grid(count, shapes, prefix) == grid
-    with pytest.raises(ValueError, match=r"8 tokens do not fill a grid of the proportions of 24 x 24; give grid_size"):
-        fit_grid(8, [(24, 24)])
-
-
 @pytest.mark.parametrize("size", [(32, 64), (64, 32)])
 def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
     arguments = dict(img_size=size, stages=(1, 1, 1, 1), embed_dim=16, num_heads=1, num_classes=3)
@@ -224,40 +205,6 @@ def test_features_and_image_sizes_follow():
         new = iso.recast(pit, rule, "transformers.*.attn")
         iso.verify(pit, new, torch.randn(1, 3, 64, 64))
         assert all(isinstance(new.get_submodule(name), EditedAttention) for name in iso.edits(new)[0].names)
-
-
-def attend(x):
-    """Attention of someone else: nothing between the softmax and the values."""
-    q, k, v = x.chunk(3, -1)
-    return torch.softmax(q @ k.mT, dim=-1) @ v
-
-
-class Unusual(nn.Module):
-    """Attention of someone else, in a function of its module."""
-
-    def __init__(self):
-        super().__init__()
-        self.to_qkv = nn.Linear(8, 24)
-
-    def forward(self, x):
-        return attend(self.to_qkv(x))
-
-
-def test_a_class_of_someone_else():
-    model, x = nn.Sequential(Unusual(), nn.LayerNorm(8), Unusual()).eval(), torch.randn(2, 9, 8)
-    for rule in (REFINED, GATED):
-        iso.verify(model, iso.recast(model, rule, ["0", "2"]), x)
-
-
-def test_an_edited_map_is_edited_once_and_an_edit_that_is_not_called_is_an_error():
-    layer = build("swin")
-    new = iso.recast(layer, REFINED, "0")
-    with pytest.raises(iso.UserError, match=r"^0: .*its map is edited already; revert it first"):
-        iso.recast(new, GATED, "0")
-    new[0].softmax.forward = lambda x: torch.special.softmax(x, -1)
-    new[0].fused_attn = False
-    with pytest.raises(ValueError, match="WindowAttention did not form its map in this call"):
-        new[0](torch.randn(2, 16, C, dtype=torch.float64))
 
 
 def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):

@@ -19,39 +19,6 @@ def resnet():
     return timm.create_model("cifar_resnet20").eval()
 
 
-@pytest.mark.parametrize("dials", [dict(gate=1.0), dict(locality=1.0)])
-def test_an_open_layer_has_no_way_back(dials):
-    gpsa = CONV.build(nn.Conv2d(6, 5, 3, padding=1))
-    gpsa.set_gating(**dials)
-    with pytest.raises(ValueError, match=r"deviation is \d"):
-        gpsa.to_conv()
-
-
-def test_taps_are_in_the_order_of_the_kernel():
-    """A kernel that picks the upper right neighbour must shift the map down and left, at any init."""
-    conv = nn.Conv2d(1, 1, 3, padding=1, bias=False)
-    conv.weight.data = torch.zeros(1, 1, 3, 3)
-    conv.weight.data[0, 0, 0, 2] = 1.0
-    x = torch.arange(20.0).view(1, 1, 4, 5)
-    shifted = nn.functional.pad(x, (0, 1, 1, 0))[:, :, :4, 1:]
-    torch.testing.assert_close(CONV.build(conv)(x), shifted, atol=1e-4, rtol=0)
-
-
-def test_requires_grad_is_kept_by_name():
-    conv = nn.Conv2d(4, 4, 3, padding=1)
-    conv.weight.requires_grad_(False)
-    gpsa = iso.recast(nn.Sequential(conv), CONV, "0")[0]
-    assert [p.requires_grad for p in (gpsa.weight, gpsa.bias, gpsa.query.weight)] == [False, True, True]
-
-
-def test_a_shared_module_has_all_its_names_there_and_back():
-    conv = nn.Conv2d(4, 4, 3, padding=1)
-    model = iso.recast(nn.Sequential(conv, nn.ReLU(), conv), CONV, "2")
-    assert model[0] is model[2]
-    assert isinstance(model[0], iso.layers.GPSA2d)
-    assert iso.edits(iso.revert(model)) == ()
-
-
 def test_a_rule_needs_no_kind():
     @dataclass(frozen=True)
     class Widen(iso.surgery.Rule):
@@ -133,9 +100,3 @@ def test_an_anneal_goes_from_exact_to_paper_then_lets_go():
     schedule.apply(model, 5)
     torch.testing.assert_close(model.conv1.gate.data, torch.full((9,), 2.0))
     refused("no gated attention layer", iso.Anneal(4).apply, resnet(), 0)
-
-
-def test_a_layer_of_zeros_goes_there_and_back():
-    conv = nn.Conv2d(4, 4, 3, padding=1)
-    nn.init.zeros_(conv.weight)
-    assert type(iso.revert(iso.recast(nn.Sequential(conv), CONV, "0"))[0]) is nn.Conv2d

@@ -10,8 +10,7 @@ from timm.layers import Attention
 from torch import nn
 
 import isomorph as iso
-from isomorph.layers import GPSA, ViTGPSA, ViTRelativeAttention
-from refusals import refused
+from isomorph.layers import ViTRelativeAttention
 
 WHERE = "blocks.[01].attn"
 
@@ -55,13 +54,6 @@ def test_class_tokens_have_no_place():
     assert attention[0, :, middle].argmax(-1).tolist() == [middle - 1, middle, middle + 1]  # a 1 x 3 window
 
 
-@pytest.mark.parametrize(("heads", "window"), [(3, (1, 3)), (6, (2, 3)), (12, (3, 4)), (16, (4, 4)), (7, (1, 7))])
-def test_heads_form_the_squarest_window(heads, window):
-    centre = ViTGPSA(heads * 4, heads, (5, 5)).centre
-    assert (len(set(centre[:, 0].tolist())), len(set(centre[:, 1].tolist()))) == window
-    torch.testing.assert_close(centre.mean(0), torch.zeros(2))
-
-
 def test_the_initialisation_of_the_paper():
     model = vit()
     layer = iso.recast(model, iso.AttentionToGPSA("paper"), "blocks.0.attn").blocks[0].attn
@@ -83,38 +75,6 @@ def test_a_convit_is_a_recast_vit_and_is_recast_saved_and_loaded(tmp_path):
     new = iso.recast(timm.create_model("convit_ti", num_classes=3), iso.AttentionToGPSA(), "blocks.1*.attn").eval()
     iso.save(new, tmp_path / "new.safetensors")
     assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
-
-
-def test_anneals_open():
-    new = iso.recast(vit(), iso.AttentionToGPSA(), WHERE)
-    anneal, layer = iso.Anneal(10, stop=(2.0, 1.0)), new.blocks[0].attn
-    anneal.apply(new, 0)
-    assert layer.gate.tolist() == [-15.0] * 3  # still the attention
-    anneal.apply(new, 10)
-    assert (layer.gate.tolist(), layer.locality.tolist()) == ([1.0] * 3, [2.0] * 3)
-    assert layer.centre.tolist() == [[0, -1], [0, 0], [0, 1]]
-    refused("was not recast", iso.Anneal(10).apply, timm.create_model("convit_ti"), 0)
-
-
-def test_calls_that_a_layer_cannot_obey():
-    new = iso.recast(vit(), iso.AttentionToGPSA(grid_size=(3, 3), prefix_tokens=1), WHERE)
-    with pytest.raises(ValueError, match="17 tokens do not fill the 3 x 3 grid after 1 prefix"):
-        new(torch.randn(1, 3, 64, 64))
-    with pytest.raises(ValueError, match="does not support attn_mask"):
-        ViTGPSA(24, 3, (2, 2))(torch.randn(1, 4, 24), is_causal=True)
-
-
-def test_dials_of_a_layer():
-    layer, window = GPSA(36, 9, (4, 4)), [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
-    layer.set_gating(locality=3.0, gate=-2.0)
-    assert torch.equal(layer.locality, torch.full((9,), 3.0))
-    assert layer.centre.tolist() == window
-    with pytest.raises(ValueError, match="locality 0"):
-        layer.set_gating(locality=0)
-    layer.position.data[:2] = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 2.0]])  # no peak, and a valley
-    assert layer.centre[:2].isnan().all()
-    layer.set_gating(locality=1.0)
-    assert layer.centre.tolist() == window
 
 
 def test_dropout_norms_and_frozen_weights_are_kept():

@@ -53,29 +53,6 @@ def test_a_registered_rule_is_known_in_recipes(monkeypatch):
         refused(said, validate, recipe(**fields))
 
 
-def test_what_is_not_a_rule_is_rejected():
-    @dataclass
-    class Mutable:
-        atol = 0.0
-
-    @dataclass(frozen=True)
-    class Empty:
-        pass
-
-    @dataclass(frozen=True)
-    class ConvToGPSA(Kept):
-        pass
-
-    for wrong, said in ((Mutable, "frozen dataclass"), (Empty, "derive it from"), (ConvToGPSA, "already")):
-        refused(said, iso.surgery.register_rule, wrong)
-
-
-def test_every_field_of_every_rule_has_help():
-    for option in rule_options().values():
-        assert option.help.strip(": "), option
-        assert not option.help.endswith(": "), f"{option.name} has no help in one of {option.rules}"
-
-
 HUGE = 99999999999999999999
 NUMBERS = [0, -1, 1e-300, 1e300, 10**400, math.inf, math.nan, True, "2", []]
 WHOLE = [-1, 2.5, HUGE, math.nan, True, "3", []]

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -205,32 +204,6 @@ class TestFiles:
             assert shapes == [(5,), (5, 2, 2, 6, 6), (5, 4), (5,)]
             assert target.flipped.dtype == torch.bool
             assert isinstance(target.to(torch.device("cpu")), MapLabels)
-
-    def problem(self, data):
-        def read():
-            source = LabelMapSource(open_source("imagefolder", "train", data), data / "maps", 3)
-            source.transform = train_transform(CONFIG)
-            return [source[i] for i in range(len(source))]
-
-        with pytest.raises(iso.UserError) as caught:
-            read()
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [
-            (drawn_map(0, size=(7, 6)), "is 2 x 2 x 7 x 6, but the first image's label map is 2 x 2 x 6 x 6"),
-            (drawn_map(0, classes=9, likeliest=9), "has class [3-8]; classes must be whole numbers from 0 to 2"),
-            (None, "cannot read the label map"),
-        ],
-    )
-    def test_what_is_no_map_is_said(self, content, said, data):
-        path = data / "maps/bee/3.pt"
-        torch.save(content, path) if content is not None else path.write_bytes(b"x")
-        problem = self.problem(data)
-        assert "bee/3.pt" in problem
-        assert re.search(said, problem)
 
 
 class TestRuns:

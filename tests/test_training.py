@@ -228,21 +228,6 @@ class TestRun:
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 
-    def test_problems_are_found_before_anything_is_written(self, tmp_path):
-        for changes, message in (
-            (dict(model=dict(name="cifar_resnet20", recast=dict(where="layer9.*"))), "matches no module"),
-            (dict(model=dict(name="cifar_resnet20", num_classes=3)), "10 classes, but model.num_classes is 3"),
-            (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "none.safetensors does not exist"),
-            (dict(model=dict(name="cifar_resnet20", kwargs=dict(blob=1))), "timm cannot create"),
-            (dict(device="tpu"), "device 'tpu' is not available"),
-            (dict(optim=dict(name="bnbadam")), "bnbadam cannot be used here: "),
-            (dict(data=dict(source="imagefolder", root=str(tmp_path / "no"))), "no folder"),
-        ):
-            with pytest.raises(iso.UserError, match=message) as caught:
-                iso.train(tiny(tmp_path / "run", **changes), show=False)
-            assert "\n" not in str(caught.value)
-            assert not (tmp_path / "run").exists()
-
 
 class TestCheckpoint:
     def test_the_images_a_model_expects_travel_with_it(self, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import torch.nn.utils.prune
-from timm.utils import ModelEmaV2, ModelEmaV3
+from timm.utils import ModelEmaV3
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -57,11 +57,9 @@ COMPILED = {  # nothing is compiled before it is called
 }
 WRAPPED = COMPILED | {
     "DataParallel": nn.DataParallel,
-    "DataParallel, parts": in_parts(nn.DataParallel),
     "DistributedDataParallel": DistributedDataParallel,
     "DistributedDataParallel, compiled": lambda model: DistributedDataParallel(torch.compile(model)),
     "AveragedModel": lambda model: AveragedModel(nn.DataParallel(model)),
-    "ModelEmaV2": ModelEmaV2,
     "ModelEmaV3": ModelEmaV3,
 }
 
@@ -115,30 +113,12 @@ def test_files_and_measurements_are_those_of_the_model_inside(how, tmp_path):
         assert iso.evaluate(wrapped, SOURCE) == iso.evaluate(tcnn, SOURCE)
 
 
-def test_unstride_and_recalibrate_take_the_model_inside():
-    flat = iso.unstride(torch.compile(plain("ConvToGPSA")), "layer3")
-    assert iso.edits(flat)[0].names == ("layer3",)
-    assert not hasattr(iso.recalibrate(torch.compile(flat), [torch.randn(2, 3, 16, 16)]), "_orig_mod")
-
-
 def test_divided_weights_have_to_be_gathered(tmp_path):
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     model = nn.Sequential(nn.Linear(4, 4))
     fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
     for call in (iso.recast, iso.LinearToPyramid(), "0"), (iso.save, tmp_path / "m.safetensors"):
         refused("divided among processes .*gather them with get_model_state_dict", call[0], model, *call[1:])
-
-
-def test_hooks_on_the_wrapper_are_an_error():
-    for wrap, name in (torch.compile, "compiled model"), (nn.DataParallel, "DataParallel"):
-        wrapped = wrap(nn.Linear(4, 4))
-        wrapped.register_forward_hook(lambda *args: None)
-        refused(rf"the {name} has hooks \(<lambda>\)", iso.recast, wrapped, iso.LinearToPyramid(), "")
-
-
-def test_modules_without_a_truth_value_are_left_alone():
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), torch.compile(nn.Linear(4, 4)), nn.ModuleDict({}))
-    assert isinstance(iso.recast(net, iso.LinearToPyramid(), "0")[0], iso.layers.PyramidConv2d)
 
 
 class Keeps(nn.Conv2d):
