@@ -3,14 +3,11 @@
 import math
 
 import pytest
-import timm
 import torch
 from torch import nn
 
 import isomorph as iso
 from isomorph.analysis import attention_windows
-from isomorph.report import PageImage
-from isomorph.report.attention_viewer import ViewerModel, build_viewer, capture_layer_maps
 
 
 def block(kind):
@@ -75,25 +72,3 @@ def test_nonlocality_is_in_steps_of_the_map(kind):
             if key >= 0:
                 total += maps[:, :, query, k] * math.dist(divmod(query, 12), divmod(key, 12))
     torch.testing.assert_close(iso.nonlocality(net, x)["attn"], total.mean(0) / 120)
-
-
-def test_the_page_holds_the_maps_of_windows():
-    """What the page unpacks is the map to half a level; every layer of a Swin is there."""
-    torch.manual_seed(0)
-    model = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=(40, 48), window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 4)
-    ).eval()
-    x = torch.randn(2, 3, 40, 48)
-    found, problems = capture_layer_maps(model, x)
-    assert not problems
-    assert list(found) == [f"layers.{i}.blocks.{j}.attn" for i in range(2) for j in range(2)]
-    layer, windows = found["layers.0.blocks.1.attn"], attention_windows(model, x)["layers.0.blocks.1.attn"]
-    exact = windows.on_grid(iso.attention_maps(model, x)["layers.0.blocks.1.attn"])[1, :, 3 * 12 + 5]
-    levels, ranges = (torch.from_numpy(values[1, :, 3 * 12 + 5]) for values in (layer.levels, layer.ranges))
-    drawn = ranges[:, :1] + levels * (ranges[:, 1:] - ranges[:, :1]) / 255  # (heads, keys of the window)
-    assert (drawn - exact).abs().max() <= layer.rounding * 1.001
-    viewer = build_viewer([ViewerModel("swin", found)], [PageImage(n, torch.rand(3, 40, 48)) for n in "ab"])
-    kept = [layer["byModel"][0]["windows"] for layer in viewer.data["layers"]]
-    assert viewer.data["windows"][kept[1]] == windows.members.tolist()
-    assert len(viewer.data["windows"]) == len(set(kept)) <= 4
-    assert viewer.data["layers"][1]["byModel"][0]["padded"]

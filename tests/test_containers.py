@@ -16,7 +16,6 @@ from containers import (
     CONTAINERS,
     EXPECTED,
     SAMPLES,
-    as_class_tars,
     as_folder,
     as_shards,
     as_tar,
@@ -178,17 +177,6 @@ def test_paths_in_parquet_stay_in_their_folder(tmp_path):
     refused("outside of the data set", source.image, 1)
 
 
-def test_the_order_of_tars_is_that_of_the_folder(tmp_path):
-    as_folder(tmp_path)
-    as_tar(tmp_path)
-    as_class_tars(tmp_path / "class")
-    folder = open_source("imagefolder", "train", tmp_path)
-    for root in (tmp_path, tmp_path / "class"):
-        source = open_source("tar", "train", root)
-        assert source.labels.tolist() == folder.labels.tolist()
-        assert [source.image(i).tobytes() for i in range(15)] == [folder.image(i).tobytes() for i in range(15)]
-
-
 def test_the_shared_imagenet_samples(data_root):
     """Shards in the wild: no split in their names, so they are to test; the whole of them is read."""
     source = open_source("webdataset", "test", data_root / "imagenet_samples")
@@ -263,11 +251,3 @@ class TestWrongTars:
         assert test.labels.tolist() == [2]
         write_tar(tmp_path / "val/dog.tar", [("1.png", picture(2, 1))])
         refused(r"val has classes that .*train\.tar lacks: dog", open_source, "tar", "test", tmp_path)
-
-    def test_labels_beyond_the_listed_classes(self, tmp_path):
-        as_shards(tmp_path)
-        (tmp_path / "classnames.txt").write_text("ant\nbee\n")
-        refused("names 2 classes, but its shards have label 2", open_source, "webdataset", "train", tmp_path)
-        (tmp_path / "classnames.txt").unlink()
-        write_tar(tmp_path / "validation/0.tar", [("1.png", picture(0, 0)), ("1.cls", b"1")])
-        assert open_source("webdataset", "test", tmp_path).classes == ("0", "1", "2")

@@ -82,7 +82,6 @@ def each_parameter(change):
 CHANGES = {
     "in place": torch.no_grad()(each_parameter(lambda module, name, p: p.mul_(1.1))),
     "replaced": each_parameter(lambda module, name, p: setattr(module, name, nn.Parameter(p.detach() * 1.1))),
-    "data replaced": each_parameter(lambda module, name, p: setattr(p, "data", p.data * 1.1)),
     "assigned": lambda layer: layer.load_state_dict({k: v + 0.1 for k, v in layer.state_dict().items()}, assign=True),
     "rounded": lambda layer: layer.float().double(),
     "data written, then eval()": lambda layer: (each_parameter(lambda m, n, p: p.data.mul_(1.1))(layer), layer.eval()),

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-import isomorph as iso
-from containers import CLASSES, EXPECTED, SAMPLES, as_parquet, as_saved, dataset
+from containers import CLASSES, EXPECTED, SAMPLES, as_parquet, dataset
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.streams import open_stream, stream_loader
@@ -84,27 +83,3 @@ class TestStream:
         whole = list(stream.samples(2, 1, 1, 2))
         monkeypatch.setattr("isomorph.data.streams.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
-
-    def test_a_saved_data_set(self, tmp_path):
-        as_saved(tmp_path / "saved")
-        stream = open_stream("huggingface-stream", "train", tmp_path / "saved")
-        assert len(stream) == len(SAMPLES)
-        shares = [i for p in range(4) for *_, i in stream.samples(0, 0, p, 4)]
-        assert len(set(shares)) == len(shares) == len(SAMPLES)
-
-    def test_the_hub_tells_or_the_user_does(self, tmp_path, monkeypatch):
-        """What a hub data set looks like: no local files, perhaps without a number of images or names."""
-        import datasets
-
-        as_parquet(tmp_path, named=False)
-        files = {"train": [str(file) for file in tmp_path.glob("*.parquet")]}
-        hub = datasets.load_dataset("parquet", data_files=files, streaming=True)
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
-        refused("has no names of classes; give their number", open_stream, "huggingface-stream", "train", "owner/name")
-        with pytest.raises(iso.UserError, match="does not tell how many images it has; give the number as images="):
-            len(open_stream("huggingface-stream", "train", "owner/name:config", classes=3))
-        stream = open_stream("huggingface-stream", "train", "owner/name", images=15, classes=3)
-        assert len(list(stream.samples(0, 0, 1, 2))) in (7, 8)
-        about = datasets.SplitDict.from_split_dict([{"name": "train", "num_examples": 15}])
-        hub["train"].info.splits = about
-        assert len(open_stream("huggingface-stream", "train", "owner/name", classes=3)) == 15

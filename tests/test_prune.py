@@ -110,22 +110,6 @@ class TestTorchCitizens(TorchCitizens):
         self.layer, self.x = perturbed(make()), torch.randn(shape)
 
 
-def test_soft_taps_keep_the_input_only():
-    """What a convolution keeps for its backward pass, in arrays of the size of x: x, here in another layout."""
-    layer, x = PositionalConv2d(32, 32, 3, 1, 1), torch.randn(8, 32, 12, 12)
-    own, kept = {p.untyped_storage().data_ptr() for p in layer.parameters()}, {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() / x.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        held = layer(x)
-    assert held.requires_grad
-    assert sum(kept.values()) < 1.3  # and the axis maps, which do not grow with the batch
-
-
 def small_tcnn(gate=9.0, locality=5.0):
     cnn = timm.create_model("cifar_resnet20").eval()
     tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=locality, gate=9.0), "layer3.0.conv?")

@@ -77,20 +77,6 @@ def test_a_convit_is_a_recast_vit_and_is_recast_saved_and_loaded(tmp_path):
     assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
 
 
-def test_dropout_norms_and_frozen_weights_are_kept():
-    model = vit(qk_norm=True, attn_drop_rate=0.3, proj_drop_rate=0.2)
-    model.blocks[0].attn.qkv.requires_grad_(False)
-    new = iso.recast(model, iso.AttentionToRefined(), "blocks.0.attn").blocks[0].attn
-    assert (new.attn_drop.p, new.proj_drop.p) == (0.3, 0.2)
-    assert isinstance(new.q_norm, nn.LayerNorm)
-    assert (new.qkv.weight.requires_grad, new.refine.expand.requires_grad) == (False, True)
-    model = vit()
-    model.blocks[0].attn.qkv.requires_grad_(False)
-    layer = iso.recast(model, iso.AttentionToGPSA(), WHERE).blocks[0].attn
-    assert not any(p.requires_grad for p in (*layer.qk.parameters(), *layer.v.parameters()))
-    assert all(p.requires_grad for p in (*layer.proj.parameters(), layer.gate, layer.position))
-
-
 def test_it_stands_beside_the_other_forms():
     """Refined attention with pyramids for its projection; gated attention elsewhere; fused, then reverted."""
     model, x = vit(), torch.randn(1, 3, 64, 64)

@@ -68,20 +68,6 @@ def run(halted, tmp_path):
 
 
 class TestAlone:
-    @pytest.mark.parametrize(
-        ("out", "message"),
-        [
-            ("a/b/run", "no folder"),
-            ("file", "is a file or inside one; give `out` a folder"),
-        ],
-    )
-    def test_a_start_that_fails_leaves_what_was_there(self, out, message, tmp_path):
-        (tmp_path / "file").touch()
-        (tmp_path / "mine").mkdir()
-        with pytest.raises(iso.UserError, match=message):
-            iso.train(tiny(tmp_path / out, data=dict(source="imagefolder", root="nowhere")), show=False)
-        assert {path.name for path in tmp_path.rglob("*")} == {"file", "mine"}
-
     def test_the_folder_is_locked_before_anything_is_decided(self, tmp_path):
         def held():
             with pytest.raises(iso.UserError, match="another process trains"), lock_folder(tmp_path / "x/run", CPU):

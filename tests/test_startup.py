@@ -88,7 +88,7 @@ def test_the_tables_are_those_of_the_library():
     assert json.loads(PATH.read_text()) == json.loads(json.dumps(library_tables()))
 
 
-@pytest.mark.parametrize("module", ["cyclopts", pytest.param("torch._C", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", ["cyclopts"])
 def test_ctrl_c_ends_the_start_in_one_line(module, tmp_path):
     """Sent when the module has been imported."""
     bench = [PROGRAM, "bench", "cifar_resnet20", "--seconds", 3]

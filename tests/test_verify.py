@@ -135,13 +135,6 @@ def test_what_was_replaced_and_not_called_is_noticed():
         iso.verify(old, iso.recast(old, iso.LinearToPyramid(), ["read", "called", "idle"]), X)
 
 
-def test_a_step_that_changes_the_function_is_caught():
-    cnn = timm.create_model("resnet18", num_classes=4).eval()
-    tcnn = iso.recast(iso.unstride(cnn, "layer4"), iso.ConvToGPSA(), "layer4.*.conv2")
-    with pytest.raises(iso.UserError, match="NOT equal"):
-        iso.verify(cnn, tcnn, torch.randn(1, 3, 64, 64))
-
-
 def test_a_branch_that_is_switched_off_proves_nothing():
     """timm's last norms start at zero: the output does not depend on the branch, the modules do differ."""
     cnn = timm.create_model("resnet18", num_classes=4).eval()

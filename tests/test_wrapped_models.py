@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import isomorph as iso
 from isomorph.surgery import fusible_modules
-from refusals import refused
 
 VIT = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 NOTE = "the model was compiled and its copy is not: compile the copy"
@@ -111,29 +110,3 @@ def test_files_and_measurements_are_those_of_the_model_inside(how, tmp_path):
         assert iso.export(wrapped, tmp_path / "m.pt2", size=(32, 32)).deviation.passed
     if how != "in place":  # it is compiled when it runs
         assert iso.evaluate(wrapped, SOURCE) == iso.evaluate(tcnn, SOURCE)
-
-
-def test_divided_weights_have_to_be_gathered(tmp_path):
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    model = nn.Sequential(nn.Linear(4, 4))
-    fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-    for call in (iso.recast, iso.LinearToPyramid(), "0"), (iso.save, tmp_path / "m.safetensors"):
-        refused("divided among processes .*gather them with get_model_state_dict", call[0], model, *call[1:])
-
-
-class Keeps(nn.Conv2d):
-    """Keeps a result of its last call."""
-
-    def forward(self, x):
-        self.cache = {"bias": self.weight.sum()}
-        return super().forward(x) + self.cache["bias"]
-
-
-def test_a_result_that_a_layer_keeps_is_named():
-    keeps = Keeps(4, 4, 3)
-    pruned = torch.nn.utils.prune.identity(nn.Conv2d(4, 4, 3), "weight")
-    advice = "; .* if a layer keeps a result of its last call", "; make pruning and weight norms permanent first"
-    for first, said in zip((keeps, pruned), advice, strict=True):
-        first(torch.randn(1, 4, 8, 8))
-        model = nn.Sequential(first, nn.Conv2d(4, 4, 3, padding=1))
-        refused(f"cannot be copied .*{said}", iso.recast, model, iso.ConvToGPSA(), "1")
