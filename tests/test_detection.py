@@ -43,6 +43,7 @@ def coco(images=1, **changes):
     content = {
         "images": [{"id": i, "file_name": f"{i}.png", "width": 64, "height": 48} for i in range(images)],
         "annotations": [],
+        "categories": [{"id": 7, "name": "cell"}, {"id": 3, "name": "square"}],
     }
     for i in range(images):
         crowd = {"iscrowd": 1, "segmentation": {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}}
@@ -143,7 +144,7 @@ class TestData:
         [
             ("3.png", r"has no file 3.png, of the images in .*train.json"),
             ("../0.png", r"train.json names the file '../0.png', outside .*images"),
-            ("x" * 5000, "which no folder can have"),
+            ("/etc/passwd", "outside .*images"),
         ],
     )
     def test_paths_stay_inside_their_folder(self, tmp_path, file, message):

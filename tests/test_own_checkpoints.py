@@ -2,6 +2,8 @@
 
 import argparse
 import datetime
+import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -117,6 +119,16 @@ def test_harmless_classes_are_read_and_no_others(tmp_path):
     allowed = torch.serialization.get_safe_globals()
     assert open_own(save(tmp_path / "a.pth", content)).num_classes == 3
     assert set(torch.serialization.get_safe_globals()) == set(allowed)
+
+
+def test_a_pickle_runs_no_code(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"a": Bomb()}, tmp_path / "bad.pth", pickle_module=pickle)
+    refused("posix.mkdir", open_own, tmp_path / "bad.pth", arch="cifar_resnet20")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_sizes_are_read_from_the_tensors(tmp_path):
