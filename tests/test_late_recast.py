@@ -120,7 +120,6 @@ CNN = dict(name="cifar_resnet20")
 PARTS = {
     "ConvToGPSA": CNN | dict(recast=dict(where="layer3.2.conv?")),
     "unstride and recast": CNN | dict(unstride="layer3", recast=dict(where="layer3.2.conv?")),
-    "frozen": CNN | dict(recast=dict(where="layer3.2.conv?"), freeze=["*.gate"]),
     "AttentionToGPSA": VIT | dict(recast=dict(where="blocks.*.attn", rule="AttentionToGPSA")),
     "LinearToPyramid": VIT | dict(recast=dict(where=["*.qkv", "*.fc?"], rule="LinearToPyramid")),
     "head": VIT | dict(recast=dict(where="head", rule="LinearToPyramid")),

@@ -18,7 +18,6 @@ from isomorph.layers import (
     PositionalConv2d,
     ViTGPSA,
     ViTPositionalAttention,
-    WindowGPSA2d,
 )
 from isomorph.layers.grid import window_centres
 from isomorph.surgery.prune import Prune
@@ -42,7 +41,6 @@ def test_positional_conv_is_the_formula(grid):
 
 WHOLE = {
     "map": (lambda: GPSA2d(20, 6, 3, 2, 0), (2, 20, 9, 8), PositionalConv2d),
-    "map, grouped": (lambda: WindowGPSA2d(20, 10, 3, 1, (2, 1), window=3, groups=10), (2, 20, 4, 5), PositionalConv2d),
     "tokens": (lambda: GPSA(36, 9, (5, 7), qkv_bias=True), (2, 35, 36), PositionalAttention),
     "ViT with prefix tokens": (lambda: ViTGPSA(36, 6, (5, 7), True, 2), (2, 37, 36), ViTPositionalAttention),
 }

@@ -83,21 +83,16 @@ REJECTED = {
     # the arguments
     "a class": (cnn, iso.ConvToGPSA, "layer3.*", "is not a rule", "ConvToGPSA("),
     "no model": (lambda: "resnet18", CONV, "*", "'resnet18' is not a model"),
-    "lazy": (alone(lambda: nn.LazyLinear(3)), PYRAMID, "0", "0.weight has no shape yet"),
-    "where, None": (cnn, CONV, None, "where=None selects nothing"),
     # what it selects
     "one glob of two": (cnn, CONV, ["layer3.*.conv1", "layr2.*.conv1"], "'layr2.*.conv1' in where", NEAR, "layer2"),
-    "nothing near": (cnn, CONV, "encoder.block.0", "its layers: conv1, layer1.*.conv1, layer1.*.conv2 and 4 more"),
     "a predicate": (cnn, CONV, lambda *_: False, "the predicate <lambda> matches no module; its layers: conv1, "),
     "a norm": (cnn, CONV, "layer3.*.bn1", "recasts Conv2d", "only other classes", f"{NEAR}layer3.*.conv1"),
-    "a namesake": (of("beit"), RELATIVE, "0", "timm.models.beit.Attention"),
     "a block that is missing": (vit, PYRAMID, ["blocks.0.attn.v", "blocks.7.attn.v"], "'blocks.7.attn.v' in where"),
     # convolutions
     "another forward": (alone(lambda: Restandardised(4, 4, 3)), CONV, "0", "0: ", "overrides forward of nn.Conv2d"),
     "weight norm": (alone(lambda: normed(nn.Conv2d(4, 4, 3))), CONV, "0", "param"),
     "an even kernel": (conv(2), CONV, "0", "0: ", "2x2", "even"),
     "dilation": (conv(3, dilation=2), CONV, "0", "dilation=(2, 2)"),
-    "circular padding": (conv(3, padding=1, padding_mode="circular"), PYRAMID, "0", "'circular' is not 'zeros'"),
     "hooks": (alone(lambda: hooked(nn.Conv2d(4, 4, 3))), CONV, "0", "0 has hooks", "would be lost"),
     # linear layers
     "a weight that is read": (Beit, PYRAMID, "qkv", "Beit reads its weight"),
@@ -109,11 +104,8 @@ REJECTED = {
     "dropped patches": (lambda: vit(patch_drop_rate=0.25), GATED, "blocks.*.attn", "drops patches"),
     "dropout, hooks": (alone(lambda: attention(hooked(nn.Dropout()))), REFINED, "0", "attn_drop has hooks", "remove"),
     "pyramids inside": (once(PYRAMID, alone(attention), "0.qkv"), REFINED, "0", "JointPyramid", "not nn.Linear"),
-    "all maps, gated by timm": (alone(lambda: attention(gated=True)), ALL_MAPS, "0", "gated or normalised"),
-    "twice, another class": (once(SPATIAL), GATED, "blocks.0.attn", "SpatialAttention is a layer of isomorph already"),
     "twice, an edit": (once(REFINED, of("swin"), "0"), GATED, "0", "edited already", "revert"),
     "no map": (alone(lambda: xcit.XCA(C, 4)), REFINED, "0", "0: ", "XCA attends between channels"),
-    "mask units": (of("hiera"), SPATIAL, "0", "in the order of its mask units"),
     "a hidden mask": (alone(lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4)), REFINED, "0", "hide their mask"),
     "batches counted twice": (of("shvit"), RECOMPUTED, "0", "twice in the BatchNorm"),
 }

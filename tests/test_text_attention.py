@@ -112,23 +112,11 @@ def gpt2():
     return transformers.GPT2Model(config)
 
 
-def by_flex(model):
-    model.config._attn_implementation_internal = "flex_attention"
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "rule", "reason"),
     [
         (gpt2, RULE, "GPT2Attention is causal"),
-        (
-            lambda: by_flex(build("bert")[0]),
-            RULE,
-            r'uses flex_attention, .*call model.set_attn_implementation\("sdpa"\)',
-        ),
-        (lambda: build("bert", is_decoder=True)[0], RULE, "is causal: an edited map mixes neighbouring queries"),
         (lambda: build("bert")[0], iso.AttentionToRefined(span="spatial"), "words in a row, which is not a grid"),
-        (lambda: build("bert")[0], iso.AttentionToGPSA(), "words in a row, which is not a grid"),
         (lambda: build("bert")[0], iso.AttentionToRefined(reduce=False), "only timm's Attention gets"),
     ],
 )

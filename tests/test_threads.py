@@ -121,6 +121,3 @@ class TestGridsOfCalls:
                     tokens = student._pos_embed(student.patch_embed(batch[0]))
                     torch.testing.assert_close(teacher(batch[1]), expected[1])
                     torch.testing.assert_close(student.head(student.norm(student.blocks(tokens))[:, 0]), expected[0])
-            block = copy.deepcopy(model.blocks[0])
-            assert sum(p.numel() for p in block.parameters()) == sum(p.numel() for p in model.blocks[0].parameters())
-            assert len(pickle.dumps(block)) < len(pickle.dumps(model)) * 0.7

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 import isomorph as iso
-from containers import CLASSES, SAMPLES, as_folder, as_tar, as_tar_of_tars
+from containers import CLASSES, SAMPLES, as_folder, as_tar
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
 from isomorph.data.loaders import train_loader, train_transform
@@ -177,7 +177,7 @@ class TestLoss:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("written", [as_folder, as_tar, as_tar_of_tars])
+    @pytest.mark.parametrize("written", [as_folder, as_tar])
     def test_every_image_has_its_own_map(self, written, tmp_path, caches):
         written(tmp_path)
         write_maps(tmp_path / "maps")
