@@ -96,8 +96,8 @@ def robustness(
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.model_data import open_test_images
-        from isomorph.evaluation.robustness.cells import SEVERITIES, RobustnessOptions, measure_classifier, read_result
-        from isomorph.evaluation.robustness.images import open_published
+        from isomorph.evaluation.robustness.cells import measure_classifier, read_result
+        from isomorph.evaluation.robustness.images import SEVERITIES, RobustnessOptions, open_published
         from isomorph.evaluation.robustness.scores import severity_table, summary_lines
         from isomorph.report.robustness_page import write_robustness
         from isomorph.training.task import task_of, task_record
@@ -106,7 +106,7 @@ def robustness(
     files = dict(out=cells.out, baseline=cells.baseline, name=opt.display_name(model, opening.pretrained))
     which = dict(corruptions=cells.corruption or None, severities=cells.severity or SEVERITIES, extra=cells.extra)
     options = RobustnessOptions(suite, seed=seed, **which, **own, **loaded, **files)  # type: ignore[arg-type]
-    open_published(suite, of.folder, options.wanted())
+    open_published(options)
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
     if task_of(net):

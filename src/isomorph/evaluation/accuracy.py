@@ -1,7 +1,6 @@
 """Accuracy and calibration of classifiers, from counts that are added up batch by batch."""
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import add
@@ -117,21 +116,6 @@ class MultiLabelCounts(_Counts):
     def metrics(self) -> dict[str, float]:
         """Return top1 (%), images. Raises: UserError when no image was counted."""
         return {"top1": 100 * self.correct / _require_images(self.images), "images": self.images}
-
-
-def accuracy_interval(percent: float, images: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of an accuracy (%) measured on this many images.
-
-    Source: Wilson (1927), which has a width also where no image or every image is right
-
-    >>> from isomorph.evaluation.accuracy import accuracy_interval
-    >>> [round(end, 1) for end in accuracy_interval(100, 40)]
-    [91.2, 100.0]
-    """
-    share, z = percent / 100, 1.96
-    middle, scale = share + z * z / (2 * images), 1 + z * z / images
-    half = z * math.sqrt(share * (1 - share) / images + (z / (2 * images)) ** 2)
-    return 100 * (middle - half) / scale, 100 * (middle + half) / scale
 
 
 def _require_images(images: int) -> int:

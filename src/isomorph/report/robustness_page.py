@@ -1,4 +1,4 @@
-"""The page of `isomorph robustness`: a metric by corruption and severity, of one model or next to a baseline."""
+"""The page of `isomorph robustness`: top-1 by corruption and severity, of one model or next to a baseline."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Any
 
 from isomorph.data.corruptions.corrupt import CLEAN, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS
 from isomorph.evaluation.robustness.cells import SavedResult
-from isomorph.evaluation.robustness.scores import metric_name, metric_of, severity_table, summary_lines
+from isomorph.evaluation.robustness.scores import severity_table, summary_lines
 from isomorph.report import guides
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 from isomorph.report.html import Section, write_page
 
 CellValues = Mapping[tuple[str, int], float]
-"""A metric (%) by (corruption, severity); of the clean images under ("clean", 0)."""
+"""Top-1 (%) by (corruption, severity); of the clean images under ("clean", 0)."""
 
 
 def _corrupted(cells: CellValues) -> CellValues:
@@ -41,7 +41,7 @@ def _suite(cells: CellValues) -> CellValues:
     return {cell: value for cell, value in corrupted.items() if cell[0] in IMAGENET_C_CORRUPTIONS} or corrupted
 
 
-def robustness_charts(results: Mapping[str, CellValues], metric: str = "top-1") -> list[Chart]:
+def robustness_charts(results: Mapping[str, CellValues]) -> list[Chart]:
     """Return bars by corruption and by severity, and the cells: of two models their difference, else of each model.
 
     Means by severity are over the suite's corruptions. Two models have the same cells.
@@ -53,11 +53,11 @@ def robustness_charts(results: Mapping[str, CellValues], metric: str = "top-1") 
         for name, own in cells.items()
     }
     charts: list[Chart] = [
-        Bars("By corruption, mean over severities", f"{metric}, %", by_corruption),
-        Bars("By severity, mean over corruptions", f"{metric}, %", by_severity),
+        Bars("By corruption, mean over severities", "top-1, %", by_corruption),
+        Bars("By severity, mean over corruptions", "top-1, %", by_severity),
     ]
     limits = 0.0, 100.0
-    matrices = {f"{metric[:1].upper()}{metric[1:]} (%) of {name}": own for name, own in cells.items()}
+    matrices = {f"Top-1 (%) of {name}": own for name, own in cells.items()}
     if len(cells) == 2:
         first, second = cells.values()
         change = {cell: second[cell] - first[cell] for cell in first}
@@ -71,10 +71,9 @@ def robustness_charts(results: Mapping[str, CellValues], metric: str = "top-1") 
     return charts
 
 
-def robustness_table(results: Mapping[str, CellValues], metric: str = "top-1") -> Table:
-    """Return a table of the metric of the clean images, and its mean over the suite's cells."""
-    mean = metric if metric.startswith("mean ") else f"mean {metric}"
-    rows = [["", f"clean {metric} (%)", "cells", f"{mean} under corruption (%)"]]
+def robustness_table(results: Mapping[str, CellValues]) -> Table:
+    """Return a table of top-1 on the clean images, and its mean over the suite's cells."""
+    rows = [["", "clean top-1 (%)", "cells", "mean top-1 under corruption (%)"]]
     for name, cells in results.items():
         clean, suite = cells.get((CLEAN, 0)), _suite(cells)
         texts = ["-" if clean is None else f"{clean:.2f}", str(len(suite)), f"{fmean(_means(suite, 0).values()):.2f}"]
@@ -82,20 +81,20 @@ def robustness_table(results: Mapping[str, CellValues], metric: str = "top-1") -
     return rows
 
 
-def robustness_finding(results: Mapping[str, CellValues], metric: str = "top-1") -> str:
-    """Return the mean of a metric of a model and its lowest corruption, or of two models the best and worst change."""
+def robustness_finding(results: Mapping[str, CellValues]) -> str:
+    """Return the mean top-1 of a model and its lowest corruption, or of two models the best and worst change."""
     (name, means), *others = ((name, _means(_suite(cells), 0)) for name, cells in results.items())
     average = fmean(means.values())
     if not others:
         worst = min(means, key=means.__getitem__)
-        reached = f"{name} reaches {average:.2f} % {metric} on corrupted images"
+        reached = f"{name} reaches {average:.2f} % top-1 on corrupted images"
         return f"{reached}; its lowest is {means[worst]:.2f} %, under {worst}."
     second, new = others[0]
     gains = {corruption: new[corruption] - means[corruption] for corruption in means}
     best, worst = (choose(gains, key=gains.__getitem__) for choose in (max, min))
     change = fmean(new.values()) - average
     verdict = f"{abs(change):.2f} points {'above' if change > 0 else 'below'} {name}" if change else f"equal to {name}"
-    reached = f"On corrupted images {second} reaches {average + change:.2f} % {metric}, {verdict}"
+    reached = f"On corrupted images {second} reaches {average + change:.2f} % top-1, {verdict}"
     return f"{reached}: {gains[best]:+.2f} under {best}, {gains[worst]:+.2f} under {worst}."
 
 
@@ -104,18 +103,18 @@ def write_robustness(path: Path, result: Mapping[str, Any], baseline: SavedResul
 
     Raises: UserError when it cannot be written.
     """
-    metric, name, words = metric_of(result), result["model"], metric_name(result)
+    name = result["model"]
     cells = [*([result["clean"]] if result["clean"] else []), *result["cells"]]
-    own = {(cell["corruption"], cell["severity"]): float(cell[metric]) for cell in cells}
+    own = {(cell["corruption"], cell["severity"]): float(cell["top1"]) for cell in cells}
     results: dict[str, CellValues] = {name: own}
     if baseline:
         first, common = str(baseline.identity["model"]), own.keys() & baseline.cells.keys()
-        base = {key: float(baseline.cells[key][metric]) for key in common}
+        base = {key: float(baseline.cells[key]["top1"]) for key in common}
         results = {f"{first} (baseline)" if first == name else first: base, name: {key: own[key] for key in common}}
     measured = " ".join(f"{line[:1].upper()}{line[1:]}." for line in summary_lines(result))
     sections = [
-        Section("Clean and corrupted images", measured, table=robustness_table(results, words)),
-        Section("By corruption and severity", charts=robustness_charts(results, words), guide=guides.ROBUSTNESS),
+        Section("Clean and corrupted images", measured, table=robustness_table(results)),
+        Section("By corruption and severity", charts=robustness_charts(results), guide=guides.ROBUSTNESS),
         Section("Every corruption and category", "Columns are severities.", table=severity_table(result)),
     ]
-    return write_page(path, "Robustness", robustness_finding(results, words), sections, footer)
+    return write_page(path, "Robustness", robustness_finding(results), sections, footer)

@@ -8,7 +8,8 @@ from torch import nn
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.robustness.cells import RobustnessOptions, measure_classifier
+from isomorph.evaluation.robustness.cells import measure_classifier
+from isomorph.evaluation.robustness.images import RobustnessOptions
 from isomorph.operations import unwrap
 from isomorph.training.task import task_of, task_record
 

@@ -7,36 +7,26 @@ resumes. Results are compared only if they were measured on the same images.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.data.corruptions.corrupt import (
-    CLEAN,
-    EXTRA_CORRUPTIONS,
-    IMAGENET_C_CORRUPTIONS,
-    SEVERITIES,
-    check_corruption,
-    corruption_functions,
-)
+from isomorph.data.corruptions.corrupt import CLEAN, CorruptedImages
 from isomorph.data.loaders import batch_ranges, ordered_loader
 from isomorph.data.sources import Source
-from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts, class_logits, sum_counts
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.robustness.images import PUBLISHED_SIZE, open_published, prepare_inputs
+from isomorph.evaluation.robustness.images import PUBLISHED_SIZE, RobustnessInputs, RobustnessOptions, open_inputs
 from isomorph.evaluation.robustness.scores import (
     Cell,
     Cells,
     common_cells,
     compare_to_baseline,
-    metric_of,
     robustness_summary,
 )
 from isomorph.layers.eval_mode import eval_mode
@@ -44,70 +34,29 @@ from isomorph.layers.eval_mode import eval_mode
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
 """Keys that must be equal in two results that are compared."""
-ProgressCallback = Callable[[float, int, str], None]
-"""Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
 
 
-@dataclass(frozen=True)
-class RobustnessOptions:
-    """What to measure, how, and the files of results; the fields are described at `iso.robustness`.
+def measure_classifier(model: nn.Module, source: Source | None, options: RobustnessOptions) -> dict[str, Any]:
+    """Measure the cells of an image classifier that are not in the result file yet, and return the result.
 
-    >>> from isomorph.evaluation.robustness.cells import RobustnessOptions
-    >>> RobustnessOptions(corruptions=["fog"], severities=[1, 3]).wanted()
-    {'fog': (1, 3)}
+    Raises: UserError as `iso.robustness`, and when a file cannot be read, is of another model or other images, or has
+    no cell to compare.
     """
-
-    suite: str = "imagenet-c"
-    folder: str | Path | None = None
-    corruptions: Sequence[str] | None = None
-    severities: Sequence[int] = SEVERITIES
-    extra: bool = False
-    size: tuple[int, int] | None = None
-    seed: int = 0
-    limit: int | None = None
-    partial: bool = False
-    batch_size: int = 100
-    workers: int = 0
-    out: str | Path | None = None
-    baseline: str | Path | None = None
-    name: str | None = None
-    progress: ProgressCallback | None = None
-    runtime: Runtime = ALONE
-
-    def wanted(self) -> dict[str, tuple[int, ...]]:
-        """Return the severities of each corruption. Raises: UserError for an unknown one, or none."""
-        names = list(IMAGENET_C_CORRUPTIONS if self.corruptions is None else self.corruptions)
-        names += EXTRA_CORRUPTIONS if self.extra else ()
-        if not names or not self.severities:
-            raise UserError("there is nothing to do: give at least one corruption and one severity")
-        for corruption in names:
-            for severity in self.severities:
-                check_corruption(corruption, severity)
-        return dict.fromkeys(names, tuple(sorted(set(self.severities))))
-
-
-Measure = Callable[[str, tuple[int, ...], Callable[[float], None]], Iterable[tuple[int, Mapping[str, Any]]]]
-"""Measures the severities of a corruption: yields each with its metrics, and reports how many of them are done."""
-
-
-def measure_cells(
-    model: nn.Module, identity: Mapping[str, Any], options: RobustnessOptions, measure: Measure, imagenet: bool = False
-) -> dict[str, Any]:
-    """Measure the cells that are not in the result file yet, and return the result; `imagenet` as in the summary.
-
-    Raises: UserError when a file cannot be read, is of another model or other images, or has no cell to compare, or the
-    processes differ.
-    """
+    if options.batch_size < 1 or options.workers < 0 or (options.limit is not None and options.limit < 1):
+        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     runtime, severities = options.runtime, options.wanted()
     wanted = [(name, severity) for name in severities for severity in severities[name]]
-    identity = {"model": options.name or type(model).__name__, "weights": weights_hash(model), **identity}
-    metric = metric_of(identity)
+    inputs = open_inputs(model, source, options)
+    fitted = fit_to_size(model, inputs.size)
+    identity = {"model": options.name or type(model).__name__, "weights": weights_hash(model), **inputs.identity()}
     base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
     if base:
         if differences := _differences(base.identity, identity):
             what = "measure both on the same images"
             raise UserError(f"{options.baseline} was measured on other images: {differences}; {what}")
         common_cells(wanted, base.cells, base.identity["model"])
+    if options.workers:
+        _limit_opencv_threads()
     out = Path(options.out).expanduser() if options.out and runtime.is_main else None
     file = CellFile(out, identity)
     cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file
@@ -120,51 +69,37 @@ def measure_cells(
                 finished = sum(key in cells for key in wanted)
                 options.progress(finished + done * (name != CLEAN), len(wanted), name)
 
-        for severity, metrics in measure(name, left, report) if left else ():
-            cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
-            file.append(cells[name, severity])
+        for images in inputs.groups(name, left) if left else ():
+            measured = _measure_group(fitted, images, inputs, report)
+            for severity, metrics in zip(images.severities, measured, strict=True):
+                cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
+                file.append(cells[name, severity])
     found, clean = {key: cells[key] for key in wanted if key in cells}, cells.get((CLEAN, 0))
-    images = min(cell.get("images", 0) for cell in found.values())
-    result = {**identity, "images": images, "clean": clean, "cells": list(found.values())}
-    result |= robustness_summary(found, clean, imagenet, metric) | {"resumed": resumed}
+    count = min(cell.get("images", 0) for cell in found.values())
+    result = {**identity, "images": count, "clean": clean, "cells": list(found.values())}
+    imagenet = inputs.num_classes == 1000 and inputs.size == PUBLISHED_SIZE
+    result |= robustness_summary(found, clean, imagenet) | {"resumed": resumed}
     if base:
-        result["against"] = compare_to_baseline(found, base.cells, base.identity["model"], metric)
+        result["against"] = compare_to_baseline(found, base.cells, base.identity["model"])
     return result
 
 
-def measure_classifier(model: nn.Module, source: Source | None, options: RobustnessOptions) -> dict[str, Any]:
-    """Measure the accuracy of an image classifier under corruptions. Result and errors: `iso.robustness`."""
-    if options.batch_size < 1 or options.workers < 0 or (options.limit is not None and options.limit < 1):
-        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
-    published = open_published(options.suite, options.folder, options.wanted())
-    inputs = prepare_inputs(model, source, published, options.size, options.seed, options.limit, options.partial)
-    if not published:
-        corruption_functions()  # raises now, not after hours, if their package is missing
-    fitted, runtime = fit_to_size(model, inputs.size), options.runtime
-    if options.workers:
-        _limit_opencv_threads()
-
-    def measure(
-        name: str, severities: tuple[int, ...], report: Callable[[float], None]
-    ) -> Iterator[tuple[int, dict[str, float]]]:
-        for images in inputs.groups(None if name == CLEAN else name, severities):
-            together = len(images.severities)
-            batches = batch_ranges(len(images), max(1, options.batch_size // together))[runtime.share]
-            report(0)
-            counts: list[PredictionCounts] = []
-            loader = ordered_loader(images, batches, options.workers)
-            for done, (logits, labels) in enumerate(_predict(fitted, loader, inputs.config), 1):
-                counts = counts or [PredictionCounts(logits.shape[-1]) for _ in images.severities]
-                for own, own_logits in zip(counts, logits.unbind(1), strict=True):
-                    own.add(own_logits, labels)
-                report(together * done / len(batches))
-            shares = [share for share in runtime.gather(counts) if share]  # some are empty if batches are few
-            for severity, parts in zip(images.severities, zip(*shares, strict=True), strict=True):
-                yield severity, sum_counts(list(parts)).metrics()
-
-    return measure_cells(
-        model, inputs.identity(), options, measure, inputs.num_classes == 1000 and inputs.size == PUBLISHED_SIZE
-    )
+def _measure_group(
+    model: nn.Module, images: CorruptedImages, inputs: RobustnessInputs, report: Callable[[float], None]
+) -> list[dict[str, float]]:
+    """Return the metrics at every severity of the images, and report how many severities are done."""
+    options, together = inputs.options, len(images.severities)
+    batches = batch_ranges(len(images), max(1, options.batch_size // together))[options.runtime.share]
+    report(0)
+    counts: list[PredictionCounts] = []
+    loader = ordered_loader(images, batches, options.workers)
+    for done, (logits, labels) in enumerate(_predict(model, loader, inputs.config), 1):
+        counts = counts or [PredictionCounts(logits.shape[-1]) for _ in images.severities]
+        for own, own_logits in zip(counts, logits.unbind(1), strict=True):
+            own.add(own_logits, labels)
+        report(together * done / len(batches))
+    shares = [share for share in options.runtime.gather(counts) if share]  # some are empty if batches are few
+    return [sum_counts(list(parts)).metrics() for parts in zip(*shares, strict=True)]
 
 
 @torch.no_grad()
@@ -260,8 +195,7 @@ def read_result(path: Path) -> SavedResult:
         identity, *cells = [json.loads(line) for line in content[:complete].splitlines()]
         if identity.pop("kind") != _KIND or not identity.keys() >= {"model", "weights", *_IDENTITY_KEYS}:
             raise ValueError
-        metric = metric_of(identity)
-        parsed = {(cell["corruption"], int(cell["severity"])): {**cell, metric: float(cell[metric])} for cell in cells}
+        parsed = {(cell["corruption"], int(cell["severity"])): {**cell, "top1": float(cell["top1"])} for cell in cells}
         return SavedResult(identity, parsed, complete)
     except OSError as error:
         raise UserError(f"cannot read results {path}: {error.strerror}; give a result file of {_KIND}") from None

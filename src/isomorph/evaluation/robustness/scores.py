@@ -11,14 +11,10 @@ from isomorph.data.corruptions.corrupt import (
     SEVERITIES,
 )
 from isomorph.errors import UserError
-from isomorph.terminal_tables import METRIC_FORMATS
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
 CellValues = Mapping[tuple[str, int], float]
-
-METRIC = "top1"
-"""What is measured of a cell unless the identity of its results names another metric, in per cent."""
 
 ALEXNET = {
     "gaussian_noise": 88.6428,
@@ -46,32 +42,16 @@ ALEXNET_CLEAN = 43.478
 """AlexNet's top-1 error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5."""
 
 
-def metric_of(identity: Mapping[str, Any]) -> str:
-    """Return the metric of results, by their identity: top1 of classifiers, else miou, box_ap, ..."""
-    return str(identity.get("metric", METRIC))
-
-
-def metric_title(identity: Mapping[str, Any]) -> str:
-    """Return the metric of results as a title: "top-1 (%)", "mean IoU (%)"."""
-    return METRIC_FORMATS[metric_of(identity)][0] if metric_of(identity) in METRIC_FORMATS else metric_of(identity)
-
-
-def metric_name(identity: Mapping[str, Any]) -> str:
-    """Return the metric of results in words: "top-1", "mean IoU"."""
-    return metric_title(identity).removesuffix(" (%)")
-
-
-def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool, metric: str = METRIC) -> dict[str, Any]:
-    """Return the metric by corruption, category and severity, and mCE and relative mCE if they are defined.
+def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
+    """Return top-1 by corruption, category and severity, and mCE and relative mCE if they are defined.
 
     Means by severity and over all use the 15 corruptions of the suite; the extra ones are a separate category.
     mCE = mean over corruptions of (sum over severities of error / the same of AlexNet): for 1000 classes at 224 px
-    (`imagenet`) and all 75 cells. Relative mCE subtracts each net's clean error from both. For a metric other than
-    top-1, `relative` is the mean under corruption in per cent of the clean images' value (Michaelis et al. 2019).
+    (`imagenet`) and all 75 cells. Relative mCE subtracts each net's clean error from both.
 
     Source: Hendrycks and Dietterich 2019, section 4.1
     """
-    values = {key: cell[metric] for key, cell in cells.items()}
+    values = {key: cell["top1"] for key, cell in cells.items()}
     by_corruption = _group_means(values, {name: (name,) for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)})
     errors = {name: 100 - value for name, value in by_corruption.items() if name in IMAGENET_C_CORRUPTIONS}
     found: dict[str, Any] = {
@@ -80,9 +60,7 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool, metric:
         "by_severity": _severity_means(values),
     }
     if errors:
-        found |= {f"mean_{metric}": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
-        if metric != METRIC and clean and clean[metric]:
-            found["relative"] = 100 * found[f"mean_{metric}"] / clean[metric]
+        found |= {"mean_top1": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
     if imagenet and all((name, severity) in cells for name in IMAGENET_C_CORRUPTIONS for severity in SEVERITIES):
         found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
         found["mce"] = mean(found["ce"].values())
@@ -121,8 +99,8 @@ def common_cells(cells: Iterable[tuple[str, int]], base: Cells, name: str) -> li
     return common
 
 
-def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METRIC) -> dict[str, Any]:
-    """Return the gain over a baseline on common cells, in points of the metric and in per cent of the baseline's.
+def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
+    """Return the gain over a baseline on common cells, in points and in per cent of the baseline's.
 
     `error_ratio` is the mCE with the baseline instead of AlexNet: mean over corruptions of error / its error (%).
 
@@ -131,7 +109,7 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METR
     """
     common = common_cells(cells, base, name)
     our_scores, their_scores = (
-        robustness_summary({key: own[key] for key in common}, None, False, metric) for own in (cells, base)
+        robustness_summary({key: own[key] for key in common}, None, False) for own in (cells, base)
     )
     gain: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
@@ -145,19 +123,19 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METR
         if key in IMAGENET_C_CORRUPTIONS and their_scores["by_corruption"][key] < 100
     ]
     if ratios:
-        gain["points"] = our_scores[f"mean_{metric}"] - their_scores[f"mean_{metric}"]
+        gain["points"] = our_scores["mean_top1"] - their_scores["mean_top1"]
         gain["error_ratio"] = 100 * mean(ratios)
     return gain
 
 
 def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table of the metric by severity with a row for each corruption, each category and their mean."""
-    severities, metric = list(result["by_severity"]), metric_of(result)
-    cells = {(cell["corruption"], cell["severity"]): cell[metric] for cell in result["cells"]}
+    """Return a table of top-1 by severity with a row for each corruption, each category and their mean."""
+    severities = list(result["by_severity"])
+    cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
     gain, ce = result.get("against", {}), result.get("ce", {})
     groups = {name: (name,) for name in result["by_corruption"]} | CORRUPTION_CATEGORIES | {"extra": EXTRA_CORRUPTIONS}
     optional = ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)
-    rows = [[f"{result['model']}: {metric_title(result)}", *map(str, severities), "mean", *optional]]
+    rows = [[f"{result['model']}: top-1 (%)", *map(str, severities), "mean", *optional]]
 
     def add(name: str, means: Iterable[float | None], average: float | None, error: float | None, points: Any) -> None:
         more = [_text(error, ".1f")] * bool(ce) + [_text(points, "+.2f")] * bool(gain)
@@ -171,7 +149,7 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     if count := sum(name in IMAGENET_C_CORRUPTIONS for name in result["by_corruption"]):
         whole = len(IMAGENET_C_CORRUPTIONS)
         name = "all of the suite" if count == whole else f"{count} of the suite's {whole}"
-        average, error = result.get(f"mean_{metric}"), result.get("mce")
+        average, error = result.get("mean_top1"), result.get("mce")
         add(name, result["by_severity"].values(), average, error, gain.get("points"))
     return rows
 
@@ -191,18 +169,14 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [inputs_line(result, result["images"])]
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
-    title = metric_name(result)
     if result["clean"]:
-        lines.append(f"clean {title} {result['clean'][metric_of(result)]:.2f} %")
+        lines.append(f"clean top-1 {result['clean']['top1']:.2f} %")
     if "mce" in result:
         relative = f", relative mCE {result['relative_mce']:.1f} %" if "relative_mce" in result else ""
         lines.append(f"mCE {result['mce']:.1f} %{relative} (100 is AlexNet)")
-    elif "relative" in result:
-        mean_value = result[f"mean_{metric_of(result)}"]
-        lines.append(f"mean under corruption {mean_value:.2f} %: {result['relative']:.1f} % of the clean images'")
     elif "mean_error_unnormalised" in result:
         lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
     if "error_ratio" in (gain := result.get("against", {})):
         ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
-        lines.append(f"compared with {gain['model']}: {title} {gain['points']:+.2f} points, {ratio}")
+        lines.append(f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
     return lines
