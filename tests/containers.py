@@ -93,12 +93,6 @@ def as_parquet(root, files=1, named=True):
         dataset(SAMPLES[n::files], named).to_parquet(root / f"train-{n:05d}-of-{files:05d}.parquet")
 
 
-def as_saved(root):
-    from datasets import DatasetDict
-
-    DatasetDict(train=dataset()).save_to_disk(root)
-
-
 CONTAINERS = {
     "folder": ("imagefolder", as_folder),
     "tar": ("tar", as_tar),
@@ -109,7 +103,6 @@ CONTAINERS = {
     "json shards": ("webdataset", lambda root: as_shards(root, kind="json")),
     "plain shards": ("webdataset", as_plain_shards),
     "parquet": ("huggingface", lambda root: as_parquet(root, 2)),
-    "saved": ("huggingface", as_saved),
 }
 
 

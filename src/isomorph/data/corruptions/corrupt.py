@@ -7,7 +7,6 @@ package imagecorruptions implements differently or slowly are isomorph's own; th
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -47,10 +46,8 @@ CORRUPTION_VERSION = 3
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
 
 
-def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int, name: str = "this one") -> np.ndarray:
+def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np.ndarray:
     """Return an image under one of ImageNet-C's corruptions, at severity 1 to 5; the seed makes it reproducible.
-
-    `name` is that of the image in messages.
 
     Shape: (H, W, 3) uint8 -> (H, W, 3) uint8
     Source: Hendrycks and Dietterich 2019 (ImageNet-C)
@@ -62,7 +59,7 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int, name:
     """
     if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
         size = f"{pixels.shape[1]} x {pixels.shape[0]}"
-        raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; {name} is {size}")
+        raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is {size}")
     package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
@@ -104,26 +101,6 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
         raise UserError(f"corruption {corruption!r} is unknown; {hint}")
     if severity not in SEVERITIES:
         raise UserError(f"severity {severity} is not in 1 to 5")
-
-
-@dataclass(frozen=True)
-class ImageCorruption:
-    """A corruption of images by their names, which seed the draws: an image has the same one whatever its index.
-
-    >>> from PIL import Image
-    >>> from isomorph.data.corruptions.corrupt import ImageCorruption
-    >>> fog = ImageCorruption("fog", severity=3)
-    >>> fog(Image.new("RGB", (64, 48)), "street.png").size
-    (64, 48)
-    """
-
-    corruption: str
-    severity: int
-    seed: int = 0
-
-    def __call__(self, image: Image.Image, name: str) -> Image.Image:
-        seed = corruption_seed(self.corruption, self.severity, zlib.crc32(name.encode()), self.seed)
-        return Image.fromarray(corrupt(np.asarray(image), self.corruption, self.severity, seed, name))
 
 
 class CorruptedSource(Source):

@@ -26,15 +26,12 @@ _COLUMN_NAMES = {
 class DatasetSplit:
     """One split of a data set as the `datasets` library opens it, and its columns of images and labels.
 
-    `title` is its name in errors, `files` are its local parquet files, `images` is the number of images if known,
-    `folder` is where the files of images are if the data set stores their paths.
+    `title` is its name in errors, `images` is the number of images if known.
     """
 
     title: str
     dataset: Any
-    files: Sequence[Path] = ()
     images: int | None = None
-    folder: Path | None = None
     image: str = ""
     label: str = ""
 
@@ -45,15 +42,10 @@ class DatasetSplit:
         return [composed(name) for name in getattr(features[self.label], "names", None) or []] if features else []
 
     def stored_image(self, cell: Any) -> ImageLike:
-        """Return the image in a cell: its bytes, else the path of its file in the folder. Raises: OSError for none."""
-        if isinstance(cell, Mapping) and cell.get("bytes") is not None:
-            return cell["bytes"]
-        if not isinstance(cell, Mapping) or not cell.get("path"):
-            raise OSError("the cell is empty")
-        path = (self.folder or Path()).resolve() / cell["path"]
-        if self.folder is None or not path.resolve().is_relative_to(self.folder.resolve()):
-            raise OSError(f"it is a path outside of the data set, {cell['path']}; store the bytes of the images")
-        return path
+        """Return the bytes of the image in a cell. Raises: OSError for none."""
+        if not isinstance(cell, Mapping) or cell.get("bytes") is None:
+            raise OSError("the data set has no bytes of it")
+        return cell["bytes"]
 
 
 class DatasetImages(Sequence[ImageLike]):
@@ -85,7 +77,7 @@ class DatasetImages(Sequence[ImageLike]):
 def huggingface(split: str, root: Path) -> Source:
     """Open a data set by its name on the hub (`owner/name` or `owner/name:config`), or in a folder.
 
-    The folder holds parquet files (`train-*.parquet`, also in `data/`, or any in `train/`) or `save_to_disk`'s output.
+    The folder holds parquet files (`train-*.parquet`, also in `data/`, or any in `train/`).
     Images are in a column image or img (jpg, png, webp), labels in label, fine_label or labels (cls). The `datasets`
     library downloads hub data to its cache and converts parquet data to a memory-mapped copy there (as large again),
     from which images are read. If the test split has no labels (all -1), the validation split is used.
@@ -167,31 +159,22 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
     for word in (path.name for path in named_for([Path(each) for each in splits], split)):
         info = (splits[word].info.splits or {word: None})[word]
         images = getattr(info, "num_examples", None) or None
-        yield DatasetSplit(f"the {word} split of {name}", splits[word], images=images)
+        yield DatasetSplit(f"the {word} split of {name}", splits[word], images)
 
 
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """Yield the matching splits in a folder: parquet files, or the output of `save_to_disk`."""
-    from datasets import load_dataset, load_from_disk
+    """Yield the matching splits in a folder of parquet files."""
+    from datasets import load_dataset
     from pyarrow.parquet import read_metadata
 
     for word in SPLITS[split]:
         title, files = f"the {word} split in {root}", parquet_files(root, word)
-        for folder in named_for([path for path in visible(root) if split_words(path.name) == [word]], split):
-            if not (folder / "state.json").is_file():
-                continue
-            with explain_dataset_errors(title):
-                saved = load_from_disk(str(folder))
-                images = len(saved)
-                saved = saved.to_iterable_dataset(num_shards=min(images, 64) or 1) if streaming else saved
-            yield DatasetSplit(title, saved, images=images, folder=root)
-            files = []
         if files:
             with explain_dataset_errors(title):
                 listed = {word: [str(file) for file in files]}
                 opened = load_dataset("parquet", data_files=listed, split=word, streaming=streaming)
                 images = sum(read_metadata(file).num_rows for file in files)
-            yield DatasetSplit(title, opened, files, images, folder=root)
+            yield DatasetSplit(title, opened, images)
 
 
 def parquet_files(root: Path, word: str) -> list[Path]:

@@ -1,7 +1,6 @@
 """Images in one folder per class, and how the images of classes are numbered and ordered, in folders and tar files."""
 
 import os
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,12 +32,12 @@ def check_known_classes(test: Path, classes: Iterable[str], train: Path, known: 
 
 
 def sort_by_class(
-    top: Path, names: Sequence[str], classes: Sequence[str], left_out: Counter[str], repeated: int = 0
+    top: Path, names: Sequence[str], classes: Sequence[str], left_out: Counter[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of images in the order of their classes and paths, and their labels.
 
     `names` are like class/folder/image. Those without a class are left out, and of equal ones the last counts, as in
-    unpacking a tar. Warns of these, of files that were `left_out` before, and of images reached `repeated` times.
+    unpacking a tar. Warns of these, and of files that were `left_out` before.
 
     Shape: -> (n,), (n,)
     Raises: UserError when all classes hold the same folders and no image: the classes are those.
@@ -49,7 +48,7 @@ def sort_by_class(
     _check_not_nested(top, last)
     loose = sum("/" not in name for name in names)
     lost = Counter({"next to the classes": loose, "stored again later": len(names) - loose - len(last)})
-    report_left_out(top, left_out + lost, repeated)
+    report_left_out(top, left_out + lost)
     ordered = sorted(last, key=lambda name: (_class_of(name), name.replace("/", "\0")))
     label_of = {name: label for label, name in enumerate(classes)}
     return np.array([last[name] for name in ordered]), np.array([label_of[_class_of(name)] for name in ordered])
@@ -81,7 +80,7 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     Without train/, the class folders of `root` itself hold the test images. `test_fraction` splits a folder that has no
     test images of its own: about this fraction of every class is for testing (`split_classes`), the rest for training.
     Classes are numbered as in train, if it exists, in the order of their names. A link to a folder is followed. Warns
-    about files that are left out, and images that are reached twice.
+    about files that are left out.
 
     Raises: UserError when a folder is missing, holds no images, has a class that train lacks, or cannot be split.
     """
@@ -124,28 +123,22 @@ def _open_classes(top: Path, train: Path) -> Source:
     """Open the class folders of `top`, numbered as those of `train`. Raises: UserError when there are no images."""
     classes = _class_names(train)
     check_known_classes(top, _class_names(top), train, classes)
-    left_out, files = Counter[str](), array("Q")
+    left_out = Counter[str]()
     try:
-        names = list(_images_below(top, "", left_out, files))
+        names = list(_images_below(top, "", left_out))
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    order, labels = sort_by_class(top, names, classes, left_out, len(files) - len(np.unique(files)))
+    order, labels = sort_by_class(top, names, classes, left_out)
     if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
     return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
 
 
-def _images_below(
-    top: Path, below: str, left_out: Counter[str], files: "array[int]", above: frozenset[int] = frozenset()
-) -> Iterator[str]:
-    """Yield the names of the image files below a folder, in no order, and count the others.
-
-    `files` receives a number for each image's file, whatever links lead to it; `above` are the folders around this one.
-    """
-    status = os.stat(top / below)
-    place = status.st_dev << 48
-    if status.st_ino ^ place in above:
+def _images_below(top: Path, below: str, left_out: Counter[str], above: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield the names of the image files below a folder, in no order, and count the others; `above` are around it."""
+    place = os.path.realpath(top / below)
+    if place in above:
         left_out["in a folder that links to itself"] += 1
         return
     with os.scandir(top / below) as entries:
@@ -153,12 +146,8 @@ def _images_below(
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                inside = above | {status.st_ino ^ place}
-                yield from _images_below(top, f"{below}{entry.name}/", left_out, files, inside)
+                yield from _images_below(top, f"{below}{entry.name}/", left_out, above | {place})
             elif is_image_name(entry.name):
-                linked = entry.is_symlink() and entry.is_file()
-                number = entry.stat().st_ino if linked else entry.inode()
-                files.append((number ^ place) & 2**64 - 1)
                 yield below + entry.name
             else:
                 count_left_out(below + entry.name, left_out)

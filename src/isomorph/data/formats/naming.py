@@ -148,13 +148,11 @@ def check_folder(root: Path, holds: str) -> None:
         raise UserError(f"there is no folder {root}; data.root must be the folder that holds {holds}")
 
 
-def report_left_out(where: object, left_out: Mapping[str, int], repeated: int = 0) -> None:
-    """Warn about files that are not read, by suffix or reason, and about images that are counted more than once."""
+def report_left_out(where: object, left_out: Mapping[str, int]) -> None:
+    """Warn about files that are not read, by suffix or reason."""
     if total := sum(left_out.values()):
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(left_out).most_common(5) if count)
         warnings.warn(f"{count_of(total, 'file')} in {where} left out ({kinds})", DataWarning, stacklevel=2)
-    if repeated:
-        warnings.warn(f"{count_of(repeated, 'image')} in {where} counted more than once", DataWarning, stacklevel=2)
 
 
 def number_classes(largest: int, where: object) -> list[str]:

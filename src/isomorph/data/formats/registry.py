@@ -40,8 +40,7 @@ def open_source(
     - `imagefolder`: `root/{train,val}/class/image`, or `root/class/image`
     - `tar`: the same inside `root/{train,val}.tar`, or one tar per class in `root/{train,val}/`; read in place
     - `webdataset`: shards `root/**/*{train,val}*.tar` of key.jpg + key.cls; read in place
-    - `huggingface`: a name on the hub (`owner/name`, `owner/name:config`), or a folder of parquet files or one written
-      by `save_to_disk`
+    - `huggingface`: a name on the hub (`owner/name`, `owner/name:config`), or a folder of parquet files
 
     A split is found by the words train or training, and test, testing, val, valid, validation, eval or evaluation, in
     any case and also as part of a name (`Training_Set`); the first that exists is used. `test_fraction` splits a folder
@@ -97,7 +96,6 @@ def detect_format(path: Path) -> str:
             return "tar"
     if tars or (any(visible(folder, ".tar") for folder in inside) and not any(find_splits(path).values())):
         return "webdataset"
-    saved = any((folder / "state.json").is_file() for folder in folders) or (path / "dataset_dict.json").is_file()
-    if saved or any(visible(folder, ".parquet") for folder in [*folders, path / "data"]):
+    if any(visible(folder, ".parquet") for folder in [*folders, path / "data"]):
         return "huggingface"
     return "imagefolder"

@@ -1,16 +1,9 @@
-"""Image folders and webdataset shards inside tar files, never unpacked: a tar is indexed once, then read by offset.
+"""Image folders and webdataset shards inside tar files, never unpacked: a tar is indexed once, then read by offset."""
 
-The index of a tar (names, offsets, sizes, labels) is cached in `$XDG_CACHE_HOME/isomorph/shards` (else `~/.cache`)
-and written again when the tar's size or modification time changes.
-"""
-
-import hashlib
-import io
 import json
 import math
 import os
 import tarfile
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +33,6 @@ from isomorph.data.formats.naming import (
 from isomorph.data.sources import ImageLike, ImageSubset, Source
 from isomorph.errors import UserError, first_line
 
-_INDEX_VERSION = 4
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The first bytes of files compressed by gzip, bzip2, xz and zstandard."""
 _MAX_DEPTH = 4
@@ -138,7 +130,7 @@ class TarImages(Sequence[ImageLike]):
 
 
 def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
-    """Return the index of each tar, from the cache where it is still valid.
+    """Return the index of each tar.
 
     Raises: UserError when a tar cannot be read, is cut short or compressed.
     """
@@ -150,8 +142,6 @@ def _index_tar(path: Path) -> TarIndex:
     try:
         status = path.stat()
         stamp = _FileStamp(str(path.absolute()), status.st_size, status.st_mtime_ns)
-        if index := _load_index(stamp):
-            return index
         with open(path, "rb") as file:
             if file.read(6).startswith(_COMPRESSED_PREFIXES):
                 raise UserError(f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar")
@@ -163,49 +153,7 @@ def _index_tar(path: Path) -> TarIndex:
         if isinstance(error, UserError):
             raise
         raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
-    index = TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers, left_out)
-    _save_index(index)
-    return index
-
-
-def _cache_file(stamp: _FileStamp) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "isomorph" / "shards" / f"{hashlib.sha256(os.fsencode(stamp.path)).hexdigest()[:32]}.npz"
-
-
-def _load_index(stamp: _FileStamp) -> TarIndex | None:
-    """Return the cached index of this tar if it is of the file as it is now, and could be; else None."""
-    try:
-        with open(_cache_file(stamp), "rb") as file, np.load(file, allow_pickle=False) as saved:
-            if saved["stamp"].tolist() != [_INDEX_VERSION, stamp.size, stamp.modified]:
-                return None
-            block, ends, numbers = (saved[key] for key in ("block", "ends", "numbers"))
-            left_out = Counter({str(kind): int(n) for kind, n in json.loads(bytes(saved["left_out"])).items()})
-    except Exception:  # np.load raises many types for a damaged file
-        return None
-    typed = [array.dtype for array in (block, ends, numbers)] == [np.uint8, np.int64, np.int64]
-    if not typed or block.ndim != 1 or ends.ndim != 1 or numbers.shape != (3, len(ends)):
-        return None
-    offsets, sizes, labels = numbers
-    inside = (offsets >= 0) & (sizes >= 0) & (offsets <= stamp.size - sizes) & (labels >= -1)
-    steps = np.diff(ends, prepend=0, append=len(block))
-    fits = inside.all() and (steps >= 0).all() and steps[-1] == 0
-    return TarIndex(stamp, PackedStrings(block, ends), numbers, left_out) if fits else None
-
-
-def _save_index(index: TarIndex) -> None:
-    """Write the index to the cache in one piece; nothing is written without a writable cache folder."""
-    stamp, written = np.array([_INDEX_VERSION, index.stamp.size, index.stamp.modified]), io.BytesIO()
-    left_out = np.frombuffer(json.dumps(index.left_out).encode(), np.uint8)
-    columns = dict(block=index.names.block, ends=index.names.ends, numbers=index.numbers, left_out=left_out)
-    np.savez(written, stamp=stamp, **columns)  # type: ignore[arg-type]
-    with suppress(OSError, RuntimeError):
-        target = _cache_file(index.stamp)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            draft = Path(folder, target.name)
-            draft.write_bytes(written.getbuffer())
-            os.replace(draft, target)
+    return TarIndex(stamp, PackedStrings.of(member.name for member in members), numbers, left_out)
 
 
 def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth: int = 0) -> Iterator[TarMember]:
@@ -388,13 +336,8 @@ def webdataset(split: str, root: Path) -> Source:
 
 
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
-    """Return the sorted shards below a folder by split, those with the first of the split's names that any has.
-
-    Raises: UserError when all shards are compressed.
-    """
+    """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    if not shards and (packed := [path for pattern in ("*.tar.*", "*.tgz") for path in sorted(root.rglob(pattern))]):
-        raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
     words = {path: {w for part in path.relative_to(root).parts for w in split_words(part)} for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}
