@@ -133,9 +133,9 @@ DAMAGE = {
     "an option": (edit(lambda s: first_group(s).update(lr_scale=3.0)), "SHA-256 differs"),
     "mistyped": (reseal(progress(step="6")), "progress.step is .* and should be a valid integer"),
     "nested": (nested, "recursion"),
-    "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), r"step-00000006 is damaged \("),
+    "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), r"step-00000006 is damaged: "),
     "a foreign file": (foreign("{newest}/notes.txt"), "notes.txt is not part of it"),
-    "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged .*state.json"),
+    "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged: .*state.json"),
     "a copy": (copied, "step-00000099 is damaged: it is a copy of the one after step 6"),
 }
 """What happens to the newest snapshot, and what is said of it."""

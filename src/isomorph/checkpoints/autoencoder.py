@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
@@ -22,33 +21,31 @@ from isomorph.checkpoints.model import (
 )
 from isomorph.errors import UserError
 from isomorph.models import create
-from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
 """Prefixes of the names of tensors outside the encoder."""
 
 
-def save_autoencoder(model: MaskedAutoencoder, path: str | Path) -> None:
+def save_autoencoder(
+    model: MaskedAutoencoder,
+    path: str | Path,
+    encoder_header: dict[str, str] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Save encoder and decoder as one safetensors file, from which `load_autoencoder` rebuilds them.
 
     Tensor names are those of MAE's published checkpoints, so `load_weights` loads the file into a `tdrl_vit_*`; for any
-    other ViT, save the encoder with `save(model.encoder, path)`. The file is written completely or not at all.
+    other ViT, save the encoder with `save(model.encoder, path)`. The file is written completely or not at all. A run
+    gives the encoder's header and the model's gathered tensors.
 
     Raises: UserError when the encoder cannot be rebuilt, or the file cannot be written.
     """
-    if Path(path).suffix != ".safetensors":
-        raise UserError(f"{path} must end in .safetensors")
-    write_autoencoder(model, describe_model(model.encoder), model.state_dict(), Path(path))
-
-
-def write_autoencoder(
-    model: MaskedAutoencoder, encoder_header: dict[str, str], tensors: Mapping[str, Tensor], path: Path
-) -> None:
-    """Write the file from the encoder's header and the model's tensors by name."""
     decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
     settings = {**decoder, "mask": model.ratio, "normalise": model.normalise}
-    state = {name.removeprefix("encoder."): tensor for name, tensor in tensors.items()}
-    write_model({**encoder_header, "autoencoder": json.dumps(settings)}, state, path)
+    header = {**(encoder_header or describe_model(model.encoder)), "autoencoder": json.dumps(settings)}
+    state = model.state_dict() if tensors is None else tensors
+    write_model(header, {name.removeprefix("encoder."): tensor for name, tensor in state.items()}, Path(path))
 
 
 def load_autoencoder(
@@ -85,40 +82,20 @@ def load_autoencoder(
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
         if "." not in encoder_name:  # a tag selects another pretrained_cfg, with its own mean and std
             record_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
-        depth, width = _decoder_sizes(state, path)
-        model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
+        embed = state.get("decoder_embed.weight")
+        if not isinstance(embed, Tensor) or embed.ndim != 2:
+            raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint")
+        depth = len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")})
+        model = MaskedAutoencoder(encoder, depth, len(embed), heads, mask, normalise)
     else:
         raise UserError(
             f"{path} does not name its encoder; give its timm name as encoder_name, for example vit_base_patch16_224"
         )
-    state = dict(state)
-    if (positions := state.pop("decoder_pos_embed", None)) is not None:
-        _check_decoder_positions(model, positions, path)
     state = {
-        name if name.startswith(_DECODER_PREFIXES) else f"encoder.{name}": tensor for name, tensor in state.items()
+        name if name.startswith(_DECODER_PREFIXES) else f"encoder.{name}": tensor
+        for name, tensor in state.items()
+        if name != "decoder_pos_embed"  # MAE's sine-cosine table, which the model makes itself
     }
     check_state_fits(model, state, path)
     cast_like(model, state).load_state_dict(state)
     return model.eval()
-
-
-def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Return the decoder's depth and width from its tensors. Raises: UserError when they are not those of an MAE."""
-    weight = state.get("decoder_embed.weight")
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint")
-    return len({name.split(".")[1] for name in state if name.startswith("decoder_blocks.")}), len(weight)
-
-
-def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor, path: Path) -> None:
-    """Raise UserError if a file's decoder positions are not the sine-cosine table that the model's decoder uses."""
-    table = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)
-    wanted = (1, model.encoder.num_prefix_tokens + len(table), model.width)
-    if tuple(positions.shape) != wanted:
-        raise UserError(
-            f"{path} has decoder_pos_embed {tuple(positions.shape)}, but the model needs {wanted}; "
-            "give the img_size and patch_size that the checkpoint was trained with"
-        )
-    deviation = (positions[0, -len(table) :].to(table) - table).abs().max().item()
-    if not (deviation < 1e-3 and torch.count_nonzero(positions[0, : -len(table)]) == 0):
-        raise UserError(f"the decoder_pos_embed of {path} is not the sine-cosine table of MAE (off by {deviation:.2g})")

@@ -264,17 +264,13 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
     if options._replace(ema=True) == NO_OPTIONS:
         return
     base = describe_base(model)
-    name, classes = base["name"].partition(".")[0], getattr(model, "num_classes", None)
-    recorded = {"num_classes": classes, **base}
-    given = {"--arch": options.arch} if options.arch and options.arch.partition(".")[0] != name else {}
+    recorded = {"num_classes": getattr(model, "num_classes", None), **base}
     others = {key: value for key, value in options.arguments().items() if key not in recorded or recorded[key] != value}
-    if "num_classes" in others and options.num_classes is not None:
-        given["--num-classes"] = others.pop("num_classes")
-    if others:
-        given["--model-kwargs"] = " ".join(f"{key}={value}" for key, value in others.items())
+    given = [f"{key}={value}" for key, value in others.items()]
+    if options.arch and options.arch.partition(".")[0] != base["name"].partition(".")[0]:
+        given.insert(0, f"--arch {options.arch}")
     if given:
-        leave = " and ".join(f"{option} {value}" for option, value in given.items())
-        raise UserError(f"{path} says how to build its model, {name} with {classes} classes; leave {leave} out")
+        raise UserError(f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out")
 
 
 def _open_run(path: Path, options: ModelOptions) -> nn.Module:

@@ -227,32 +227,29 @@ def read_values(path: Path) -> dict[str, Any]:
     Raises: DamagedSnapshot when a file is missing, changed or added.
     """
     try:
-        if problem := _find_problem(path, found := json.loads((path / STATE_FILE).read_text(encoding="utf-8"))):
-            raise DamagedSnapshot(f"the snapshot {path} is damaged: {problem}")
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise DamagedSnapshot(f"the snapshot {path} is damaged ({_error_reason(error)})") from None
-    return SnapshotValues.model_validate(found).model_dump()
-
-
-def _find_problem(path: Path, found: Any) -> str | None:
-    """Return how a snapshot with this state.json differs from what was written, if it does. Raises: OSError."""
-    try:
+        found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         values = SnapshotValues.model_validate(found)
+        problem = _find_problem(path, values, digest_of(found))
     except ValidationError as error:
-        return f"{STATE_FILE} is not the state of a run: {describe_problems(error)}"
-    if values.digest != digest_of(found):
+        problem = f"{STATE_FILE} is not the state of a run: {describe_problems(error)}"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = _error_reason(error)
+    if problem:
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: {problem}")
+    return values.model_dump()
+
+
+def _find_problem(path: Path, values: SnapshotValues, digest: str) -> str:
+    """Return how a snapshot with these values differs from what was written, "" if it does not. Raises: OSError."""
+    if values.digest != digest:
         return f"{STATE_FILE} is not what was written: its SHA-256 differs from the one it holds"
-    if values.progress.step != values.step:
-        return f"{STATE_FILE} is not the state of a run: step {values.step}, progress.step {values.progress.step}"
-    if changed := [name for name, digest in values.files.items() if _checksum(path / name) != digest]:
+    if changed := [name for name, held in values.files.items() if _checksum(path / name) != held]:
         return f"{', '.join(changed)} is not what was written"
     if values.step != _parse_step(path):
         return f"it is a copy of the one after step {values.step}"
     names = {entry.name for entry in path.iterdir()} - {STATE_FILE, *values.files}
     foreign = sorted(n for n in names if not n.startswith(".") or n.endswith(".safetensors"))
-    return f"{', '.join(foreign[:3])} is not part of it" if foreign else None
+    return f"{', '.join(foreign[:3])} is not part of it" if foreign else ""
 
 
 def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -264,7 +261,7 @@ def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
         about = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         layout = {name: (entry.size, entry.properties.dtype) for name, entry in about.items()}  # type: ignore[union-attr]
     except Exception as error:  # safetensors and torch raise many types for forged shards
-        raise DamagedSnapshot(f"the snapshot {path} is damaged ({_error_reason(error)})") from None
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: {_error_reason(error)}") from None
     wanted = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     held = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if wanted > held:

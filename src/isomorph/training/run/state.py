@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isomorph.analysis import logit_stats
-from isomorph.checkpoints.autoencoder import write_autoencoder
+from isomorph.checkpoints.autoencoder import save_autoencoder
 from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import describe_model, record_data, write_model
 from isomorph.checkpoints.open import load, local_file
@@ -324,7 +324,7 @@ class Run:
             model = self.objective.autoencoder(self.averaged or self.trained)
             tensors = gathered_state_dict(model)
             if self.runtime.is_main:
-                write_autoencoder(model, self.header, tensors, self.recipe.folder / "autoencoder.safetensors")
+                save_autoencoder(model, self.recipe.folder / "autoencoder.safetensors", self.header, tensors)
 
     def result(self) -> nn.Module:
         """Return the evaluated model, unsharded, in eval mode."""
