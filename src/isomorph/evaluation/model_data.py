@@ -1,7 +1,6 @@
 """The test images of a model, with its labels, and its accuracy on them."""
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from isomorph.data.formats import registry
@@ -17,7 +15,7 @@ from isomorph.data.formats.naming import ImageFiles, composed
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes, random_indices
-from isomorph.errors import DataWarning, UserError
+from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.input_sizes import (
     check_own_classes,
@@ -195,22 +193,7 @@ def evaluation_data(
     source = open_test_images(model, data, root, classes, test_fraction)
     where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))}"
     check_own_classes(model, source.classes, where, size=size)
-    warn_of_small_images(source, config["input_size"][-2:])
     return source, config
-
-
-def warn_of_small_images(source: Source | Image.Image, size: Sequence[int]) -> None:
-    """Warn if the smallest of a few image files, or the one image, is shown to the model much larger than it is."""
-    if isinstance(source, Source):
-        if not len(source) or isinstance(source.images[0], Image.Image):  # of a data set that is known to be small
-            return
-        few = [source.image(i).size for i in range(0, len(source), len(source) // 8 + 1)]
-    else:
-        few = [source.size]
-    width, height = min(few, key=min, default=(1024, 1024))
-    if min(width, height) < min(16, min(size) / 4):
-        shown = f"{size[1]} x {size[0]} for the model"
-        warnings.warn(f"images of {width} x {height} pixels are enlarged to {shown}", DataWarning, stacklevel=2)
 
 
 def evaluate_classifier(
@@ -233,7 +216,6 @@ def evaluate_classifier(
     elif isinstance(data, Source):
         source, config = with_model_labels(data, model), evaluation_config(model, size)
         check_own_classes(model, source.classes, size=size)
-        warn_of_small_images(source, config["input_size"][-2:])
     elif size:
         raise UserError("size is that of images from a folder or a source; leave it out for a loader")
     else:

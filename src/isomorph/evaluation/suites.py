@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name, named_for, visible
+from isomorph.data.formats.naming import SPLITS, visible
 from isomorph.data.formats.registry import CLASS_NAME, data_root, detect_format, open_source
 from isomorph.data.imagenet_labels import imagenet_classes, imagenet_labels, real_labels
 from isomorph.data.sources import Source
@@ -18,51 +18,8 @@ from isomorph.errors import UserError
 from isomorph.evaluation.sweep import Scoring, Sweep, TestSet, check_num_classes, run_sweep
 
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
-_FLAT = "flat"
-"""Format of one folder of images without class folders, as ImageNet's validation archive unpacks."""
-
-
-@dataclass(frozen=True)
-class SuiteLocation:
-    """A folder, or a name on the hub, with its format."""
-
-    path: Path
-    form: str
-
-    @property
-    def title(self) -> str:
-        """The path as messages show it."""
-        return self.path.as_posix()
-
-    def open(self) -> Source:
-        """Open the test split; images of a flat folder get one unnamed class. Raises: UserError as `open_source`."""
-        if self.form != _FLAT:
-            return open_source(self.form, "test", self.path)
-        folder = max(_test_folders(self.path), key=lambda each: len(_images(each)))  # others may hold stray images
-        names = [path.name for path in _images(folder)]
-        return Source(ImageFiles(folder, names), np.zeros(len(names), np.int64), [""])
-
-
-def _test_folders(path: Path) -> list[Path]:
-    """Return the folders that may hold the test images: the folder itself, and its folders of the test split."""
-    return [path, *named_for(visible(path), "test")]
-
-
-def _images(folder: Path) -> list[Path]:
-    """Return the image files directly in a folder, sorted."""
-    return [path for path in visible(folder, "") if is_image_name(path.name)]
-
-
-def _class_folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder that are named like a class."""
-    return [each for each in visible(folder) if CLASS_NAME.fullmatch(each.name)]
-
-
-def _locate(path: Path, form: str | None) -> SuiteLocation:
-    """Return the location of a folder, with the given format or that of its content."""
-    found, folders = form or detect_format(path), _test_folders(path)
-    is_flat = not form and found == "imagefolder" and not any(map(_class_folders, folders))
-    return SuiteLocation(path, _FLAT if is_flat and any(map(_images, folders)) else found)
+Location = tuple[Path, str]
+"""A folder, or a name on the hub, and its format."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +36,7 @@ class Suite:
         """ImageNet labels of the suite's classes; None for all 1000."""
         return imagenet_labels().subsets.get(self.name)
 
-    def find(self, folder: str, root: str | Path | None, form: str | None) -> SuiteLocation:
+    def find(self, folder: str, root: str | Path | None, form: str | None) -> Location:
         """Return where the suite is: `folder`, or the first usual name in `root` ($ISOMORPH_DATA, else ./data).
 
         Raises: UserError when it is missing, or for an unknown format.
@@ -89,15 +46,16 @@ class Suite:
         if folder:
             path = Path(folder).expanduser()
             if os.path.isdir(path):
-                return _locate(path, form)
+                return path, form or detect_format(path)
             if os.path.exists(path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+(:\w+)?", folder):
                 raise UserError(f"no folder {folder}; give {self.name}=FOLDER the folder of {self.name}")
-            return SuiteLocation(path, form or "huggingface")
+            return path, form or "huggingface"
         top = data_root(root)
-        split = [path for path in (*visible(top), *visible(top, ".tar")) if path.stem.lower() in SPLITS["test"]]
+        split = any(path.stem.lower() in SPLITS["test"] for path in (*visible(top), *visible(top, ".tar")))
+        holds_images = split or any(CLASS_NAME.fullmatch(path.name) for path in visible(top))
         for name in self.folders:
-            if os.path.isdir(top / name) and (name != "." or split or _class_folders(top) or _images(top)):
-                return _locate(top / name, form)
+            if os.path.isdir(top / name) and (name != "." or holds_images):
+                return top / name, form or detect_format(top / name)
         searched = ", ".join(name for name in self.folders if name != ".")
         where = f"no folder of {self.name} in {top} (searched {searched})"
         raise UserError(f"{where}; give --suite {self.name}=FOLDER or another --root")
@@ -105,11 +63,6 @@ class Suite:
     def scoring(self, source: Source, title: str, partial: bool) -> Scoring:
         """Return the scoring of a source by the suite. Raises: UserError for images of another one, or missing ones."""
         wnids = imagenet_labels().wnids
-        if not self.multilabel and source.classes == ("",):
-            raise UserError(
-                f"{title} has all images in one folder, which only the suite real can use; {self.name} needs a folder "
-                "per class"
-            )
         indices = np.arange(NUM_CLASSES) if self.class_indices is None else self.class_indices
         if self.multilabel:
             labels = real_labels(source, title)
@@ -178,7 +131,7 @@ def open_suites(
 
 def find_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
-) -> dict[SuiteLocation, list[Suite]]:
+) -> dict[Location, list[Suite]]:
     """Find the folders of suites without opening them. imagenet and real share a folder if only one of them has one.
 
     Raises: UserError for an unknown suite or a missing folder, and for a suite that is given twice.
@@ -188,7 +141,7 @@ def find_suites(
     if len(folders) < len(pairs):
         raise UserError("a suite is given twice; give each once")
     validation = folders.get("imagenet") or folders.get("real", "")
-    locations: dict[SuiteLocation, list[Suite]] = {}
+    locations: dict[Location, list[Suite]] = {}
     for name, folder in folders.items():
         if name not in SUITES:
             raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
@@ -197,13 +150,13 @@ def find_suites(
     return locations
 
 
-def open_located(locations: Mapping[SuiteLocation, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+def open_located(locations: Mapping[Location, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
     """Open the suites found by `find_suites`. Raises: UserError for classes of another suite, or missing images."""
-    sources = {location: location.open() for location in locations}
-    return [
-        TestSet(source, [suite.scoring(source, location.title, partial) for suite in locations[location]])
-        for location, source in sources.items()
-    ]
+    test_sets = []
+    for (path, form), suites in locations.items():
+        source = open_source(form, "test", path)
+        test_sets.append(TestSet(source, [suite.scoring(source, path.as_posix(), partial) for suite in suites]))
+    return test_sets
 
 
 def evaluate_suites(

@@ -17,7 +17,6 @@ from isomorph.data.streams import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.evaluation.accuracy import class_logits, count_predictions, sum_counts
 from isomorph.evaluation.input_sizes import check_image_size, class_namer, evaluation_config
-from isomorph.evaluation.model_data import warn_of_small_images
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation
@@ -80,7 +79,6 @@ class Classification(Task):
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         image = read_image(path)
         parameter, config = next(model.parameters()), evaluation_config(model)
-        warn_of_small_images(image, config["input_size"][-2:])
         with eval_mode(model):
             x = eval_transform(config)(image)[None].to(parameter.device, parameter.dtype)
             logits = class_logits(model(x))
