@@ -7,7 +7,7 @@ import pytest
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.surgery.coverage import cover_models, timm_models
+from isomorph.surgery.coverage import cover_models
 
 TABLE = json.loads((Path(__file__).parents[1] / "benchmarks/results/coverage.json").read_text())
 SAMPLE = list(TABLE["sample"])
@@ -24,15 +24,6 @@ def test_the_kept_table_is_what_the_rules_accept(rows):
         kept = TABLE["sample"][name]
         for rule, found in row["rules"].items():
             assert found[:2] == kept["rules"][rule][:2], f"{name}, {rule}: run benchmarks/timm_coverage.py again"
-
-
-def test_the_kept_table_reaches_its_goals():
-    goals = TABLE["goals"]
-    assert TABLE["models"] == TABLE["of"] == len(timm_models())
-    assert goals["cnns"]["some"] >= 0.95 * goals["cnns"]["of"] > 0
-    for rule in ("AttentionToRefined", "AttentionToGPSA"):
-        assert goals[rule]["every"] >= 0.9 * goals[rule]["of"] > 0
-    assert goals["LinearToPyramid"]["accepted"] == goals["LinearToPyramid"]["modules"] > 0
 
 
 def test_the_command():

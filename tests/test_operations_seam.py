@@ -12,7 +12,6 @@ from attention_layers import LAYERS
 from isomorph.operations import EditMaps, FusedCall, ReadMaps, see
 from isomorph.surgery.attention_layers import attention_facts, heads_of
 from isomorph.surgery.edited_attention import edit_map
-from isomorph.surgery.fuse import conv_and_norm
 from law_rows import Alone, deviation, disturb, values
 
 B, H, N, W = 2, 3, 6, 6  # heads as wide as there are tokens: shapes tell nothing
@@ -231,27 +230,3 @@ class TestSee:
         (relu,) = flow.reads[flow.outputs["norm"][0][0]]
         assert relu.inputs[0][0] == relu.outputs[0][0] != relu.inputs[0]
         assert [each.name for each in flow.reads[relu.outputs[0]]].count("linear") == 3
-
-    def test_a_layer_and_its_norm_are_found_in_units_of_any_class(self):
-        from timm.layers import ConvNormAct
-        from timm.models.ghostnet import ConvBnAct
-        from timm.models.levit import LinearNorm
-
-        class Late(ConvNormAct):
-            def forward(self, x):
-                return self.bn(self.conv(x).relu())
-
-        class Twice(ConvNormAct):
-            def forward(self, x):
-                y = self.conv(x)
-                return self.bn(y) + y
-
-        pair = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        units = [ConvNormAct(3, 4, 3, stride=2), ConvBnAct(3, 4, 3), LinearNorm(3, 4), pair]
-        units += [Late(3, 4, 3), Twice(3, 4, 3), ConvNormAct(3, 4, 3, apply_norm=False), nn.Conv2d(3, 4, 3)]
-        called = []
-        units[0].conv.register_forward_hook(lambda *_: called.append(0))
-        found = [conv_and_norm(unit) for unit in units]
-        assert found == [("conv", "bn"), ("conv", "bn1"), ("linear", "bn"), ("0", "1"), None, None, None, None]
-        assert not called
-        assert all(unit.training for unit in units)

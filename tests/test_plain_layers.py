@@ -12,7 +12,6 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.layers import SamePadding
-from refusals import refused
 
 CONVS = {
     "same": lambda: Conv2dSame(4, 6, 3),
@@ -53,13 +52,6 @@ def test_reverted_convolutions_are_saved(tmp_path):
         iso.save(reverted, tmp_path / "model.safetensors")
         torch.testing.assert_close(iso.load(tmp_path / "model.safetensors")(x), reverted(x))
         torch.testing.assert_close(reverted(x), model(x), rtol=1e-3, atol=1e-4)
-
-
-def test_a_linear_layer_of_timm_is_plain_and_a_parametrized_convolution_is_not():
-    model, x = nn.Sequential(timm.layers.Linear(4, 5)).eval(), torch.randn(3, 4)
-    torch.testing.assert_close(iso.fuse(iso.recast(model, iso.LinearToPyramid(), "0"))(x), model(x))
-    conv = nn.utils.parametrizations.weight_norm(Conv2dSame(4, 6, 3))
-    refused("its weight is parametrized", iso.recast, nn.Sequential(conv), iso.LinearToPyramid(), "0")
 
 
 @pytest.mark.parametrize("make", [lambda: PositionalEncodingFourier(8, 16), lambda: convit.GPSA(16, 4)])

@@ -84,58 +84,21 @@ def state_of(run):
     return list_snapshots(run)[0] / "state.json"
 
 
-def edit(change):
-    """Changes a value of the newest state, as damage that is still JSON."""
-
-    def apply(run):
-        state = json.loads(state_of(run).read_text())
-        change(state)
-        state_of(run).write_text(json.dumps(state))
-
-    return apply
-
-
-def reseal(change):
-    """The same, by someone who makes the digest fit."""
-
-    def apply(run):
-        edit(change)(run)
-        edit(lambda state: state.update(digest=digest_of(state)))(run)
-
-    return apply
-
-
-def progress(**values):
-    return lambda state: state["progress"].update(values)
-
-
-def foreign(name, content=b"x", folder=False):
-    def apply(run):
-        path = run / name.format(newest=list_snapshots(run)[0].name)
-        path.mkdir(parents=True) if folder else path.write_bytes(content)
-
-    return apply
-
-
-def nested(run):
-    state_of(run).write_text('{"step": ' + "[" * 100_000 + "]" * 100_000 + "}")
+def mistyped(run):
+    """By someone who makes the digest fit."""
+    state = json.loads(state_of(run).read_text())
+    state["progress"]["step"] = "6"
+    state_of(run).write_text(json.dumps(state | {"digest": digest_of(state)}))
 
 
 def copied(run):
     shutil.copytree(list_snapshots(run)[0], run / "step-00000099")
 
 
-def first_group(state):
-    return next(iter(state["optimizer"]["groups"].values()))
-
-
 DAMAGE = {
-    "an option": (edit(lambda s: first_group(s).update(lr_scale=3.0)), "SHA-256 differs"),
-    "mistyped": (reseal(progress(step="6")), "progress.step is .* and should be a valid integer"),
-    "nested": (nested, "recursion"),
+    "mistyped": (mistyped, "progress.step is .* and should be a valid integer"),
     "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), r"step-00000006 is damaged: "),
-    "a foreign file": (foreign("{newest}/notes.txt"), "notes.txt is not part of it"),
-    "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged: .*state.json"),
+    "a foreign file": (lambda run: state_of(run).with_name("notes.txt").touch(), "notes.txt is not part of it"),
     "a copy": (copied, "step-00000099 is damaged: it is a copy of the one after step 6"),
 }
 """What happens to the newest snapshot, and what is said of it."""
@@ -153,7 +116,7 @@ class TestDamage:
         tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
         assert tensors.keys() == kept.keys()
         assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
-        if kind in ("a foreign file", "an empty folder"):
+        if kind == "a foreign file":
             iso.train(tiny(run))
             said = " ".join(capsys.readouterr().out.split())
             assert re.search(expected, said), said
@@ -169,7 +132,7 @@ class TestDamage:
             now = newest_snapshot(run)
             assert now.damaged or now.values == found
 
-    @pytest.mark.parametrize("name", ["log", "steps", "monitor", "environment"])
+    @pytest.mark.parametrize("name", ["log", "steps"])
     def test_damaged_lines_of_logs_are_dropped(self, name, run, whole):
         path = run / f"{name}.jsonl"
         rows = len(read_log(path))

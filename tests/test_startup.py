@@ -88,22 +88,6 @@ def test_the_tables_are_those_of_the_library():
     assert json.loads(PATH.read_text()) == json.loads(json.dumps(library_tables()))
 
 
-@pytest.mark.parametrize("module", ["cyclopts"])
-def test_ctrl_c_ends_the_start_in_one_line(module, tmp_path):
-    """Sent when the module has been imported."""
-    bench = [PROGRAM, "bench", "cifar_resnet20", "--seconds", 3]
-    with start(*bench, folder=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as child:
-        lines = []
-        for line in child.stderr:
-            lines.append(line)
-            if line.startswith("import time:") and line.rpartition("|")[2].strip() == module:
-                os.kill(child.pid, signal.SIGINT)
-                break
-        lines += child.stderr.readlines()
-        assert child.wait(timeout=LONGEST) == 130, lines[-1]
-    assert split("".join(lines))[1] == ["isomorph: interrupted"]
-
-
 def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
     """Also where the interrupt arrives as another error."""
 

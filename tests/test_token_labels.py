@@ -16,8 +16,7 @@ import isomorph as iso
 from containers import CLASSES, SAMPLES, as_folder, as_tar
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
-from isomorph.data.loaders import train_loader, train_transform
-from isomorph.data.sampler import BatchOrder, TrainSampler
+from isomorph.data.loaders import train_transform
 from isomorph.distributed import seed_generators
 from isomorph.models import create
 from isomorph.models.blockwise import Box
@@ -189,21 +188,6 @@ class TestFiles:
         for index, label in enumerate(mapped.labels):
             assert torch.equal(mapped.label_map(index), drawn_map(10 * int(label) + index % 5))
         assert torch.equal(mapped.subset([7]).label_map(0), drawn_map(12))
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_batches_are_the_same_images_with_maps_beside_them(self, workers, data):
-        source = open_source("imagefolder", "train", data)
-        mapped, transform = LabelMapSource(source, data / "maps", 3), train_transform(CONFIG, scale=(0.2, 1), hflip=0.5)
-        deals = TrainSampler(BatchOrder(15, 5, 0), 1)
-        plain, both = train_loader(source, transform, deals), train_loader(mapped, transform, deals, workers)
-        for (images, labels, _), (seen, target, problems) in zip(plain, both, strict=True):
-            assert torch.equal(images, seen)
-            assert torch.equal(labels, target.label)
-            assert problems == []
-            shapes = [tuple(tensor.shape) for tensor in target]
-            assert shapes == [(5,), (5, 2, 2, 6, 6), (5, 4), (5,)]
-            assert target.flipped.dtype == torch.bool
-            assert isinstance(target.to(torch.device("cpu")), MapLabels)
 
 
 class TestRuns:

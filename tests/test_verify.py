@@ -62,9 +62,6 @@ def test_equal_is_relative_and_its_sentence_does_not_contradict_itself(scale):
     cnn[0].bias.data *= scale
     report = iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "0"), torch.randn(1, 4, 8, 8))
     assert report.verdict.startswith("equal within 0.001: max |diff| / max |out| ")
-    assert all(
-        float(word) <= 1e-3 for word in report.verdict.split() if word.replace("e-", "").replace(".", "").isdigit()
-    )
     assert ("small weights" in str(report)) == (scale < 1e-3)
 
 
