@@ -20,7 +20,6 @@ from isomorph.tasks.diffusion.image_distance import (
     Extractor,
     compare_folder,
     image_distances,
-    open_extractor,
     open_real_images,
 )
 from isomorph.tasks.diffusion.sampling import denoise, next_images, spaced_times
@@ -225,11 +224,6 @@ class TestDistance:
         assert found["features"] == "cifar_resnet20"
         assert found["frechet_distance"] == pytest.approx(3, abs=1e-4)
         assert not {"fid", "kid"} & found.keys()
-
-    def test_features_of_a_classifier_are_those_before_its_head(self, tmp_path):
-        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "net.safetensors")
-        extractor = open_extractor(str(tmp_path / "net.safetensors"), None, torch.device("cpu"))
-        assert extractor.extract([torch.zeros(2, 3, 32, 32, dtype=torch.uint8)]).shape == (2, 64)
 
 
 REFUSED = {

@@ -86,9 +86,13 @@ class Scaled(nn.Module):
 def test_a_file_equals_the_model_at_any_size(exported):
     path, report, model = exported
     assert report.deviation.passed
-    assert [row.name.split(",")[0] for row in report.deviation.inputs][:3] == ["1x3x16x16", "2x3x16x48", "5x3x48x16"]
-    assert (report.axes, report.size_multiple, report.fused) == (("batch", "height", "width"), 2, 1)
-    images = torch.randn(3, 3, 30, 22)
+    assert [row.name.split(",")[0].split()[-1] for row in report.deviation.inputs][:3] == [
+        "1x3x16x16",
+        "2x3x16x48",
+        "5x3x48x16",
+    ]
+    assert (report.axes, report.size_multiple, report.fused) == (("batch", "height", "width"), 1, 1)
+    images = torch.randn(3, 3, 31, 22)
     with torch.no_grad():
         torch.testing.assert_close(open_artefact(path)(images), model(images), atol=1e-5, rtol=1e-5)
     if path.suffix == ".onnx":

@@ -38,7 +38,7 @@ def test_a_text_network_in_onnx_takes_any_batch_and_length(text, tmp_path):
     report = iso.export(text, tmp_path / "text.onnx", dynamic="batch,size")
     assert report.deviation.passed
     assert report.axes == ("batch", "length")
-    assert [row.name.split(",")[0] for row in report.deviation.inputs] == ["1x16", "2x10", "5x31"]
+    assert [row.name.split(",")[0].split()[-1] for row in report.deviation.inputs] == ["1x16", "2x10", "5x31"]
     session = onnxruntime.InferenceSession(tmp_path / "text.onnx")
     assert {put.name: put.shape for put in session.get_inputs()} == {key: ["batch", "length"] for key in NAMES}
     artefact, inputs = iso.deployment.open_artefact(tmp_path / "text.onnx"), sequences([7, 3, 1, 7])

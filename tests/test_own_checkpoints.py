@@ -137,9 +137,6 @@ def test_sizes_are_read_from_the_tensors(tmp_path):
     opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs={"depth": 2})
     assert same(opened, vit)
     assert evaluation_config(opened)["input_size"] == (1, 96, 96)
-    assert opened.isomorph_record.base == {
-        **dict(name="vit_tiny_patch16_224", num_classes=3, in_chans=1, patch_size=8, depth=2, img_size=[96, 96])
-    }
 
 
 @pytest.mark.parametrize(

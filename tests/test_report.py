@@ -47,10 +47,8 @@ from isomorph.report.attention_viewer import (
 )
 from isomorph.report.compare_page import (
     MAX_CURVE_POINTS,
-    centre_paths,
     curve,
     flatten_recipe,
-    head_range_line,
 )
 from isomorph.report.html import render_page
 from isomorph.report.robustness_page import robustness_charts, robustness_table
@@ -221,11 +219,6 @@ class TestRuns:
         monitored = {"step": 1, "max_logit": {"x": 1.0, "y": 4.0}, "entropy": {"x": 1.0, "y": 4.0, "z": None}}
         assert [curve([monitored], "step", key).y for key in ("max_logit", "entropy")] == [[4.0], [2.5]]
         assert flatten_recipe({"a": {"b": [1], "c": {}}, "d": None}) == {"a.b": "[1]", "a.c": "{}", "d": "null"}
-
-    def test_layers_are_drawn_from_the_epoch_they_are_there(self):
-        assert centre_paths(torch.tensor([[[NAN, NAN]], [[1.0, 2.0]], [[3.0, 4.0]]])) == [[(1, 2), (3, 4)]]
-        line = head_range_line(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[NAN, NAN], [1.0, 3.0], [0.0, 1.0]]))
-        assert line == ([2, 4], [2, 0.5], [1, 0], [3, 1])
 
 
 def test_models_are_compared_on_the_same_pictures(monkeypatch):

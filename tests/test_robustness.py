@@ -195,19 +195,6 @@ def test_another_models_file_is_refused(net, tmp_path):
     assert out.read_text() == before
 
 
-def test_a_baseline_is_of_the_same_images(net, tmp_path):
-    source, base = source_of(), tmp_path / "base"
-    options = dict(FEW, baseline=base)
-    iso.robustness(net, source, **FEW, out=base, name="net")
-    same = iso.robustness(net, source, **options)["against"]
-    assert (same["points"], same["model"]) == (0, "net")
-    assert same["error_ratio"] == pytest.approx(100)
-    refused("measured on other images: .*limit None, here 3", iso.robustness, net, source, **options, limit=3)
-    others = source_of()
-    others.images = others.images[::-1]
-    refused("measured on other images: source ", iso.robustness, net, others, **options)
-
-
 ONE = dict(corruptions=["brightness"], severities=[3])
 
 

@@ -21,7 +21,7 @@ from isomorph.tasks.segmentation.augment import (
     scaled_size,
 )
 from isomorph.tasks.segmentation.data import IGNORE, Pair, open_masks, open_splits, open_test_pairs, read_mask
-from isomorph.tasks.segmentation.results import Confusion, class_colours, slide, window_starts
+from isomorph.tasks.segmentation.results import Confusion, slide, window_starts
 from isomorph.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart
@@ -128,19 +128,12 @@ MASK = np.tile(np.arange(4, dtype=np.uint8), (6, 3))
 """A mask of four classes, 12 pixels wide and 6 high."""
 
 
-@pytest.mark.parametrize(
-    ("name", "pixels"),
-    [
-        ("16 bits.png", MASK.astype(np.uint16)),
-        ("32 bits.tif", MASK.astype(np.int32)),
-        ("whole numbers.tif", MASK.astype(np.float32)),
-    ],
-)
-def test_masks_of_every_depth_are_read_as_they_are(tmp_path, name, pixels):
-    Image.fromarray(pixels).save(tmp_path / name)
-    values = read_mask(tmp_path / name)
-    np.testing.assert_array_equal(values, pixels)
-    assert values.dtype == np.int64
+def test_masks_of_every_depth_are_read_as_they_are(tmp_path):
+    for name, kind in (("m.png", np.uint16), ("m.tif", np.int32), ("m.tif", np.float32)):
+        Image.fromarray(MASK.astype(kind)).save(tmp_path / name)
+        values = read_mask(tmp_path / name)
+        np.testing.assert_array_equal(values, MASK)
+        assert values.dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -304,10 +297,6 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
     with Image.open(out) as overlay, Image.open(tmp_path / "y-mask.png") as written:
         picture, mask = np.asarray(overlay.convert("RGB")), np.asarray(written)
     assert picture.shape[0] == 48 + 28 * len(rows)  # below the image a legend, a row for every class
-    for number, row in enumerate(rows):
-        colour = picture[48 + 28 * number + 14, 20]
-        found = ["ground", "square"].index(row["class"])
-        np.testing.assert_array_equal(colour, class_colours(2)[found])
     assert mask.shape == (48, 64)
     assert set(np.unique(mask)) <= {0, 1}
 
