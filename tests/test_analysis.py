@@ -105,22 +105,6 @@ def by_hand(maps, queries, padding, stride):
     return (maps * distances).sum(-1).mean((0, 2))
 
 
-def test_the_grid_of_a_call_counts():
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = iso.layers.GPSA(36, 9, (4, 6))
-            self.layer.set_gating(gate=60.0, locality=60.0)
-
-        def forward(self, x):
-            return self.layer(x, (2, 12))
-
-    maps = iso.attention_maps(model := Model(), x := torch.randn(1, 24, 36))["layer"]
-    torch.testing.assert_close(maps, model.layer.attention(x, (2, 12)))
-    expected = (maps * grid_distances(2, 12)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(iso.nonlocality(model, x)["layer"], expected)
-
-
 class TestEvolution:
     def test_f_k_is_the_formula(self):
         model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, embed_dim=24, num_heads=3).eval()

@@ -46,17 +46,6 @@ def test_recast_verify_revert(tmp_path, weights):
     assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")
 
 
-def test_train_with_flags_in_every_form(tmp_path):
-    flags = ["--epochs", 1, "--data.fraction=0.05", f"out={tmp_path / 'run'}", "--data.size", 16]
-    run = isomorph("train", "digits_cnn", *flags, "--optim.warmup_epochs", 0)
-    assert run.returncode == 0, run.stderr
-    assert "top-1" in run.stdout
-    trained = json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[-1])
-    again = json.loads(isomorph("evaluate", tmp_path / "run/model.safetensors", "--json", "--no-cost").stdout)
-    assert again["images"] == 450
-    assert again["top1"] == trained["top1"]
-
-
 def test_train_wide_fuse_and_train_on(tmp_path):
     """The life of a pyramid: trained, stopped mid-run, fused, fine-tuned thin."""
     small = ["model.kwargs={img_size: 16, patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}", "data.source=digits"]

@@ -180,9 +180,9 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
     found = DetectionSource(tmp_path / "x.json", Annotations([record], {0: "only"}), path.parent, False)
     assert np.array_equal(found.image(0), right)
     model, config = network(), evaluation_config(network())
-    page = iso.report.open_images([path], config)[0]
     right.save(tmp_path / "right.png")
-    assert torch.equal(page.pixels, iso.report.open_images([tmp_path / "right.png"], config)[0].pixels)
+    pages = [iso.report.open_images([each], config)[0] for each in (path, tmp_path / "right.png")]
+    assert torch.equal(pages[0].pixels, pages[1].pixels)
     assert CLASSIFICATION.predict(model, path) == CLASSIFICATION.predict(model, tmp_path / "right.png")
     if orientation > 4:
         Image.new("L", stored.size).save(tmp_path / "mask.png")
