@@ -113,11 +113,12 @@ MERGED = {
     ),
     "chain": (in_turn(conv(4, 8, 3), norm(8), conv(8, 4, 1), norm(4), nn.ReLU), MAP),
     "layer norm": (in_turn(norm(4, kind=nn.LayerNorm), LINEAR), TOKENS),
+    "RMS norm": (in_turn(norm(4, kind=nn.RMSNorm), LINEAR), TOKENS),
     "group norm": (in_turn(lambda: nn.GroupNorm(2, 4), ONE), MAP),
     "dynamic tanh": (in_turn(Tanh, LINEAR), TOKENS),
 }
 """A model all of whose norms, scales and branches are one layer, and a batch."""
-AFFINE = {"layer norm", "RMS norm", "torch's RMS norm", "group norm", "dynamic tanh"}
+AFFINE = {"layer norm", "RMS norm", "group norm", "dynamic tanh"}
 
 
 def made(make, shape):

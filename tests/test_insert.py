@@ -164,13 +164,13 @@ def in_place(channels):
 
 
 REFUSALS = {
-    "never called": (Own, "head", conv_block, {}, "head is not called as a module"),
-    "iterates": (Own, "steps", conv_block, {}, "steps iterates over its children"),
-    "in place": (Own, "conv", in_place, {}, "changes its input in place"),
-}  # fmt: skip
+    "never called": ("head", conv_block, "head is not called as a module"),
+    "iterates": ("steps", conv_block, "steps iterates over its children"),
+    "in place": ("conv", in_place, "changes its input in place"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refused_with_the_reason(name):
-    make, after, block, options, pattern = REFUSALS[name]
-    refused(pattern, lambda: iso.insert(make().eval(), block, after, **dict(example=X) | options))
+    after, block, pattern = REFUSALS[name]
+    refused(pattern, iso.insert, Own().eval(), block, after, example=X)
