@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import isomorph as iso
-from isomorph.layers.map_edit import RefinedMap
+from test_map_edit import train_edits
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,15 +28,6 @@ def build(family, **changes):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(sizes | changes))
     return getattr(transformers, f"{name}Model")(config).eval(), where
-
-
-def train_refiners(model):
-    """Move the refiners away from where they change nothing."""
-    for module in model.modules():
-        if isinstance(module, RefinedMap):
-            for parameter in module.parameters():
-                torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def padded_batch(left=False):
@@ -64,7 +55,7 @@ def test_same_function_on_unequal_lengths(family):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_padding_leaks_nothing(family, implementation):
-    model = train_refiners(copy.deepcopy(family[1])).double()
+    model = train_edits(copy.deepcopy(family[1])).double()
     model.set_attn_implementation(implementation)
     batch = padded_batch()
     together = model(**batch).last_hidden_state
@@ -89,13 +80,13 @@ def test_the_way_back(family):
     assert all(b.config is back.config for _, b in layers if hasattr(b, "config"))
     torch.testing.assert_close(back(**padded_batch()), plain(**padded_batch()), atol=0, rtol=0)
     with pytest.raises(iso.UserError, match=r"not plain attention: the relative deviation"):
-        iso.revert(train_refiners(copy.deepcopy(refined)))
+        iso.revert(train_edits(copy.deepcopy(refined)))
 
 
 @pytest.fixture(scope="module")
 def bert():
     model, where = build("bert")
-    return model, train_refiners(iso.recast(model, RULE, where=where))
+    return model, train_edits(iso.recast(model, RULE, where=where))
 
 
 def test_a_mask_of_two_segments_is_kept_apart(bert):
