@@ -4,7 +4,6 @@ import os
 import pickle
 import random
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +82,7 @@ class LabelMapSource(Source):
         super().__init__(source.images, source.labels, source.classes)
         self.ids, self.split, self.folder, self.num_classes = source.ids, source.split, folder, num_classes
         _check_files_exist(folder, map(self._relative_path, range(len(self))))
-        self.shape = _load_label_map(self._path(0), num_classes).shape
+        self.label_map(0)
 
     def _relative_path(self, index: int) -> str:
         """Return the path of a label map below the folder: the class, then what follows the class in the image's name.
@@ -105,13 +104,7 @@ class LabelMapSource(Source):
 
     def label_map(self, index: int) -> Tensor:
         """Return the scores and classes of one image. Shape: -> (2, K, H, W)"""
-        loaded = _load_label_map(self._path(index), self.num_classes)
-        if loaded.shape != self.shape:
-            raise UserError(
-                f"{self._path(index)} is {_format_shape(loaded.shape)}, but the first image's label map is "
-                f"{_format_shape(self.shape)}; all must have the same size"
-            )
-        return loaded
+        return _load_label_map(self._path(index), self.num_classes)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image, box, flipped = apply_and_track_crop(self.transform, self.image(index))
@@ -119,15 +112,11 @@ class LabelMapSource(Source):
 
 
 def _check_files_exist(folder: Path, paths: Iterable[str]) -> None:
-    """Raise a UserError with the first missing file and the number of them; each folder is listed once."""
+    """Raise a UserError with the first missing file and the number of them."""
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt")
 
-    @lru_cache(maxsize=64)
-    def files_in(below: str) -> frozenset[str]:
-        return frozenset(os.listdir(folder / below)) if os.path.isdir(folder / below) else frozenset()
-
-    missing = [path for path in paths if path.rpartition("/")[2] not in files_in(path.rpartition("/")[0])]
+    missing = [path for path in paths if not os.path.isfile(folder / path)]
     if missing:
         raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {folder / missing[0]}")
 

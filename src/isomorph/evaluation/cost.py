@@ -8,7 +8,6 @@ pyramids in closed form, are counted per pass. Memory is what torch's own alloca
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_like
 from isomorph.evaluation.speed import Step, measure_speeds, restored_afterwards, stepped_module
-from isomorph.layers import JointPyramid
-from isomorph.layers.pyramid.base import Pyramid
+from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.surgery.model_inputs import run_model
 
 _COUNTED_BATCH = 2
@@ -75,10 +73,8 @@ def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
     """
     branched = _meta_copy(model)
     for module in branched.modules():
-        if isinstance(module, JointPyramid):
-            module.forward = partial(_forward_joint_branches, module)  # type: ignore[method-assign]
-        elif isinstance(module, Pyramid):
-            module.forward = partial(_forward_branches, module)
+        if isinstance(module, Parallel):
+            module.forward = module.run_branches  # type: ignore[method-assign]
     return _count_at_two_batches(branched, input_size).per_image
 
 
@@ -104,23 +100,6 @@ def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacC
         counts.append(counter.get_total_flops() // 2)
     per_image = counts[1] - counts[0]
     return MacCount(per_image, counts[0] - _COUNTED_BATCH * per_image)
-
-
-def _forward_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
-    """Run a pyramid layer by layer and sum its branches, without norms, which are not counted."""
-    branches = []
-    for layers in pyramid.chains:
-        y = x
-        for layer in layers:
-            y = layer(y) if isinstance(layer, nn.Linear | nn.Conv2d) else y
-        branches.append(y)
-    return sum(branches[1:], branches[0])
-
-
-def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
-    """Run joint pyramids layer by layer, and linear parts as they are, and concatenate their outputs."""
-    parts = (_forward_branches(part, x) if isinstance(part, Pyramid) else part(x) for part in joint.pyramids)
-    return torch.cat(list(parts), -1)
 
 
 def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 1) -> int:

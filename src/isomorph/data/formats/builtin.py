@@ -71,7 +71,4 @@ def _read_parquet(files: Sequence[Path]) -> Source:
     images = [row and row["bytes"] for row in table[image].to_pylist()]
     if not labels or not all(images) or not all(isinstance(each, int) and each >= 0 for each in labels):
         raise UserError(f"{files[0].parent} has images without bytes, or without a label that is a number from 0")
-    classes = feature.get("names") or number_classes(max(labels), files[0].parent)
-    if max(labels) >= len(classes):
-        raise UserError(f"{files[0].parent} has label {max(labels)}, and names {len(classes)} classes")
-    return Source(images, labels, classes)
+    return Source(images, labels, feature.get("names") or number_classes(max(labels), files[0].parent))

@@ -40,12 +40,10 @@ def sort_by_class(
     unpacking a tar. Warns of these, and of files that were `left_out` before.
 
     Shape: -> (n,), (n,)
-    Raises: UserError when all classes hold the same folders and no image: the classes are those.
     """
     last = {name: index for index, name in enumerate(names) if "/" in name}
     if not last:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    _check_not_nested(top, last)
     loose = sum("/" not in name for name in names)
     lost = Counter({"next to the classes": loose, "stored again later": len(names) - loose - len(last)})
     report_left_out(top, left_out + lost)
@@ -56,22 +54,6 @@ def sort_by_class(
 
 def _class_of(name: str) -> str:
     return composed(name.partition("/")[0])
-
-
-def _check_not_nested(top: Path, images: Iterable[str]) -> None:
-    """Raise a UserError when all of several classes have the same folders and no image."""
-    below: dict[str, set[str]] = {}
-    for name in images:
-        parts = name.split("/", 2)
-        below.setdefault(parts[0], set()).add(parts[1] if len(parts) > 2 else "")
-    shared = sorted(set.intersection(*below.values())) if len(below) > 1 else []
-    if len(shared) > 1 and not any("" in folders for folders in below.values()):
-        first, second = sorted(below)[:2]
-        raise UserError(
-            f"{top} has no folders of images: {first}, {second}{', ...' * (len(below) > 2)} hold folders of the same "
-            f"names ({', '.join(shared[:4])}); if these are the classes, give {first} as the folder of the data, or "
-            "name the folders train and val"
-        )
 
 
 def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> Source:

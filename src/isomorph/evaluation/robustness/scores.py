@@ -158,15 +158,9 @@ def _text(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def inputs_line(result: Mapping[str, Any], images: int) -> str:
-    """Return a line that describes the images of a result."""
-    parts = (result["pictures"], result.get("constants"), f"{images:,} images, seed {result['seed']}")
-    return "; ".join(str(part) for part in parts if part is not None)
-
-
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """Return the lines to print below the table."""
-    lines = [inputs_line(result, result["images"])]
+    lines = [f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"]
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
     if result["clean"]:
