@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from isomorph.errors import UserError
 from isomorph.models.model_kwargs import check_foreign_kwargs, largest_allowed
@@ -110,14 +110,16 @@ class _DecoderSchema(_StrictModel):
 
 DATA_KEYS = tuple(_DataSchema.model_fields)
 """Keys of a pretrained_cfg that are saved with the weights."""
-_SCHEMAS: dict[str, TypeAdapter[Any]] = {
-    "base": TypeAdapter(_BaseSchema),
-    "module": TypeAdapter(_ModuleSchema),
-    "edits": TypeAdapter(Annotated[list[_EditSchema], Field(strict=True)]),
-    "data": TypeAdapter(_DataSchema),
-    "autoencoder": TypeAdapter(_DecoderSchema),
-    "artefact": TypeAdapter(_ArtefactSchema),
-}
+
+
+class _HeaderSchema(_StrictModel):
+    """The parts of a header, each a text in JSON."""
+
+    base: Json[_BaseSchema] | None = None
+    module: Json[_ModuleSchema] | None = None
+    edits: Json[list[_EditSchema]]
+    data: Json[_DataSchema]
+    autoencoder: Json[_DecoderSchema] | None = None
 
 
 class Header(NamedTuple):
@@ -148,33 +150,29 @@ def parse_data(values: Mapping[str, JsonValue], whose: object, part: str = "data
 
     Raises: UserError for a value of another type or size.
     """
+    schema = _ArtefactSchema if part == "artefact" else _DataSchema
     try:
-        found = _parse_part(part, json.dumps(values))
-    except (UserError, RecursionError) as error:
-        raise UserError(f"cannot read the metadata of {whose}: {error}") from None
+        found = schema.model_validate_json(json.dumps(values))
+    except (ValidationError, RecursionError) as error:
+        problem = describe_problems(error, part) if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"cannot read the metadata of {whose}: {problem}") from None
     return {name: value for name, value in found.model_dump(exclude_unset=True).items() if value is not None}
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:
-    required = ("module" if "module" in header else "base", "edits", "data")
-    texts = {name: header.get(name) for name in _SCHEMAS if name in required or (name in header and name != "artefact")}
-    found = {name: _parse_part(name, text) for name, text in texts.items()}
-    recorded = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found["edits"]))
-    plain = {n: part.model_dump(exclude_unset=True, by_alias=True) for n, part in found.items() if n != "edits"}
+    if longest := next((name for name, text in header.items() if len(text) > _MAX_PART_LENGTH), None):
+        raise UserError(f"{longest} has more than {_MAX_PART_LENGTH:,} characters")
+    try:
+        found = _HeaderSchema.model_validate(dict(header))
+    except ValidationError as error:
+        raise UserError(describe_problems(error)) from None
+    if found.base is None and found.module is None:
+        raise UserError("base is missing")
+    made = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found.edits))
+    plain = found.model_dump(exclude_unset=True, by_alias=True)
     base = {name: value for name, value in plain.get("base", {}).items() if name != "pretrained"}
     data = {name: value for name, value in plain["data"].items() if value is not None}
-    return Header(base, recorded, data, plain.get("autoencoder", {}), plain.get("module", {}))
-
-
-def _parse_part(name: str, text: str | None) -> Any:
-    if text is None:
-        raise UserError(f"{name} is missing")
-    if len(text) > _MAX_PART_LENGTH:
-        raise UserError(f"{name} has {len(text):,} characters, at most {_MAX_PART_LENGTH:,} are read")
-    try:
-        return _SCHEMAS[name].validate_json(text)
-    except ValidationError as error:
-        raise UserError(describe_problems(error, name)) from None
+    return Header(base, made, data, plain.get("autoencoder", {}), plain.get("module", {}))
 
 
 def _build_edit(edit: _EditSchema, place: str) -> Edit:
@@ -200,7 +198,7 @@ def describe_problems(error: ValidationError, part: str = "") -> str:
     message = first["msg"].removeprefix("Value error, ")
     kinds = {"missing": "is missing", "extra_forbidden": "is not a field"}
     if first["type"] == "value_error":
-        said = f"{field}.{message}" if part == "base" else f"{field}: {message}"
+        said = f"{field}.{message}" if field == "base" else f"{field}: {message}"
     elif first["type"] == "json_invalid":
         said = f"{field} is not JSON ({message.removeprefix('Invalid JSON: ')})"
     else:
