@@ -105,33 +105,20 @@ _LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights")
 class Contents(NamedTuple):
     """What a checkpoint holds: tensors by name, and what was written next to them.
 
-    `header` is the metadata of a safetensors file. `entry` names the entry of another file that holds the tensors (""
-    if the file is nothing else), and `passed_over` the other weights in it. `settings` are the arguments of the
-    training script, if it saved them.
+    `header` is the metadata of a safetensors file, `settings` are the arguments of the training script, if it saved
+    them. `notes` says which of several weights were chosen, if there was a choice.
     """
 
     path: Path
     tensors: dict[str, Any]
     header: Mapping[str, str] = {}
-    entry: str = ""
-    passed_over: str = ""
     settings: Mapping[str, Any] = {}
+    notes: tuple[str, ...] = ()
 
     @property
     def is_own(self) -> bool:
         """True for a file that isomorph wrote, whose header rebuilds the model; others have the format "pt"."""
         return is_own(self.header)
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence on which of several weights were chosen; none if there was no choice."""
-        if not self.passed_over:
-            return []
-        if self.entry in _AVERAGED:
-            chosen = f"averaged weights (EMA, {self.entry}); --no-ema (ema=False) takes {self.passed_over}"
-        else:
-            chosen = f"last weights ({self.entry}); --ema (ema=True) takes the average, {self.passed_over}"
-        return [f"{self.path.name}: {chosen}"]
 
 
 def is_own(header: Mapping[str, str]) -> bool:
@@ -201,9 +188,12 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
         return Contents(path, dict(held), settings=settings)
     last = [key for key in entries if key in _LAST]
     chosen = (entries if ema or not last else last)[0]
-    other = next((key for key in entries if (key in _LAST) != (chosen in _LAST)), "")
-    nested = _choose_tensors(path, held[chosen], ema)
-    return Contents(path, nested.tensors, {}, chosen, other, settings)
+    notes: tuple[str, ...] = ()
+    if other := next((key for key in entries if (key in _LAST) != (chosen in _LAST)), ""):
+        averaged = f"averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {other}"
+        newest = f"last weights ({chosen}); --ema (ema=True) takes the average, {other}"
+        notes = (f"{path.name}: {newest if chosen in _LAST else averaged}",)
+    return Contents(path, _choose_tensors(path, held[chosen], ema).tensors, {}, settings, notes)
 
 
 def _holds_tensors(value: Any, depth: int = 2) -> bool:

@@ -27,11 +27,11 @@ from isomorph.checkpoints.model import (
     record_data,
 )
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, parse_hub_name
+from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
 from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
-from isomorph.surgery import Edit, edits, replay
+from isomorph.surgery import edits, replay
 from isomorph.surgery.record import add_notes, notes
 
 
@@ -88,9 +88,8 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
         if revision is not None:
             raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
         return Path(name)
-    model = parse_hub_name(name)
-    assert model
-    return download_model(model.repository, revision or model.revision)
+    repository, _, named = str(name).partition(":")[2].partition("@")
+    return download_model(repository, revision or named or None)
 
 
 def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
@@ -137,8 +136,15 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
     """Return a copy of the base with the file's edits and tensors. Raises: UserError when they do not fit."""
-    parts = read_parts(contents) if contents.is_own else None
-    model = _replay_all(copy.deepcopy(base), parts.edits if parts else (), contents.path)
+    parts, model, done = read_parts(contents) if contents.is_own else None, copy.deepcopy(base), edits(base)
+    recorded = parts.edits if parts else ()
+    if done != recorded[: len(done)]:
+        raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
+    try:
+        for edit in recorded[len(done) :]:
+            model = replay(model, edit)
+    except UserError as error:
+        raise UserError(f"base {type(model).__name__} does not fit {contents.path}: {error}") from None
     saved_from = f" (it was saved from a {parts.module['class']})" if parts and parts.module else ""
     try:
         load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
@@ -148,18 +154,6 @@ def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
         record_data(model, parts.data)
     add_notes(model, *contents.notes)
     return model.eval()
-
-
-def _replay_all(model: nn.Module, recorded: tuple[Edit, ...], path: Path) -> nn.Module:
-    """Return the model with the edits of a file that it does not have yet. Raises: UserError when one does not fit."""
-    if edits(model) != recorded[: len(edits(model))]:
-        raise UserError(f"base has other edits than {path}; give the module as it was before it was recast")
-    for edit in recorded[len(edits(model)) :]:
-        try:
-            model = replay(model, edit)
-        except UserError as error:
-            raise UserError(f"base {type(model).__name__} does not fit {path}: {error}") from None
-    return model
 
 
 def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:

@@ -7,16 +7,12 @@ import errno
 import os
 import re
 import tempfile
-from pathlib import Path, PurePath
-from typing import NamedTuple
+from pathlib import Path
 
 from isomorph.errors import UserError
 
 _PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])"
 _REPOSITORY = re.compile(f"{_PART}/{_PART}")
-_MODEL = re.compile(r"hf[-_]hub:([^@]*)(?:@(.+))?")
-
-
 HUB = ("hf-hub:", "hf_hub:")
 """Prefixes of models on the hub."""
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
@@ -27,22 +23,6 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 def is_function(name: str) -> bool:
     """True for package.module:function, which builds a model of the user's own."""
     return bool(_FUNCTION.fullmatch(name)) and not name.startswith(HUB)
-
-
-class HubModel(NamedTuple):
-    """A model on the hub: its repository as OWNER/NAME, and a branch, tag or commit, None for the latest of main."""
-
-    repository: str
-    revision: str | None = None
-
-
-def parse_hub_name(name: str | PurePath) -> HubModel | None:
-    """Return the model that hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION names; None for another name.
-
-    timm's registry names have no owner: hf-hub:resnet18 is one too, and the hub says that it has no such model.
-    """
-    match = _MODEL.fullmatch(name.as_posix() if isinstance(name, PurePath) else name)
-    return HubModel(match[1], match[2]) if match else None
 
 
 def check_repository(name: str) -> None:

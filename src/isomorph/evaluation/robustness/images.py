@@ -198,17 +198,16 @@ class RobustnessInputs:
         return height, width
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal for two results to be comparable, and data and constants in words.
+        """Return the values that must be equal for two results to be comparable, and the constants in words.
 
         Results are compared by the text of `pictures`, so it must not change.
         """
         if self.published:
-            source, data = f"published {Path(self.options.folder or '').expanduser().resolve()}", ""
+            source = f"published {Path(self.options.folder or '').expanduser().resolve()}"
             pictures, constants = self.published.pictures, self.published.constants
         else:
             assert self.source is not None
             source = fingerprint(self.source)
-            data = f"{len(self.source):,} images of {len(self.source.classes):,} classes"
             middle = "shorter side to 256/224 of the size, middle cut out"
             crop = middle if self.num_classes == 1000 else "the model's own test crop"
             pictures = f"{crop}, {self.size[1]} x {self.size[0]} px, then corrupted"
@@ -222,7 +221,6 @@ class RobustnessInputs:
             "size": list(self.size),
             "seed": self.options.seed,
             "pictures": pictures,
-            "data": data,
             "constants": constants,
         }
 
