@@ -47,6 +47,7 @@ def test_train_and_val_and_the_home_folder(tmp_path, monkeypatch):
         images(tmp_path / "photos" / split, each=each)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert [len(iso.data.open_source("~/photos", split)) for split in ("train", "test")] == [12, 6]
+    shutil.rmtree(tmp_path / "photos" / "validation")
     parts = [len(iso.data.open_source("~/photos", split, test_fraction=0.25)) for split in ("train", "test")]
     assert sum(parts) == 12
     assert min(parts) >= 3
