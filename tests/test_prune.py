@@ -163,20 +163,6 @@ def test_a_pruned_model_is_an_ordinary_model(name, tmp_path):
     iso.save(loaded, tmp_path / "trained.safetensors")
 
 
-def test_heads_without_content_from_the_start():
-    cnn = timm.create_model("cifar_resnet20").eval()
-    soft = iso.recast(cnn, iso.ConvToGPSA(content="none"), "*conv*")
-    images = torch.randn(1, 3, 32, 48)
-    assert iso.verify(cnn, soft, images).passed
-    assert {type(m) for m in soft.modules() if hasattr(m, "kernel_size")} == {PositionalConv2d}
-    assert type(iso.revert(soft).conv1) is nn.Conv2d
-    assert type(iso.prune(soft).conv1) is nn.Conv2d
-    iso.Anneal(steps=10).apply(soft, 10)
-    assert soft.conv1.locality[0].item() == pytest.approx(1.0)
-    with pytest.raises(iso.UserError, match="PositionalConv2d does not equal a Conv2d"):
-        iso.revert(soft)
-
-
 def test_the_command(tmp_path):
     iso.save(small_tcnn(), tmp_path / "t.safetensors")
     done = isomorph("prune", "t.safetensors", "--out", "j.safetensors", "--json", folder=tmp_path)

@@ -63,15 +63,6 @@ def test_surgery_does_not_depend_on_the_caller_s_mode(rule, mode):
         each.train()(IMAGES).square().sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@torch.no_grad()
-def test_recast_models_are_traced_by_torch_jit(rule):
-    make, where = RULES[rule]
-    new = iso.recast(make(), rule, where)
-    assert deviation(torch.jit.trace(new, IMAGES)(IMAGES.flip(0)), new(IMAGES.flip(0))) < 1e-5
-
-
 @pytest.mark.parametrize("name", ["vanillanet_5", "tdrl_vit_ti_distilled", "convit_ti", "coatnet_0"])
 def test_features_are_extracted_by_torch_fx(name):
     """As timm's own tests do with its models."""
