@@ -73,13 +73,6 @@ def in_linears() -> nn.Module:
     return layer
 
 
-def einsum_form() -> nn.Module:
-    """timm's multi-query attention in the form that computes with einsum."""
-    layer = MultiQueryAttention2d(C, C, 4)
-    layer.einsum = True
-    return layer
-
-
 LAYERS = {
     "beit": Layer(lambda: models.beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
     "eva": Layer(lambda: models.eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
@@ -111,7 +104,6 @@ LAYERS = {
     "maxvit": Layer(lambda: models.maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
     "coatnet": Layer(lambda: models.maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
     "multi query": Layer(lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2), CHANNELS_FIRST, other=((1, C, 6, 8), ())),
-    "multi query, einsum": Layer(einsum_form, CHANNELS_FIRST),
     "multi query v2": Layer(
         lambda: MultiQueryAttentionV2(C, C, 4, key_dim=4, value_dim=4),
         CHANNELS_FIRST,
