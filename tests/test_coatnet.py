@@ -7,7 +7,7 @@ import torch
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
 from isomorph.layers import MBConv, RelativeAttention
-from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, count_resolutions, parse_layout
+from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, parse_layout, split_layout
 
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
 STRIDED_DEPTHWISE = {0: 4.6, 1: 8.8, 2: 16.6}  # Table 9
@@ -42,17 +42,16 @@ class TestPublishedSizes:
             found = count_macs(on_meta(f"coatnet_{size}", stride_on=stride_on), (3, 224, 224)) / 1e9
             assert found == pytest.approx(giga, rel=0.025)
 
-    @pytest.mark.parametrize(("size", "heads"), [(0, 32), (5, 64), (6, 128), (7, 128)])
-    def test_head_sizes(self, size, heads):
-        layers = [m for m in on_meta(f"coatnet_{size}").modules() if isinstance(m, RelativeAttention)]
-        assert {layer.head_dim for layer in layers} == {heads}
-
-    def test_mixed_stages(self):
+    def test_mixed_stages_and_heads(self):
         stage = on_meta("coatnet_7").stages[3]
-        kinds = [type(block).__name__ for block in stage]
-        assert kinds == ["MBConv"] * 8 + ["TransformerBlock"] * 42
+        assert [type(block).__name__ for block in stage] == ["MBConv"] * 8 + ["TransformerBlock"] * 42
         assert stage[8].norm1.normalized_shape == (1024,)
-        assert stage[8].attn.proj.out_features == 2048
+        assert (stage[8].attn.proj.out_features, stage[8].attn.head_dim) == (2048, 128)
+
+    def test_coatnet_6_as_printed_falls_short(self):
+        """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
+        printed = on_meta("coatnet_6", widths=(192, 192, 384, 768, 1536, 2048))
+        assert sum(p.numel() for p in printed.parameters()) / 1e6 < 0.92 * 1470
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,6 @@ class TestPublishedSizes:
         dict(stride_on="depthwise"),
         dict(relative="post"),
         dict(relative="none"),
-        dict(head_hidden_size=12),
         dict(head_dim=16),
         dict(stem_stride=1, layout="SC-C-T-T"),
         dict(layout="C-C-CT-T", depths=(2, 1, 1, 2, 2, 1), widths=(8, 8, 16, 16, 24, 32)),
@@ -85,25 +83,17 @@ class TestLayout:
         paper, written = (parse_layout(name, (2, 1, 1, 1, 1), (8,) * 5) for name in ("C-C-T-T", "S-C-C-T-T"))
         assert paper == written
         resolutions = {"C-C-T-T": 5, "S-C-C-T-T": 5, "SC-C-T-T": 4, "C-C-CT-T": 5, "PT": 1}
-        assert {name: count_resolutions(name) for name in resolutions} == resolutions
+        assert {name: len(split_layout(name)) for name in resolutions} == resolutions
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
             (dict(layout="C-C-X-T"), "is invalid"),
             (dict(layout="C-C-T"), "with its stem has 4 letters"),
-            (dict(depths=(2, 1, 0, 1, 1)), "above 0"),
             (dict(depths=(3, 1, 1, 1, 1)), "must begin with 2"),
             (dict(widths=(8, 8, 16, 16, 20)), "head_dim 8 does not divide the width 20"),
             (dict(norm="group"), "choose 'batch' or 'layer'"),
             (dict(relative="both"), "choose 'pre' or 'post' or 'none'"),
-            (dict(stride_on="dw"), "choose 'expand' or 'depthwise'"),
-            (dict(head_dim=-8), "head_dim -8"),
-            (dict(stem_stride=0), "stem_stride 0"),
-            (dict(widths=8), "widths 8 lists of numbers"),
-            (dict(drop_path_rate=2), "at least 0 and below 1"),
-            (dict(head_hidden_size=-3), "above 0"),
-            (dict(global_pool="mean"), "choose 'avg' or 'max'"),
         ],
         ids=str,
     )
@@ -112,40 +102,29 @@ class TestLayout:
             tiny(**wrong)
 
 
-class TestFeatures:
-    def test_pruned(self):
-        model = tiny()
-        assert model.prune_intermediate_layers([0, 2]) == [0, 2]
-        assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
-        assert (model.num_classes, model.num_features, model.head_hidden_size) == (0, 16, 16)
-        model.set_input_size(96)
+def test_pruned():
+    model = tiny()
+    assert model.prune_intermediate_layers([0, 2]) == [0, 2]
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
+    assert (model.num_classes, model.num_features, model.head_hidden_size) == (0, 16, 16)
+    model.set_input_size(96)
 
 
-class TestTables:
-    def test_checkpoints_are_resized_for_the_model(self, tmp_path):
-        model = settled(tiny())
-        other = tiny(seed=1, img_size=(96, 128))
-        path = tmp_path / "coatnet.pth"
-        torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, path)
-        with torch.no_grad():
-            other.load_state_dict(checkpoint_filter_fn(torch.load(path, weights_only=True), other))
-            x = torch.randn(2, 3, 96, 128)
-            torch.testing.assert_close(other.eval()(x), model(x))
-
-    def test_set_input_size(self):
-        model = settled(tiny())
-        x = torch.randn(2, 3, 96, 128)
-        with torch.no_grad():
-            expected = model(x)
-            model.set_input_size((96, 128))
-            torch.testing.assert_close(model(x), expected)
-        assert model.stages[3][0].attn.grid_size == (6, 8)
-        model.set_input_size(64)
-        assert model.stages[4][0].attn.grid_size == (2, 2)
+def test_tables_follow_the_size_of_the_image():
+    """Read at every call, resized in place, or from a checkpoint of another size: the same."""
+    model, other, x = settled(tiny()), tiny(seed=1, img_size=(96, 128)), torch.randn(2, 3, 96, 128)
+    given = {"state_dict": {f"module.{name}": tensor for name, tensor in model.state_dict().items()}}
+    other.load_state_dict(checkpoint_filter_fn(given, other))
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(other.eval()(x), expected)
+        model.set_input_size((96, 128))
+        torch.testing.assert_close(model(x), expected)
+    assert model.stages[3][0].attn.grid_size == (6, 8)
 
 
 class TestFuse:
-    @pytest.mark.parametrize("form", [{}, dict(stride_on="depthwise"), dict(relative="post"), dict(layout="C-C-C-C")])
+    @pytest.mark.parametrize("form", [{}, dict(stride_on="depthwise", relative="post")])
     def test_same_function_without_batch_norm(self, form):
         model = settled(tiny(**form))
         fused = iso.fuse(model)
@@ -153,9 +132,7 @@ class TestFuse:
         assert not any(isinstance(m, torch.nn.BatchNorm2d | MBConv) for m in fused.modules())
         assert iso.verify(model, fused, x).fp64 < 1e-5
 
-    @pytest.mark.parametrize(
-        "where", ["stages.*.expand", "stages.*.depthwise", "stages.*.project", "stages.1.0.se.fc?", "stem.conv?"]
-    )
+    @pytest.mark.parametrize("where", ["stages.*.expand", "stages.*.depthwise", "stages.1.0.se.fc?", "stem.conv?"])
     def test_after_pyramids(self, where):
         """What was recast inside a block is fused with it."""
         model = settled(tiny())
@@ -164,19 +141,6 @@ class TestFuse:
         x = torch.randn(2, 3, 64, 64)
         torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-3)
         assert not any(isinstance(m, torch.nn.BatchNorm2d) or "Pyramid" in type(m).__name__ for m in fused.modules())
-
-    def test_attention_inside_a_block_keeps_its_norms(self):
-        model = settled(tiny())
-        gated = iso.recast(model, iso.ConvToGPSA(init="paper"), ["stages.1.0.expand", "stem.conv1"])
-        fused = iso.fuse(gated.eval())
-        x = torch.randn(2, 3, 64, 64)
-        torch.testing.assert_close(fused(x), gated(x), rtol=1e-4, atol=1e-4)
-        assert sum(isinstance(m, MBConv) for m in fused.modules()) == 1
-
-
-def test_relative_attention_is_not_taken_for_plain():
-    with pytest.raises(iso.UserError, match="RelativeAttention overrides forward and"):
-        iso.recast(tiny(), iso.AttentionToRefined(), "stages.*.attn")
 
 
 def test_logits_include_the_table():
@@ -188,12 +152,6 @@ def test_logits_include_the_table():
     after = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
     torch.testing.assert_close(after.max_logit, before.max_logit + 100, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 3, 0, 64)])
-def test_what_is_no_batch_of_images_is_said(shape):
-    with pytest.raises(iso.UserError, match="images must have shape"):
-        tiny()(torch.zeros(shape))
 
 
 def from_timm(state):
@@ -220,31 +178,18 @@ def from_timm(state):
 
 @pytest.mark.parametrize("dw", [False, True])
 def test_configured_alike_timm_and_we_compute_the_same(dw):
-    """Max pooling of 2 x 2, GELU in the SE, a hidden layer in the head: the same function from the same tensors."""
+    """Max pooling of 2 x 2, GELU in the SE: the same features from the same tensors."""
     alike = dict(conv_pool_type="max2", transformer_pool_type="max2", conv_attn_act_layer="gelu")
-    sizes = dict(depths=(1, 2, 2, 1), embed_dim=(32, 32, 64, 64), stem_width=16, head_hidden_size=64)
+    sizes = dict(depths=(1, 2, 2, 1), embed_dim=(32, 32, 64, 64), stem_width=16, img_size=64)
     torch.manual_seed(0)
-    stride = "dw" if dw else "1x1"
-    theirs = timm.create_model("coatnet_0_224", img_size=64, num_classes=5, conv_stride_mode=stride, **alike, **sizes)
+    theirs = timm.create_model("coatnet_0_224", conv_stride_mode="dw" if dw else "1x1", **alike, **sizes)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    ours = timm.create_model(
-        "coatnet_0",
-        img_size=64,
-        num_classes=5,
-        depths=(2, 1, 2, 2, 1),
-        widths=(16, 32, 32, 64, 64),
-        stride_on="depthwise" if dw else "expand",
-        head_hidden_size=64,
-    )
-    ours.load_state_dict(from_timm(theirs.state_dict()))
+    stride_on = "depthwise" if dw else "expand"
+    ours = CoAtNet(depths=(2, 1, 2, 2, 1), widths=(16, 32, 32, 64, 64), stride_on=stride_on, img_size=64)
+    state = {name: tensor for name, tensor in theirs.state_dict().items() if not name.startswith("head.")}
+    assert all(name.startswith("head.") for name in ours.load_state_dict(from_timm(state), strict=False).missing_keys)
     x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
-    theirs, ours = theirs.double().eval(), ours.double().eval()
-    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-10)
-    torch.testing.assert_close(ours.train()(x), theirs.train()(x), rtol=0, atol=1e-10)
-
-
-def test_coatnet_6_as_printed_falls_short():
-    """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
-    printed = on_meta("coatnet_6", widths=(192, 192, 384, 768, 1536, 2048))
-    assert sum(p.numel() for p in printed.parameters()) / 1e6 < 0.92 * 1470
+    for training in (False, True):
+        theirs, ours = (model.double().train(training) for model in (theirs, ours))
+        torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-10)

@@ -115,14 +115,12 @@ class TestNetworks:
         config = transformers.RobertaConfig(**NETWORK, pad_token_id=1)
         theirs = transformers.RobertaForMaskedLM(config).eval()
         theirs.save_pretrained(tmp_path)
-        net = timm.create_model("text_transformer", config=str(tmp_path), num_classes=2).eval()
+        net = timm.create_model("text_transformer", family="roberta", **NETWORK, num_classes=2).eval()
         new = iso.load_weights(net, tmp_path / "model.safetensors", fresh_head=True)
         assert new == ["head.fc.weight", "head.fc.bias"]
         ids = torch.randint(2, len(WORDS), (2, 9))
         torch.testing.assert_close(net.forward_features(ids), theirs.roberta(ids).last_hidden_state)
         assert net.max_length == 30
-        twin = timm.create_model("text_transformer", **net.arguments)
-        assert twin.state_dict().keys() == net.state_dict().keys()
 
 
 class TestTexts:

@@ -3,9 +3,11 @@
 import pytest
 import timm
 import torch
+from torch.utils._pytree import tree_leaves
 from torchvision.ops import roi_align
 
 import isomorph as iso
+from isomorph.models.task_networks.backbone import backbone_state
 from isomorph.models.task_networks.mask_rcnn import PyramidRoIAlign, WindowedViT
 
 SMALL = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)
@@ -17,10 +19,6 @@ def detector(backbone="tdrl_vit_ti", **kwargs):
     own = {"backbone_kwargs": VIT} if "vit" in backbone else {}
     own |= {"backbone_kwargs": VIT | {"local_up_to_layer": 1, "num_heads": 4}} if backbone == "convit_ti" else {}
     return timm.create_model("mask_rcnn", backbone=backbone, **{**SMALL, **own, **kwargs})
-
-
-def count(model):
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("backbone", ["tdrl_vit_ti", "resnet18", "convit_ti"])
@@ -60,15 +58,11 @@ def test_a_backbone_keeps_one_map_of_each_resolution():
         assert [block.attn.window for block in blocks].count(None) == 4
         assert [len(blocks[i].attn.rel_pos_h) for i in (0, 2)] == [27, 127]
         assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)  # two stages have stride 16
-        assert isinstance(detector("vit_tiny_patch16_224").backbone, WindowedViT)
+        vit = detector("vit_tiny_patch16_224", img_size=(48, 64))
+        assert isinstance(vit.backbone, WindowedViT)
+        assert vit.pretrained_cfg["mean"] == (0.5, 0.5, 0.5)
+        assert tuple(vit.pretrained_cfg["input_size"]) == (3, 48, 64)
         assert not isinstance(detector("vit_tiny_patch16_224", window=0).backbone, WindowedViT)
-
-
-def test_images_are_normalised_as_for_the_backbone():
-    with torch.device("meta"):
-        config = detector("vit_tiny_patch16_224", img_size=(48, 64)).pretrained_cfg
-    assert config["mean"] == (0.5, 0.5, 0.5)
-    assert tuple(config["input_size"]) == (3, 48, 64)
 
 
 def test_a_window_network_is_the_vit_where_the_window_covers_the_image():
@@ -77,17 +71,6 @@ def test_a_window_network_is_the_vit_where_the_window_covers_the_image():
     x = torch.randn(1, 3, 224, 224)
     expected = vit.forward_intermediates(x, indices=1, norm=False, intermediates_only=True)[0]
     torch.testing.assert_close(WindowedViT(vit, (224, 224), 14)(x)[0], expected)
-
-
-def test_checkpointing_changes_nothing():
-    backbone = detector(masks=False, backbone_kwargs={**VIT, "layout": "plain"}).backbone
-    x = torch.randn(1, 3, 32, 48)
-    expected = backbone(x)[0]
-    backbone.set_grad_checkpointing()
-    y = backbone(x)[0]
-    torch.testing.assert_close(y, expected)
-    y.square().sum().backward()
-    assert all(p.grad is not None for p in backbone.parameters())
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +87,8 @@ class TestSurgery:
         assert len(report.targets) == 5
         fused = iso.fuse(wide)
         iso.verify(plain, fused, x)
-        for model, name in ((wide, "wide"), (fused, "fused")):
-            iso.save(model, tmp_path / f"{name}.safetensors")
-            torch.testing.assert_close(iso.load(tmp_path / f"{name}.safetensors").eval()(x), model(x))
+        iso.save(fused, tmp_path / "fused.safetensors")
+        torch.testing.assert_close(iso.load(tmp_path / "fused.safetensors").eval()(x), fused(x))
 
     def test_verify_sees_a_change_in_any_head(self, plain):
         other = iso.recast(plain, iso.LinearToPyramid(), where="roi_heads.box_head.5")
@@ -168,9 +150,11 @@ REFUSED = {
     "windows": (lambda plain: iso.recast(plain, **GATED), "DecomposedAttention"),
     "train mode": (lambda plain: detector(masks=False).detect(torch.zeros(1, 3, 32, 32)), "eval mode"),
     "losses in eval mode": (lambda plain: plain(torch.zeros(1, 3, 32, 32), []), "train mode"),
-    "backbone": (lambda plain: detector("vitt"), "no backbone 'vitt'"),
+    "weights": (
+        lambda plain: backbone_state(plain, timm.create_model("cifar_resnet20").state_dict()),
+        "not those of a",
+    ),
     "blocks": (lambda plain: detector(global_blocks=[5]), "global_blocks"),
-    "classes": (lambda plain: detector(num_classes=0), "num_classes 0"),
 }
 
 
@@ -184,12 +168,4 @@ def test_what_cannot_be_is_refused(what, plain):
 def test_boxes_are_in_float32_under_autocast(plain):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         out = plain(torch.randn(1, 3, 64, 64))
-    assert {tensor.dtype for each in out.values() for tensor in ([each] if torch.is_tensor(each) else each)} == {
-        torch.float32
-    }
-
-
-def test_weights_of_another_network(tmp_path):
-    iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")
-    with pytest.raises(iso.UserError, match="not those of a WindowedViT: no tensor"):
-        iso.load_weights(detector(), tmp_path / "cnn.safetensors", fresh_head=True)
+    assert {tensor.dtype for tensor in tree_leaves(out)} == {torch.float32}

@@ -173,7 +173,6 @@ def encoded(name, **arguments):
 REFUSED = {
     "a CNN": (lambda: encoded("resnet18"), "VisionTransformer"),
     "places": (lambda: MaskedAutoencoder(gated(), 1, 16, 4), "recast"),
-    "dropped patches": (lambda: plain_autoencoder(patch_drop_rate=0.5), "patch_drop_rate"),
     "nothing visible": (lambda: plain_autoencoder(mask=0.99), "mask ratio"),
     "another shape": (lambda: build_pair(student=autoencoder("rectangular pyramids")), "cannot process"),
 }

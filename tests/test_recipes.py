@@ -1,9 +1,8 @@
 """Recipes: every one is valid and builds, says what its paper says, and runs; wrong fields are named, all at once."""
 
-import inspect
-import json
 import math
 import re
+from collections import Counter
 from functools import reduce
 from pathlib import Path
 
@@ -14,23 +13,19 @@ from timm.data import create_transform
 from torch import nn
 
 import isomorph as iso
-from isomorph.models import refined_vit
-from isomorph.models.refined_vit import RefinedViT
+from isomorph.evaluation.cost import count_parameters
 from isomorph.recipes import RECIPES, convit, refiner
 from isomorph.training.build import build_model
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
-from isomorph.training.recipe.recipe import identity_json, validate
+from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.state import open_run
+from refusals import refused
 
 
 def field(recipe, name):
     return reduce(getattr, name.split("."), recipe)
-
-
-def one_line(error):
-    return "\n" not in str(error) and len(str(error)) < 400
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -44,55 +39,31 @@ def test_every_recipe_is_valid_and_can_run_for_one_epoch(name):
         assert iso.load_recipe(name, ["epochs=1"]).epochs == 1
 
 
+PEAK, START = {"optim.schedule_from": "peak"}, {"optim.schedule_from": "start"}
+REPEATED = START | {"augment.repeats": 3}
 PUBLISHED = {
-    "tdrl_vit_ti_g2sd": {  # G2SD's code
-        "optim.lr": 2.4e-3,
-        "optim.betas": (0.9, 0.95),
-        "optim.warmup_epochs": 10,
-        "optim.min_lr": 2.5e-6,
-        "optim.clip_grad": 3.0,
-        "optim.weight_decay": 0.05,
-        "optim.schedule_from": "peak",
-    },
+    "tdrl_vit_ti_g2sd": PEAK  # G2SD's code
+    | {"optim.lr": 2.4e-3, "optim.betas": (0.9, 0.95), "optim.warmup_epochs": 10, "optim.min_lr": 2.5e-6}
+    | {"optim.clip_grad": 3.0, "optim.weight_decay": 0.05},
     # MAE's, then Swin's
     "tdrl_vit_s_100ep": {"optim.lr": 2e-3, "data.batch_size": 1024, "optim.layer_decay": 0.65, "drop_path": 0.1},
-    "tdrl_plain_s_100ep": {"optim.lr": 2e-3, "optim.warmup_epochs": 5, "optim.layer_decay": 0.65, "drop_path": 0.1},
-    "tdrl_vit_ti_100ep": {"optim.schedule_from": "peak"},
+    "tdrl_vit_ti_100ep": PEAK,
     "tdrl_swin_t": {"optim.warmup_epochs": 20, "optim.clip_grad": 5.0, "optim.lr": 1e-3, "optim.min_lr": 1e-5},
-    "tdrl_plain_swin_t": {"optim.warmup_epochs": 20, "optim.clip_grad": 5.0, "optim.schedule_from": "peak"},
-    "tdrl_deit_b": {"optim.schedule_from": "start", "augment.repeats": 3},
-    "tdrl_vit_ti_300ep_distilled": {
-        "model.name": "tdrl_vit_ti_distilled",
-        "distill.token": True,
-        "distill.kind": "hard",
-        "distill.share": 0.5,
-        "distill.kwargs": {"global_pool": "avg", "num_classes": 1000},
-    },
-    "tdrl_plain_100ep_distilled": {"model.name": "tdrl_vit_ti_distilled", "distill.token": True, "distill.share": 0.5},
-    "coatnet_0": {"optim.schedule_from": "peak"},  # "peak learning rate"
-    "coatnet_3_in21k": {"optim.schedule_from": "peak"},
-    "convit_s": {"optim.schedule_from": "start", "augment.repeats": 3, "optim.gate_lr": 1e-3},  # timm's default
-    "deit_s_10pct": {"optim.schedule_from": "start"},
-    "tcnn_resnetrs50": {"optim.schedule_from": "start", "augment.repeats": 3, "optim.gate_lr": 0.1},
+    "tdrl_deit_b": REPEATED,
+    "tdrl_vit_ti_300ep_distilled": {"model.name": "tdrl_vit_ti_distilled", "distill.token": True}
+    | {"distill.kind": "hard", "distill.share": 0.5, "distill.kwargs": {"global_pool": "avg", "num_classes": 1000}},
+    "coatnet_0": PEAK,  # "peak learning rate"
+    "convit_s": REPEATED | {"optim.gate_lr": 1e-3},  # timm's default
+    "deit_s_10pct": START,
+    "tcnn_resnetrs50": REPEATED | {"optim.gate_lr": 0.1},
     "tcnn_resnetrs270": {"keep_every": 2},
-    "tcnn_late_100": {"optim.schedule_from": "start", "augment.repeats": 3},
+    "tcnn_late_100": REPEATED,
     "finetune_resnetrs50": {"augment.repeats": 3},
     "refiner_b_deit": {"augment.repeats": 3},
-    "refined_vit_s": {"optim.schedule_from": "start"},
-    "refiner_plain_heads_8": {"expected": "not published; CaiT has 79.9 by its own training"},
-} | {
-    name: {  # DeiT's fine-tuning
-        "optim.lr": 5e-6,
-        "optim.min_lr": 5e-6,
-        "optim.weight_decay": 1e-8,
-        "optim.schedule_from": "start",
-        "epochs": 30,
-        "data.batch_size": 512,
-        "augment.repeats": 3,
-        "augment.mixup": 0.8,
-        "augment.cutmix": 1.0,
-    }
-    for name in ("refined_vit_s_384", "refined_vit_l_448", "refined_vit_m_released_384")
+    "refined_vit_s": START,
+    "refined_vit_m_released_384": START  # DeiT's fine-tuning
+    | {"optim.lr": 5e-6, "optim.min_lr": 5e-6, "optim.weight_decay": 1e-8, "epochs": 30, "data.batch_size": 512}
+    | {"augment.repeats": 3, "augment.mixup": 0.8, "augment.cutmix": 1.0},
 }
 
 
@@ -102,7 +73,7 @@ def test_fields_are_those_of_the_papers_and_their_code(name):
     assert {key: field(recipe, key) for key in PUBLISHED[name]} == PUBLISHED[name]
 
 
-@pytest.mark.parametrize(("letter", "with_maps", "without"), [("s", 0.2, 0.1), ("m", 0.25, 0.2), ("l", 0.25, 0.2)])
+@pytest.mark.parametrize(("letter", "with_maps", "without"), [("s", 0.2, 0.1), ("l", 0.25, 0.2)])
 def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without):
     for name, drop_path, pairs in (("released", with_maps, 12), ("released_image_labels", without, 2)):
         recipe = iso.load_recipe(f"refined_vit_{letter}_{name}")
@@ -114,68 +85,36 @@ def test_refiner_as_released_is_what_the_scripts_say(letter, with_maps, without)
 
 def test_figure_8_of_convit_is_a_grid():
     """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
-    cells = []
-    for name in convit.RECIPES:
-        recipe = iso.load_recipe(name)
-        if recipe.source.startswith("ConViT Fig. 8"):
-            kwargs = recipe.model.kwargs
-            cells.append((kwargs.get("local_up_to_layer", 10), kwargs.get("locality_strength", 1.0)))
-            assert (recipe.model.name, recipe.data.classes) == ("convit_s_plus", 100)
+    points = [fields["model"]["kwargs"] for fields in convit.RECIPES.values() if "Fig. 8" in fields["source"]]
+    cells = [(point.get("local_up_to_layer", 10), point.get("locality_strength", 1.0)) for point in points]
     assert sorted(cells) == [(0, 1.0), *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0))]
-    known = {"convit_layers_0", "convit_layers_3", "convit_layers_3_locality_0.5", "convit_locality_1"}
-    assert known < set(convit.RECIPES)
-
-
-def form_of(recipe):
-    """Everything that decides what a Refined-ViT's run computes, arguments left at their defaults included."""
-    values = json.loads(identity_json(recipe))
-    defaults = {name: p.default for name, p in inspect.signature(RefinedViT).parameters.items() if name != "kwargs"}
-    model = values["model"]
-    model["kwargs"] = defaults | getattr(refined_vit.VARIANTS.get(model["name"]), "arguments", {}) | model["kwargs"]
-    del values["name"]
-    return json.dumps(values, sort_keys=True)
-
-
-def test_one_run_of_refiner_has_one_expected_number():
-    """Two names may be one run (a row of two tables), but not with two numbers further apart than rounding."""
-    runs = {}
-    for name in refiner.RECIPES:
-        recipe = iso.load_recipe(name)
-        runs.setdefault(form_of(recipe), {})[name] = recipe.expected.partition(" ")[0]
-        assert recipe.data.crop_pct <= 1  # sections 4.2 and 4.3 apply no receptive-field calibration
-    for names in runs.values():
-        numbers = [float(number) for number in names.values() if number.replace(".", "").isdigit()]
-        assert not numbers or max(numbers) - min(numbers) < 0.06, names
 
 
 # networks
 
+BUILT = [name for name in RECIPES if "resnet" in name or name in convit.RECIPES or name in refiner.RECIPES]
 
-def built(name):
+
+@pytest.mark.parametrize("name", BUILT)
+def test_every_network_is_built(name):
     recipe = iso.load_recipe(name, ["model.pretrained=false"])
     with torch.device("meta"):
-        return recipe, build_model(recipe.model, 1000, recipe.drop_path)
-
-
-@pytest.mark.parametrize("name", [name for name in RECIPES if "resnet" in name])
-def test_every_t_cnn_is_built(name):
-    recipe, model = built(name)
-    layers = 0 if recipe.model.recast is None else 4 if recipe.model.name in ("resnetrs270", "resnetrs350") else 3
-    assert sum(isinstance(module, iso.layers.GPSA2d) for module in model.modules()) == layers
-
-
-@pytest.mark.parametrize("name", convit.RECIPES)
-def test_every_convit_is_built(name):
-    recipe, model = built(name)
-    gpsa = [m for m in model.modules() if isinstance(m, iso.layers.PSA if "psa" in name else iso.layers.GPSA)]
-    plain = name.startswith(("vit", "deit"))
-    assert len(gpsa) == (0 if plain else recipe.model.kwargs.get("local_up_to_layer", 10))
-    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-    wanted = {"b": {"gate"}, "d": {"gate"}, "f": {"gate", "position", "weight", "bias"}}
-    wanted["g"] = wanted["f"]
-    row = name.removeprefix("convit_ablation_")[:1] if "ablation" in name else ""
-    assert {n.rpartition(".")[2] for n in frozen} == wanted.get(row, set())
-    assert all(".attn." in n for n in frozen)
+        model = build_model(recipe.model, 1000, recipe.drop_path)
+    count = Counter(type(module) for module in model.modules())
+    frozen = {n.rpartition(".")[2] for n, p in model.named_parameters() if not p.requires_grad}
+    if "resnet" in name:
+        layers = 0 if recipe.model.recast is None else 4 if recipe.model.name in ("resnetrs270", "resnetrs350") else 3
+        assert count[iso.layers.GPSA2d] == layers
+    elif name in convit.RECIPES:
+        layers = 0 if name.startswith("vit") else recipe.model.kwargs.get("local_up_to_layer", 10)
+        assert count[iso.layers.PSA if "psa" in name else iso.layers.GPSA] == layers
+        row = name.removeprefix("convit_ablation_")[:1] if "ablation" in name else ""
+        all_of_it = {"gate", "position", "weight", "bias"}
+        assert frozen == dict(b={"gate"}, d={"gate"}, f=all_of_it, g=all_of_it).get(row, set())
+    else:
+        published = {"refiner_vit_12b": 86, "refiner_vit_16b": 24, "refiner_vit_24b": 36, "refiner_vit_32b": 48}
+        wanted = published.get(name.removesuffix("_dla"))
+        assert wanted is None or count_parameters(model) / 1e6 == pytest.approx(wanted, rel=0.03)
 
 
 CONVIT = ["model.kwargs.embed_dim=36", "model.kwargs.depth=11", "evaluate_every=1", "keep_every=null"]
@@ -205,11 +144,10 @@ def test_published_recipes_run_two_steps(name, tmp_path):
 # schedules and policies
 
 
-@pytest.mark.parametrize(("name", "magnitude", "degrees"), [("coatnet_2_384", 15, 45.0), ("coatnet_3_512", 20, 60.0)])
-def test_coatnet_rotates_as_far_as_google_does(name, magnitude, degrees):
-    policy = iso.load_recipe(name).augment.auto_augment
+def test_coatnet_rotates_as_far_as_google_does():
+    policy = iso.load_recipe("coatnet_3_512").augment.auto_augment
     transform = create_transform(32, is_training=True, auto_augment=policy)
-    assert set(magnitudes(transform)) == {(magnitude, 30)}
+    assert set(magnitudes(transform)) == {(20, 30)}
     (operations,) = [step for step in transform.transforms if hasattr(step, "ops")]
     assert operations.num_layers == 2
     assert {operation.prob for operation in operations.ops} == {1.0}
@@ -217,36 +155,30 @@ def test_coatnet_rotates_as_far_as_google_does(name, magnitude, degrees):
     seen = []
     rotate.aug_fn = lambda image, angle, **_: seen.append(abs(angle))
     rotate(None)
-    assert seen == [degrees]
+    assert seen == [60.0]
 
 
 SHAPES = {"cosine": lambda t: (1 + math.cos(math.pi * t)) / 2, "linear": lambda t: 1 - t, "constant": lambda t: 1}
 
 
 @pytest.mark.parametrize("begin", ["peak", "start"])
-@pytest.mark.parametrize("warmup", [0, 2.5, 20])
 @pytest.mark.parametrize("schedule", SHAPES)
-def test_rates_follow_the_formula(schedule, warmup, begin):
+def test_rates_follow_the_formula(schedule, begin):
     """MAE's, from the peak: min + (peak - min) (1 + cos(pi (epoch - warm-up) / (epochs - warm-up))) / 2."""
-    low = 0.0 if schedule == "constant" else 1e-5
-    optim = OptimPart(lr=1e-3, min_lr=low, schedule=schedule, warmup_epochs=warmup, schedule_from=begin)
+    low, warmup = 0.0 if schedule == "constant" else 1e-5, 2.5
+    optim = OptimPart(
+        lr=1e-3, min_lr=low, schedule=schedule, warmup_epochs=warmup, schedule_from=begin, betas=(0.9, 0.8)
+    )
     optimizer = build_optimizer(nn.Linear(2, 2), optim)
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.8)}
     scheduler = build_scheduler(optimizer, optim, 50, 8)
     first = warmup if begin == "peak" else 0
     for step in range(400):
         scheduler.step_update(step)
-        epoch, found = step / 8, optimizer.param_groups[0]["lr"]
-        if epoch < warmup:
-            assert found == pytest.approx(1e-5 + (1e-3 - 1e-5) * epoch / warmup, rel=1e-9)
-        else:
-            wanted = low + (1e-3 - low) * SHAPES[schedule]((epoch - first) / (50 - first))
-            assert found == pytest.approx(wanted, rel=1e-9)
-
-
-def test_betas_reach_the_optimiser():
-    for given, wanted in (((0.9, 0.95), (0.9, 0.95)), (None, (0.9, 0.999))):
-        optimizer = build_optimizer(nn.Linear(2, 2), OptimPart(betas=given))
-        assert {group["betas"] for group in optimizer.param_groups} == {wanted}
+        epoch = step / 8
+        wanted = low + (1e-3 - low) * SHAPES[schedule]((epoch - first) / (50 - first))
+        wanted = wanted if epoch >= warmup else 1e-5 + (1e-3 - 1e-5) * epoch / warmup
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted, rel=1e-9)
 
 
 # fewer epochs
@@ -262,7 +194,6 @@ def test_betas_reach_the_optimiser():
             ["epochs=1", "optim.warmup-epochs=0.25", "anneal={epochs: 1, start: [20, 15]}"],
             {"optim.warmup_epochs": 0.25, "anneal.epochs": 1, "shortened": ""},
         ),
-        ("digits_annealed", ["epochs=3"], {"anneal.epochs": 1.5, "shortened": ""}),
         ("digits_annealed", ["epochs=30"], {"anneal.epochs": 1.5, "shortened": ""}),
     ],
 )
@@ -276,11 +207,9 @@ def test_fewer_epochs_shorten_the_schedules_that_are_not_given(name, given, want
 
 def test_all_problems_at_once_with_the_closest_name():
     wrong = ["optim.weigth_decay=0", "optim.lr=-1", "data.source=cifar", "epochs=x", "modle.name=a"]
-    with pytest.raises(iso.UserError) as caught:
-        iso.load_recipe("cifar_exact", wrong)
-    for words in ("5 problems", "did you mean weight_decay?", "did you mean model?", "optim.lr: ", "'cifar' is not a"):
-        assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = refused("5 problems", iso.load_recipe, "cifar_exact", wrong)
+    for words in ("did you mean weight_decay?", "did you mean model?", "optim.lr: ", "'cifar' is not a"):
+        assert words in said
 
 
 def test_overrides_are_yaml_and_reach_groups_that_are_off():
@@ -316,67 +245,60 @@ def test_files(suffix, text, tmp_path):
             iso.load_recipe(str(path))
 
 
-TEXTS = {
-    "aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "has no aliases"),
-    "itself": ("a: &a [*a]", "has no aliases"),
-    "deep": ("a: " + "[" * 500, "cannot read recipe"),
-    "digits": ("epochs: " + "1" * 6000, "cannot read recipe"),
-    "date": ("name: 2024-13-45", "month must be in 1..12"),
-    "bytes": (b"\xff", "cannot read recipe"),
-    "types": (b"model: {name: cifar_resnet20}\nepochs: ten\noptim: {warmup_epochs: two}\nanneal: 3\n", "3 problems"),
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "has no aliases"),
+        ("a: " + "[" * 500, "cannot read recipe"),
+        ("epochs: " + "1" * 6000, "cannot read recipe"),
+        ("name: 2024-13-45", "month must be in 1..12"),
+        (b"\xff", "cannot read recipe"),
+        ("model: {name: cifar_resnet20}\nepochs: ten\noptim: {warmup_epochs: two}\nanneal: 3\n", "3 problems"),
+    ],
+)
+def test_text_that_no_recipe_has(text, expected, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(expected, iso.load_recipe, str(path))
+
+
+WRONG = {
+    "augment.auto_augment=rand-m15-n2": "augment.auto_augment: .*magnitude 15 to 10",
+    "augment.auto_augment=rubbish": "augment.auto_augment",
+    "optim.betas=[0.9]": "optim.betas",
+    "optim.betas=[0.9,1.0]": "optim.betas",
+    "optim.gate_lr=2 times": "optim.gate_lr: .*2 times",
+    "optim.gate_lr=0x": "optim.gate_lr: .*0x",
+    "optim.name=adamv": "'adamv'.*close: adam",
+    "optim.warmup_epochs=10": "optim.warmup_epochs 10.*epochs 10",
+    "augment.mixup=0.8 data.batch_size=33": "data.batch_size 33.*even",
+    "augment.scale=1": "augment.scale: .*given 1",
+    "anneal.epochs=11": "anneal.epochs 11.*epochs 10",
+    "data.size=[32]": "data.size",
+    "model=cifar_resnet20": "model is a group of fields: name, .*model.name=VALUE",
+    "loss=hinge": "loss: .*'softmax' or 'sigmoid'",
+    "model.name=cifar_resnet2": "did you mean.*cifar_resnet20",
+    "model.kwargs.pretrained=true": "model.kwargs: pretrained.*model.pretrained",
+    "model.kwargs.in_chans=abc": "model.kwargs: in_chans",
+    "model.kwargs.x=[[[[[[[[[[1]]]]]]]]]]": "model.kwargs: x .*8 levels",
+    "model.kwargs.x=[{y: .nan}]": "model.kwargs: x ",
+    "model.recast_epoch=11": "model.recast_epoch 11.*epochs 10",
+    "model.recast_epoch=1 scale.parallel=fsdp": "model.recast_epoch.*scale.parallel ddp",
+    "token_labels.weight=0.5 distill.teacher=resnet18": "exclude each other",
+    "model.recast_epoch=1 mask={}": "model.recast_epoch.*masked",
+    "loss=sigmoid token_labels={}": "token_labels",
+    "mask={} distill.teacher=a": "distill and mask",
+    "mask={} augment.mixup=0.8": "augment.mixup",
+    "data.source=huggingface-stream data.fraction=0.5": "huggingface-stream is a stream",
+    "optim.lr": "'optim.lr'",
+    "optim.lr=[1": "optim.lr",
 }
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-def test_text_that_no_recipe_has(kind, tmp_path):
-    text, expected = TEXTS[kind]
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(iso.UserError, match=expected) as caught:
-        iso.load_recipe(str(path))
-    assert one_line(caught.value)
-
-
-MESSAGES = [
-    (["augment.auto_augment=rand-m15-n2"], "augment.auto_augment: ", "magnitude 15 to 10", "-mmax15", "m10"),
-    (["augment.auto_augment=rubbish"], "augment.auto_augment", "'rubbish'"),
-    *(([f"optim.betas={betas}"], "optim.betas") for betas in ("[0.9]", "[0.9,1.0]", "0.9", "[0.9,0.95,0.99]")),
-    *(([f"optim.gate_lr={rate}"], "optim.gate_lr: ", rate) for rate in ("fast", "x", "2 times", "0x", "-3x", "infx")),
-    (["optim.lr=inf"], "optim.lr", "finite"),
-    (["optim.name=adamv"], "'adamv'", "close: adam"),
-    (["optim.name=adahessian"], "optim.name", "adahessian"),
-    (["optim.warmup_epochs=10"], "optim.warmup_epochs 10", "epochs 10"),
-    (["augment.mixup=0.8", "data.batch_size=33"], "data.batch_size 33", "even"),
-    (["augment.scale=1"], "augment.scale: ", "given 1"),
-    (["anneal.epochs=11"], "anneal.epochs 11", "epochs 10"),
-    (["data.size=[32]"], "data.size", "[32]"),
-    (["model=cifar_resnet20"], "model is a group of fields: name, ", "model.name=VALUE"),
-    (["loss=hinge"], "loss: ", "'softmax' or 'sigmoid'", "'hinge'"),
-    (["model.name=cifar_resnet2"], "did you mean", "cifar_resnet20"),
-    (["model.kwargs.pretrained=true"], "model.kwargs: pretrained", "model.pretrained"),
-    *(([f"model.kwargs.in_chans={x}"], "model.kwargs: in_chans", x) for x in ("abc", "1.5")),
-    (["model.kwargs.x=[[[[[[[[[[1]]]]]]]]]]"], "model.kwargs: x ", "8 levels"),
-    (["model.kwargs.x=[{y: .nan}]"], "model.kwargs: x "),
-    (["model.recast_epoch=11"], "model.recast_epoch 11", "epochs 10"),
-    (["model.recast_epoch=1", "scale.parallel=fsdp"], "model.recast_epoch", "scale.parallel ddp"),
-    (["model.recast_epoch=1", "mask={}"], "model.recast_epoch", "masked"),
-    (["loss=sigmoid", "token_labels={}"], "token_labels", "loss"),
-    (["mask={}", "distill.teacher=a"], "distill and mask"),
-    (["mask={}", "augment.mixup=0.8"], "mask", "augment.mixup"),
-    (["data.source=huggingface-stream", "data.fraction=0.5"], "huggingface-stream is a stream"),
-    (["optim.lr"], "'optim.lr'"),
-    (["=3"], "'=3'"),
-    (["optim.lr=[1"], "optim.lr"),
-]
-
-
-@pytest.mark.parametrize("row", MESSAGES, ids=lambda row: " ".join(row[0]))
-def test_wrong_fields_are_named(row):
-    assignments, *words = row
-    with pytest.raises(iso.UserError) as caught:
-        iso.load_recipe("cifar_exact", assignments)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert one_line(caught.value)
+@pytest.mark.parametrize("given", WRONG)
+def test_wrong_fields_are_named(given):
+    assignments = [given] if "{y:" in given or "2 times" in given else given.split()
+    refused(WRONG[given], iso.load_recipe, "cifar_exact", assignments)
 
 
 WHOLE = (
@@ -388,26 +310,19 @@ REAL = (
     "optim.lr optim.gate_lr optim.weight_decay optim.momentum optim.min_lr optim.clip_grad optim.warmup_epochs"
     " augment.mixup augment.smoothing checkpoint_minutes ema drop_path data.fraction mask.ratio"
 )
-NUMBERS = [(WHOLE, value) for value in ("1e30", "9" * 400, "2000000000000")]
-NUMBERS += [(REAL, value) for value in (".nan", ".inf", "-.inf", "nan", "inf")]
+NUMBERS = [(WHOLE, value) for value in ("1e30", "9" * 400)] + [(REAL, value) for value in (".nan", "-.inf", "inf")]
 
 
 @pytest.mark.parametrize(("fields", "value"), NUMBERS)
 def test_numbers_have_bounds_and_are_finite(fields, value):
     for name in fields.split():
         given = f"data.size=[{value},8]" if name == "data.size.0" else f"{name}={value}"
-        with pytest.raises(iso.UserError, match=f"{re.escape(name)}: ") as caught:
-            iso.load_recipe("cifar_cnn", [given])
-        assert one_line(caught.value)
+        refused(f"{re.escape(name)}: ", iso.load_recipe, "cifar_cnn", [given])
 
 
 def test_unknown_names_and_rates_of_the_public_groups():
-    with pytest.raises(iso.UserError, match=r"there is no recipe 'cifar_exat'; did you mean cifar_exact"):
-        iso.load_recipe("cifar_exat")
-    with pytest.raises(iso.UserError, match=r"parameter_groups has 1 problem: gate_lr"):
-        iso.training.parameter_groups(iso.models, gate_lr="fast")
-    with pytest.raises(iso.UserError, match=r"gate_lr.* 100.* 100x"):
-        iso.training.parameter_groups(timm.create_model("cifar_resnet20"), gate_lr="100")
+    refused("there is no recipe 'cifar_exat'; did you mean cifar_exact", iso.load_recipe, "cifar_exat")
+    refused("gate_lr.* 100.* 100x", iso.training.parameter_groups, timm.create_model("cifar_resnet20"), gate_lr="100")
     recipe = validate(dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x")))
     assert recipe.optim.gate_lr == 100  # a result may be that large, and a stored recipe is read again
     assert validate(recipe.model_dump()) == recipe
@@ -420,3 +335,9 @@ def test_weights_are_asked_for_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
     for name in ("tdrl_vit_ti_scratch", "digits_cnn", "refined_vit_s", "coatnet_0", "tcnn_late_400"):
         assert iso.load_recipe(name).model.start == "random"
+
+
+def test_label_maps_need_a_model_that_classifies_its_patches(tmp_path):
+    changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
+    changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null"]
+    refused("classifies its patches", open_run, iso.load_recipe("refiner_plain_b", changes))

@@ -14,13 +14,8 @@ from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention,
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.models.blockwise import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
-from isomorph.recipes import refiner
-from isomorph.training.build import build_model
-from isomorph.training.run.state import open_run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
-BARE = {"s": 25_023_656, "m": 55_029_932, "l": 80_637_192}
-"""Parameters as released without the classifier of patches."""
 
 
 def perturbed(name, **arguments):
@@ -30,13 +25,6 @@ def perturbed(name, **arguments):
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
     return model.eval()
-
-
-@pytest.mark.parametrize("letter", BARE)
-def test_sizes_as_released(letter):
-    with torch.device("meta"):
-        model = timm.create_model(f"refined_vit_{letter}_released", dense_head=False)
-    assert sum(p.numel() for p in model.parameters()) == BARE[letter]
 
 
 @pytest.mark.parametrize(
@@ -114,17 +102,10 @@ def test_positions_follow_the_size(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("refined_vit_s", dict(share=-1), "share -1"),
         ("refined_vit_s", dict(share=1, reduce=False), "share needs reduce=True"),
-        ("refined_vit_s", dict(ratio=3, kernel=0), "kernel 0"),
-        ("refined_vit_s", dict(span="image"), "span 'image'"),
-        ("refined_vit_s", dict(num_heads=5), "num_heads 5"),
         ("refined_vit_s", dict(patch_drop_rate=0.5), "patch_drop_rate"),
         ("refined_vit_s", dict(share=1, scale_attn_norm=True), "share=0"),
-        ("refined_vit_s", dict(attn_layer="diff"), "attn_layer"),
         ("refined_vit_s_released", dict(qk_norm=True), "qk_norm"),
-        ("refined_vit_s_released", dict(ratio=0), "ratio 0"),
-        ("refined_vit_s_released", dict(kernel=3), "kernel"),
     ],
 )
 def test_impossible_networks(name, arguments, said):
@@ -180,23 +161,9 @@ def released(state, x, heads, depth, patch):
     return linear(y[:, 0], "head") + 0.5 * linear(y[:, 1:], "aux_head").amax(1)
 
 
-class Noted(dict):
-    """A dictionary that knows which of its keys were read."""
-
-    def __init__(self, items):
-        super().__init__(items)
-        self.read = set()
-
-    def __getitem__(self, key):
-        self.read.add(key)
-        return super().__getitem__(key)
-
-
 def test_the_released_function():
     model, x = perturbed("refined_vit_s_released").double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    state = Noted(model.state_dict())
-    torch.testing.assert_close(model(x), released(state, x, 3, 4, 8), rtol=0, atol=1e-12)
-    assert state.read == {name for name in state if "num_batches" not in name}  # the keys of the authors' checkpoints
+    torch.testing.assert_close(model(x), released(model.state_dict(), x, 3, 4, 8), rtol=0, atol=1e-12)
     fused = iso.fuse(model)
     assert not [n for n, m in fused.named_modules() if isinstance(m, nn.BatchNorm2d) and "DLA" in n]
     torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-10)
@@ -220,46 +187,22 @@ def test_other_classes_and_channels_start_from_a_checkpoint(name, tmp_path):
         iso.load_weights(bare, tmp_path / "given.pth")
 
 
-class TestTokenLabels:
-    def model(self, **more):
-        return perturbed("refined_vit_s", dense_head=True, **more)
-
-    def test_the_head_of_the_patches_counts(self):
-        model, x = self.model(), torch.randn(2, 3, 32, 32)
-        logits, tokens = model(x, tokens=True)
-        assert tokens.shape == (2, 16, 5)
-        torch.testing.assert_close(model(x), logits + 0.5 * tokens.amax(1))
-        model.reset_classifier(3)
-        assert model(x, tokens=True)[1].shape == (2, 16, 3)
-        with pytest.raises(iso.UserError, match="dense_head=True"):
-            perturbed("refined_vit_s")(x, tokens=True)
-
-    def test_a_box_swaps_patches_between_images(self):
-        """An image made of two in pixels is the image mixed in tokens, where patches do not overlap."""
-        model = self.model(conv_embed=False)
-        x, box = torch.randn(2, 3, 32, 32), Box(1, 3, 0, 2)
-        pixels = x.clone()
-        pixels[:, :, 8:24, 0:16] = x.flip(0)[:, :, 8:24, 0:16]
-        for a, b in zip(model(x, tokens=True, box=box), model(pixels, tokens=True), strict=True):
-            torch.testing.assert_close(a, b)
-
-    def test_a_model_without_the_head_is_refused_before_the_run(self, tmp_path):
-        changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
-        changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null"]
-        with pytest.raises(iso.UserError, match="needs a model that classifies its patches"):
-            open_run(iso.load_recipe("refiner_plain_b", changes))
-        with pytest.raises(iso.UserError, match="exclude each other"):
-            iso.load_recipe("refiner_plain_b", ["token_labels.weight=0.5", "distill.teacher=resnet18"])
+def test_the_head_of_the_patches_counts():
+    model, x = perturbed("refined_vit_s", dense_head=True), torch.randn(2, 3, 32, 32)
+    logits, tokens = model(x, tokens=True)
+    assert tokens.shape == (2, 16, 5)
+    torch.testing.assert_close(model(x), logits + 0.5 * tokens.amax(1))
+    model.reset_classifier(3)
+    assert model(x, tokens=True)[1].shape == (2, 16, 3)
+    with pytest.raises(iso.UserError, match="dense_head=True"):
+        perturbed("refined_vit_s")(x, tokens=True)
 
 
-@pytest.mark.parametrize("name", refiner.RECIPES)
-def test_every_recipe_is_built(name):
-    recipe = iso.load_recipe(name)
-    with torch.device("meta"):
-        model = build_model(recipe.model, 1000, recipe.drop_path)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    published = {"refiner_vit_12b": 86, "refiner_vit_16b": 24, "refiner_vit_24b": 36, "refiner_vit_32b": 48}
-    published |= {f"refiner_ratio_{r}": 25 for r in (1, 2, 3, 4, 6)}
-    wanted = published.get(name.removesuffix("_dla"))
-    assert wanted is None or millions == pytest.approx(wanted, rel=0.03)
-    assert recipe.expected or "fig" in recipe.source.lower() or "Table 8" in recipe.source
+def test_a_box_swaps_patches_between_images():
+    """An image made of two in pixels is the image mixed in tokens, where patches do not overlap."""
+    model = perturbed("refined_vit_s", dense_head=True, conv_embed=False)
+    x, box = torch.randn(2, 3, 32, 32), Box(1, 3, 0, 2)
+    pixels = x.clone()
+    pixels[:, :, 8:24, 0:16] = x.flip(0)[:, :, 8:24, 0:16]
+    for a, b in zip(model(x, tokens=True, box=box), model(pixels, tokens=True), strict=True):
+        torch.testing.assert_close(a, b)

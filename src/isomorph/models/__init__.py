@@ -22,7 +22,6 @@ from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer
 
 _MODULES = (cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet)
 _NETWORKS = (ddpm_unet, mask_rcnn, text_transformer, upernet)
-"""Networks of other tasks than classification."""
 
 
 def names() -> list[str]:

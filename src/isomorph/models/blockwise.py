@@ -8,58 +8,65 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.staged import recompute
-from isomorph.models.variants import check_heads, check_whole_patches, parse_size, require_images
+from isomorph.models.variants import check_whole_patches, require_images
 
-# Both read sizes, so torch.fx must call them rather than trace into them; timm wraps them in its own modules only.
+# Both read sizes, so torch.fx must call them rather than trace into them.
 torch.fx.wrap("require_images")
 torch.fx.wrap("resample_abs_pos_embed")
 
 
-class BlockwiseViT(VisionTransformer):
+class AnySizeViT(VisionTransformer):
+    """timm's VisionTransformer for images of any size, and for empty batches; torch.fx traces it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"dynamic_img_size": True, **kwargs})
+
+    def prefix_tokens(self) -> list[Tensor]:
+        """Return the tokens in front of the patches. Shape: -> (1, n, C) each"""
+        tokens = (self.cls_token, getattr(self, "dist_token", None), self.reg_token)
+        return [token for token in tokens if token is not None]
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Add positions and prefix tokens as timm does. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
+        prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
+        positions, skipped = self.pos_embed, 0 if self.no_embed_class else self.num_prefix_tokens
+        if self.dynamic_img_size:
+            if positions is not None:
+                size, built = [x.shape[1], x.shape[2]], self.patch_embed.grid_size
+                positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
+            x = x.flatten(1, 2)
+        if positions is None:
+            return torch.cat([*prefix, x], dim=1)
+        if self.no_embed_class:
+            return self.pos_drop(torch.cat([*prefix, x + positions], dim=1))
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + positions)
+
+
+class BlockwiseViT(AnySizeViT):
     """timm's VisionTransformer for images of any size, whose blocks pass attention maps to the next with the tokens.
 
     The state is the attention maps of earlier blocks, None at first. Each block is called with the tokens and the maps
     and returns both; subclasses override `run_block` for blocks that are called otherwise.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
-    Raises: UserError for another image size, an attention mask, a number of heads that does not divide embed_dim, or
-    patch_drop_rate.
+    Raises: UserError for another image size, an attention mask, or an argument in `unsupported`.
     """
 
+    unsupported: tuple[str, ...] = ("patch_drop_rate",)
+    """Arguments of VisionTransformer that the blocks do not have."""
+
     def __init__(self, **kwargs: Any) -> None:
-        check_heads(kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768))
-        if kwargs.get("patch_drop_rate"):
-            raise UserError(
-                "patch_drop_rate is not supported: the blocks need the whole grid of patches; leave it at 0"
-            )
+        for name in self.unsupported:
+            if kwargs.get(name):
+                raise UserError(f"{name} is not supported by {type(self).__name__}; leave it out")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
-
-    def add_positions(self, x: Tensor) -> Tensor:
-        """Add the position embedding and put the prefix tokens in front. Shape: x (B, H, W, C) -> (B, N, C)"""
-        positions = self.resize_positions(x.shape[1], x.shape[2])
-        tokens = (self.cls_token, self.reg_token)
-        prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
-        x = x.flatten(1, 2)  # (B, H W, C)
-        if self.no_embed_class:
-            x = torch.cat([*prefix, x + positions], dim=1)
-        else:
-            x = torch.cat([*prefix, x], dim=1) + positions
-        return self.pos_drop(x)
-
-    def resize_positions(self, H: int, W: int) -> Any:
-        """Return the position embedding for an H x W grid of patches, 0 if there is none. Shape: -> (1, N, C)"""
-        if self.pos_embed is None:
-            return 0
-        prefix = 0 if self.no_embed_class else self.num_prefix_tokens
-        old = self.patch_embed.grid_size
-        return resample_abs_pos_embed(self.pos_embed, [H, W], old, num_prefix_tokens=prefix)
 
     def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
         """Return the tokens that the first block reads, and the size of the grid of patches.
@@ -71,7 +78,7 @@ class BlockwiseViT(VisionTransformer):
         x = require_images(x, self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)  # (B, H, W, C)
         x = rearrange(x) if rearrange else x
-        return self.norm_pre(self.add_positions(x)), (x.shape[1], x.shape[2])
+        return self.norm_pre(self._pos_embed(x)), (x.shape[1], x.shape[2])
 
     def run_block(self, i: int, x: Tensor, maps: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Any]:
         """Run block i; return the tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
@@ -111,24 +118,20 @@ class BlockwiseViT(VisionTransformer):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-        output_dict: bool = False,
         attn_mask: None = None,
     ) -> Any:
         """Return the final tokens and the tokens after chosen blocks, as timm's VisionTransformer does.
 
         With `return_prefix_tokens` each is paired with the prefix tokens after the same block.
 
-        Raises: UserError for an attention mask; ValueError for an unknown format.
+        Raises: UserError for an attention mask.
         """
         if attn_mask is not None:
             raise UserError(f"attn_mask is not supported by {type(self).__name__}; leave it at None")
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW' or 'NLC'")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
         maps = None
-        intermediates: list[Tensor] = []
-        prefixes: list[Tensor] = []
+        taken: list[Any] = []
         for i in range(last + 1 if stop_early else len(self.blocks)):
             x, maps = self.run_block(i, x, maps, (H, W))
             if i in take:
@@ -136,24 +139,17 @@ class BlockwiseViT(VisionTransformer):
                 prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
-                intermediates.append(patches)
-                prefixes.append(prefix)
-        if output_dict:
-            outputs: dict[str, Any] = {"image_intermediates": intermediates}
-            outputs |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
-            return outputs if intermediates_only else outputs | {"image_features": self.norm(x)}
-        chosen = list(zip(intermediates, prefixes, strict=True)) if return_prefix_tokens else intermediates
-        return chosen if intermediates_only else (self.norm(x), chosen)
+                taken.append((patches, prefix) if return_prefix_tokens else patches)
+        return taken if intermediates_only else (self.norm(x), taken)
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
         """Resize the position embedding (and the patch filters) permanently, which saves resizing at each call."""
         embed = self.patch_embed
-        size = parse_size(img_size=embed.img_size if img_size is None else img_size)
-        patch = parse_size(patch_size=embed.patch_size if patch_size is None else patch_size)
+        size, patch = to_2tuple(img_size or embed.img_size), to_2tuple(patch_size or embed.patch_size)
         check_whole_patches(size, patch, padded=embed.dynamic_img_pad)
-        super().set_input_size(img_size and size, patch_size and patch)
+        super().set_input_size(size, patch)
         self.update_grid()
 
     def update_grid(self) -> None:

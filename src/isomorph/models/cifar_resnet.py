@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from isomorph.models.staged import StagedNet
 from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
 
-BLOCKS_PER_STAGE = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
-"""Number of blocks in each stage."""
-
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """Class names of CIFAR-10 in the order of its labels."""
 
-WEIGHT_FILES = {"cifar_resnet20": "resnet20-12fca82f.th", "cifar_resnet44": "resnet44-014dd654.th"}
-WEIGHT_FILES |= {"cifar_resnet32": "resnet32-d509ac18.th", "cifar_resnet56": "resnet56-4bfd9763.th"}
+WEIGHTS = {20: "resnet20-12fca82f.th", 32: "resnet32-d509ac18.th"}
+WEIGHTS |= {44: "resnet44-014dd654.th", 56: "resnet56-4bfd9763.th"}
+"""The public CIFAR-10 weights of each depth, in `WEIGHT_FOLDER`."""
 WEIGHT_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
 
 
@@ -134,35 +132,32 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return {**counters, **unwrap_state_dict(state_dict)}
 
 
-def cifar_cfg(name: str) -> dict[str, Any]:
-    """Return the pretrained_cfg of an architecture's public weights, which expect ImageNet's mean and std."""
+def cifar_cfg(depth: int) -> dict[str, Any]:
+    """Return the pretrained_cfg of the public weights, which expect ImageNet's mean and std."""
     images = dict(input_size=(3, 32, 32), pool_size=(8, 8), crop_pct=1.0, interpolation="bilinear")
     layers = dict(num_classes=10, first_conv="conv1", classifier="linear", label_names=CIFAR10_CLASSES)
-    return image_cfg(url=f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}", license="bsd-2-clause", **images, **layers)
+    return image_cfg(url=f"{WEIGHT_FOLDER}/{WEIGHTS[depth]}", license="bsd-2-clause", **images, **layers)
 
 
 def create_cifar_resnet(
-    name: str, pretrained: bool, base: str, kind: type[CifarResNet] = CifarResNet, **arguments: Any
+    name: str, pretrained: bool, depth: int, kind: type[CifarResNet] = CifarResNet, **arguments: Any
 ) -> CifarResNet:
-    """Build a variant through timm; `base` is the architecture whose blocks and public weights it has.
+    """Build a variant through timm; `depth` is that of the ResNet whose blocks and public weights it has.
 
     The weights are a file in $ISOMORPH_DATA/weights if there is one. A config as a dictionary is that of a model on the
     hub or in a folder, which has weights of its own.
     """
-    file = Path(os.environ.get("ISOMORPH_DATA", "."), "weights", f"{base.replace('cifar_', 'cifar10_')}.safetensors")
+    file = Path(os.environ.get("ISOMORPH_DATA", "."), "weights", f"cifar10_resnet{depth}.safetensors")
     shared = isinstance(arguments.get("pretrained_cfg"), dict) or "ISOMORPH_DATA" not in os.environ
     local = {} if shared or not file.is_file() else {"file": str(file)}
     features = dict(out_indices=(0, 1, 2, 3))
-    return build_variant(kind, name, pretrained, features, local, blocks=BLOCKS_PER_STAGE[base], **arguments)
+    return build_variant(kind, name, pretrained, features, local, blocks=(depth - 2) // 6, **arguments)
 
 
 VARIANTS = {
-    "cifar_resnet20": Variant(dict(base="cifar_resnet20"), "CIFAR ResNet-20: 269,722 parameters."),
-    "cifar_resnet32": Variant(dict(base="cifar_resnet32"), "CIFAR ResNet-32: 464,154 parameters."),
-    "cifar_resnet44": Variant(dict(base="cifar_resnet44"), "CIFAR ResNet-44: 658,586 parameters."),
-    "cifar_resnet56": Variant(dict(base="cifar_resnet56"), "CIFAR ResNet-56: 853,018 parameters."),
+    f"cifar_resnet{depth}": Variant(dict(depth=depth), f"CIFAR ResNet-{depth}: {count:,} parameters.")
+    for depth, count in ((20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018))
 }
-"""The public CIFAR-10 weights of each are its pretrained ones."""
 
-default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in VARIANTS})
+default_cfgs = generate_default_cfgs({f"cifar_resnet{depth}.cifar10": cifar_cfg(depth) for depth in WEIGHTS})
 register_variants(__name__, create_cifar_resnet, VARIANTS)

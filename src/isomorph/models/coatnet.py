@@ -7,13 +7,21 @@ patches and then Transformer blocks, is ViT_REL.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from timm.layers import Attention, DropPath, LayerNorm2d, Mlp, NormMlpClassifierHead, calculate_drop_path_rates
+from timm.layers import (
+    Attention,
+    DropPath,
+    LayerNorm2d,
+    Mlp,
+    NormMlpClassifierHead,
+    PatchEmbed,
+    calculate_drop_path_rates,
+    to_2tuple,
+)
 from timm.models import generate_default_cfgs
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
@@ -35,9 +43,7 @@ from isomorph.models.variants import (
     ForeignCheckpoints,
     Variant,
     build_variant,
-    check_counts,
     image_cfg,
-    parse_size,
     register_variants,
     require_images,
     unwrap_state_dict,
@@ -48,16 +54,6 @@ torch.fx.wrap("require_images")
 torch.fx.wrap("to_channels_last")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
-
-
-def _as_channels_last(x: Tensor) -> Tensor:
-    """Shape: (B, C, H, W) -> (B, H, W, C)"""
-    return x.permute(0, 2, 3, 1)
-
-
-def _as_channels_first(x: Tensor) -> Tensor:
-    """Shape: (B, H, W, C) -> (B, C, H, W)"""
-    return x.permute(0, 3, 1, 2)
 
 
 ATTENTION: dict[str, Callable[..., Attention]] = {
@@ -105,28 +101,12 @@ class TransformerBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _as_channels_last(self.pool(_as_channels_first(self.norm1(_as_channels_last(x)))))  # (B, H', W', dim)
+        y = self.norm1(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        y = self.pool(y).permute(0, 2, 3, 1)  # (B, H', W', dim)
         on_grid = isinstance(self.attn, RelativeAttention)  # plain attention takes tokens
         y = self.attn(y) if on_grid else self.attn(y.flatten(1, 2)).unflatten(1, y.shape[1:3])
-        x = _as_channels_last(self.shortcut(x)) + self.drop_path(y)  # (B, H', W', dim_out)
-        return _as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
-
-
-class PatchStem(nn.Module):
-    """Patch embedding, the stem of a ViT; the image is padded with zeros to a multiple of the patch size.
-
-    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / size), ceil(W / size))
-    Source: CoAtNet section 2.2, ViT stem
-    """
-
-    def __init__(self, in_chans: int, dim: int, size: int = 16) -> None:
-        super().__init__()
-        self.size = size
-        self.proj = nn.Conv2d(in_chans, dim, size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        height, width = x.shape[-2:]
-        return self.proj(F.pad(x, (0, -width % self.size, 0, -height % self.size)))
+        x = self.shortcut(x).permute(0, 2, 3, 1) + self.drop_path(y)  # (B, H', W', dim_out)
+        return (x + self.drop_path(self.mlp(self.norm2(x)))).permute(0, 3, 1, 2)
 
 
 BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
@@ -134,13 +114,6 @@ BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "layer": (LayerNormStem, LayerNormMBConv),
 }
 """Stem and convolutional block for each norm (Table 8)."""
-CHOICES: dict[str, Collection[str]] = {
-    "norm": BLOCKS_BY_NORM,
-    "relative": ATTENTION,
-    "stride_on": ("expand", "depthwise"),
-    "global_pool": ("avg", "max", "avgmax", ""),
-}
-
 STEM_DEPTHS = {"S": 2, "P": 1}
 """Number of convolutions in each stem."""
 
@@ -154,33 +127,27 @@ class BlockGroup(NamedTuple):
     width: int
 
 
+def split_layout(layout: str) -> list[str]:
+    """Return the letters of each resolution, the stem's first."""
+    return (layout if layout[:1] in STEM_DEPTHS else f"S-{layout}").split("-")
+
+
 def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
     """Return the stages as lists of groups, the stem first in the first stage.
 
     Raises: UserError for a layout that cannot be parsed, or depths and widths that do not fit it.
     """
-    if not isinstance(layout, str) or not all(isinstance(given, Sequence) for given in (depths, widths)):
-        raise UserError(f"layout {layout!r} must be text, depths {depths!r} and widths {widths!r} lists of numbers")
-    written = layout if layout[:1] in STEM_DEPTHS else f"S-{layout}"
-    stages, letters = written.split("-"), written.replace("-", "")
+    stages = split_layout(layout)
+    letters = "".join(stages)
     if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
         raise UserError(f"layout {layout!r} is invalid; write stages of C and T, as in C-C-T-T, C-C-CT-T or PT")
     if not len(depths) == len(widths) == len(letters):
         given = f"not {len(depths)} and {len(widths)}"
         raise UserError(f"layout {layout!r} with its stem has {len(letters)} letters; give as many sizes, {given}")
-    if not all(type(n) is int and n > 0 for n in (*depths, *widths)):
-        raise UserError(f"depths {list(depths)} and widths {list(widths)} must be whole numbers above 0")
     if depths[0] != (first := STEM_DEPTHS[letters[0]]):
         raise UserError(f"depths {list(depths)} must begin with {first}, the depth of stem {letters[0]}")
     sizes = iter(zip(depths, widths, strict=True))
     return [[BlockGroup(kind, i == 0, *next(sizes)) for i, kind in enumerate(stage)] for stage in stages]
-
-
-def count_resolutions(layout: str) -> int:
-    """Return the number of resolutions, and thus of feature maps; 1 for what parse_layout rejects."""
-    if not isinstance(layout, str):
-        return 1
-    return layout.count("-") + (1 if layout[:1] in STEM_DEPTHS else 2)
 
 
 def to_channels_last(x: Tensor) -> Tensor:
@@ -208,9 +175,8 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     `layout` is written as above; `depths` and `widths` have one number for each of its letters, the
     stem's first. `head_dim` is the number of channels of an attention head. `norm`, "batch" or "layer", is that of the
     stem and the convolutional blocks. `stride_on` is InvertedBottleneck's. `relative` adds relative attention "pre" or
-    "post" the softmax, or not at all ("none"). `stem_stride` is for the stem S, `patch_size` for P. `head_hidden_size`
-    adds a linear layer and a tanh before the classifier, as in timm's CoAtNets. Relative attention has tables for
-    `img_size`, which are resized at every call for other images.
+    "post" the softmax, or not at all ("none"). `stem_stride` is for the stem S, `patch_size` for P. Relative attention
+    has tables for `img_size`, which are resized at every call for other images.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     Source: CoAtNet Fig. 4, Tables 3, 11, 12
@@ -228,7 +194,6 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         relative: str = "pre",
         stem_stride: int = 2,
         patch_size: int = 16,
-        head_hidden_size: int | None = None,
         img_size: int | tuple[int, int] = 224,
         in_chans: int = 3,
         num_classes: int = 1000,
@@ -237,30 +202,27 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value in dict(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool).items():
-            if value not in CHOICES[name]:
-                raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, CHOICES[name]))}")
-        check_counts(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
-        check_counts(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
-        for name, rate in dict(drop_rate=drop_rate, drop_path_rate=drop_path_rate).items():
-            if not 0 <= rate < 1:
-                raise UserError(f"{name} {rate} must be at least 0 and below 1")
+        for name, value, known in (("norm", norm, BLOCKS_BY_NORM), ("relative", relative, ATTENTION)):
+            if value not in known:
+                raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
         (first, *rest), *others = parse_layout(layout, depths, widths)
-        self.img_size, self.in_chans, self.num_classes = parse_size(img_size=img_size), in_chans, num_classes
+        self.img_size, self.in_chans, self.num_classes = to_2tuple(img_size), in_chans, num_classes
         stem, convolution = BLOCKS_BY_NORM[norm]
-        patches = first.kind == "P"
-        self.stem_stride = patch_size if patches else stem_stride
-        self.stem: nn.Module = (PatchStem if patches else stem)(in_chans, first.width, self.stem_stride)
+        if first.kind == "P":
+            patches = dict(flatten=False, dynamic_img_pad=True)
+            self.stem: nn.Module = PatchEmbed(None, patch_size, in_chans, first.width, **patches)
+        else:
+            self.stem = stem(in_chans, first.width, stem_stride)
+        self.stem_stride = patch_size if first.kind == "P" else stem_stride
         make: dict[str, Callable[..., nn.Module]] = dict(
             C=partial(convolution, stride_on=stride_on),
             T=partial(TransformerBlock, head_dim=head_dim, relative=relative),
         )
         self.build_stages([rest, *others], first.width, make, drop_path_rate)
-        self.num_features = self.embed_dim = widths[-1]
+        self.num_features = self.head_hidden_size = self.embed_dim = widths[-1]
         self.head = NormMlpClassifierHead(
-            self.num_features, num_classes, head_hidden_size, global_pool, drop_rate, norm_layer=LayerNorm2d
+            self.num_features, num_classes, None, global_pool, drop_rate, norm_layer=LayerNorm2d
         )
-        self.head_hidden_size = self.head.num_features
         self.apply(_init_weights)
 
     def build_stages(
@@ -295,7 +257,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resize the tables of relative attention permanently, which saves resizing at each call."""
-        self.img_size = parse_size(img_size=img_size)
+        self.img_size = to_2tuple(img_size)
         for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
             for module in stage.modules():
                 if isinstance(module, RelativeAttention):
@@ -321,17 +283,14 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     ) -> list[int]:
         """Drop the stages after the last index; return the indices.
 
-        `prune_head` also drops pooling and classifier, `prune_norm` the norm between them. When stages are dropped the
-        head goes too, as its width no longer fits.
+        The head, with its norm, goes too if stages are dropped, as its width no longer fits, or if either is to go.
         """
-        take, last = feature_take_indices(len(self.stages), indices)
-        pruned = last + 1 < len(self.stages)
+        whole, (take, last) = len(self.stages), feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
-        if prune_norm or prune_head or pruned:
-            self.num_classes = 0
-            self.num_features = self.feature_info[last]["num_chs"]
-            self.head.reset(0, "", reset_other=prune_norm or pruned)
-            self.head_hidden_size = self.num_features if pruned else self.head.num_features
+        if prune_norm or prune_head or last + 1 < whole:
+            self.num_classes, self.num_features = 0, self.feature_info[last]["num_chs"]
+            self.head.reset(0, "", reset_other=True)
+            self.head_hidden_size = self.num_features
         return take
 
     def get_classifier(self) -> nn.Module:
@@ -384,7 +343,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create_coatnet(name: str, pretrained: bool, **arguments: Any) -> CoAtNet:
-    levels = tuple(range(count_resolutions(arguments.get("layout", "C-C-T-T"))))
+    levels = tuple(range(len(split_layout(arguments.get("layout", "C-C-T-T")))))
     features = dict(out_indices=levels, feature_cls="getter", flatten_sequential=True)
     return build_variant(CoAtNet, name, pretrained, features, **arguments)
 

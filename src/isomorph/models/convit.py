@@ -5,15 +5,14 @@ added after the last of these blocks, and the absolute position embedding, which
 size can change from call to call. `checkpoint_filter_fn` converts checkpoints of the authors and of timm's convit_*.
 """
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import Attention, resample_abs_pos_embed, trunc_normal_
+from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.vision_transformer import Block
-from torch import Tensor, nn
+from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA
@@ -23,31 +22,13 @@ from isomorph.models.variants import (
     ForeignCheckpoints,
     Variant,
     build_variant,
-    check_heads,
-    check_whole_patches,
     image_cfg,
-    parse_size,
     register_variants,
     unwrap_state_dict,
 )
 
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
 """Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4)."""
-
-PUBLIC_PARAMETER_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
-"""isomorph's and the public names of GPSA parameters; `pos_proj.bias`, constant along the softmax, has no effect."""
-
-REPLACED_ARGUMENTS = {
-    "pos_embed": "set use_pos_embed instead",
-    "no_embed_class": "its position embedding is on patches only",
-    "dynamic_img_size": "it takes images of any size",
-    "block_fn": "set local_up_to_layer and local_attention instead",
-}
-"""Arguments of VisionTransformer that a ConViT does not have, and why or what to set instead."""
-
-FIXED_ARGUMENTS: dict[str, Any] = {"attn_drop_rate": 0.0, "patch_drop_rate": 0.0, "reg_tokens": 0, "qk_norm": False}
-FIXED_ARGUMENTS |= {"scale_attn_norm": False, "proj_bias": True, "attn_layer": Attention}
-"""Arguments of VisionTransformer that GPSA does not support, with the one value that they may have."""
 
 
 class LocalBlock(Block):
@@ -92,48 +73,6 @@ class LocalBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-def _check_local_blocks(local_attention: str, locality_strength: float, gate: float) -> None:
-    """Raise UserError for an unknown attention, a gate with psa, or a value that is out of range."""
-    if local_attention not in LOCAL_ATTENTION:
-        raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}")
-    if local_attention == "psa" and gate != 1.0:
-        raise UserError(f"gate {gate} is not available with local_attention psa, which has no gates; leave gate out")
-    if not 0 < locality_strength < math.inf:
-        raise UserError(f"locality_strength {locality_strength} must be above 0 and finite")
-    if not isinstance(gate, int | float) or not math.isfinite(gate):
-        raise UserError(f"gate {gate!r} must be a finite number (lambda, before the sigmoid)")
-
-
-def _check_arguments(local_up_to_layer: int, kwargs: dict[str, Any]) -> None:
-    """Raise UserError for an argument of VisionTransformer that is out of range or not supported."""
-    for name, instead in REPLACED_ARGUMENTS.items():
-        if name in kwargs:
-            raise UserError(f"{name} is not an argument of a ConViT; {instead}")
-    size, patch = parse_size(img_size=kwargs.get("img_size", 224)), parse_size(patch_size=kwargs.get("patch_size", 16))
-    if kwargs.get("dynamic_img_pad"):
-        size = (size[0] - size[0] % patch[0], size[1] - size[1] % patch[1])
-    check_whole_patches(size, patch, padded=False)
-    depth, heads, dim = kwargs.get("depth", 12), kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768)
-    check_heads(heads, dim)
-    if not isinstance(local_up_to_layer, int) or not 0 <= local_up_to_layer <= depth:
-        raise UserError(f"local_up_to_layer {local_up_to_layer} must be from 0 to {depth}, the number of blocks")
-    if local_up_to_layer and round(heads**0.5) ** 2 != heads:
-        raise UserError(f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...")
-    if local_up_to_layer == depth and kwargs.get("class_token", True):
-        raise UserError(
-            f"local_up_to_layer {depth} of {depth} leaves no block for the class token; "
-            "lower it, or set class_token=False and global_pool='avg'"
-        )
-    for name, allowed in FIXED_ARGUMENTS.items():
-        if kwargs.get(name, allowed) != allowed:
-            raise UserError(f"{name}={kwargs[name]} is not available in a ConViT; leave it at {allowed!r}")
-
-
-def _has_public_layout(state: dict[str, Any]) -> bool:
-    """Return True if a checkpoint has the layout of the authors and of timm's convit_*."""
-    return any(name.endswith(".attn.pos_proj.weight") for name in state)
-
-
 class ConViT(ForeignCheckpoints, BlockwiseViT):
     """Vision transformer whose first attention layers are initialised as convolutions, with timm's interface.
 
@@ -144,8 +83,11 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
     Shape: x (B, in_chans, height, width) -> (B, num_classes); height and width are multiples of the patch size, or any
     with `dynamic_img_pad=True`
     Source: ConViT section 3; differs: images of any size and aspect ratio; no weight decay on positions and gates
-    Raises: UserError if num_heads is not a square number, or for an argument that GPSA does not support.
+    Raises: UserError if num_heads is not a square number, if no block is left for the class token, or for an argument
+        that GPSA does not support.
     """
+
+    unsupported = ("patch_drop_rate", "attn_drop_rate", "reg_tokens", "qk_norm", "scale_attn_norm")
 
     def __init__(
         self,
@@ -157,8 +99,16 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         local_attention: str = "gpsa",
         **kwargs: Any,
     ) -> None:
-        _check_local_blocks(local_attention, locality_strength, gate)
-        _check_arguments(local_up_to_layer, kwargs)
+        depth, heads = kwargs.get("depth", 12), kwargs.get("num_heads", 12)
+        if local_attention not in LOCAL_ATTENTION:
+            raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(LOCAL_ATTENTION)}")
+        if local_up_to_layer and round(heads**0.5) ** 2 != heads:
+            raise UserError(f"num_heads {heads} is not a square number, which a ConViT needs; use 1, 4, 9, 16, ...")
+        if local_up_to_layer >= depth and kwargs.get("class_token", True):
+            raise UserError(
+                f"local_up_to_layer {local_up_to_layer} of {depth} leaves no block for the class token; "
+                "lower it, or set class_token=False and global_pool='avg'"
+            )
         local = (locality_strength, gate, local_init, local_attention)
 
         def block(depth: int, dim: int, num_heads: int, **arguments: Any) -> Block:
@@ -166,21 +116,22 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
                 return Block(dim, num_heads, **arguments)
             return LocalBlock(dim, num_heads, *local, **arguments)
 
-        fixed: dict[str, Any] = dict(no_embed_class=True, block_fn=block)
-        super().__init__(**{"qkv_bias": False, **kwargs, **fixed}, pos_embed="learn" if use_pos_embed else "none")
+        pos_embed = "learn" if use_pos_embed else "none"
+        super().__init__(**{"qkv_bias": False, **kwargs}, no_embed_class=True, block_fn=block, pos_embed=pos_embed)
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        return _has_public_layout(state)
+        """Return True for the layout of the authors and of timm's convit_*."""
+        return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters without weight decay: timm's, and positions and gates, for which 0 is not neutral."""
         return super().no_weight_decay() | parameters_without_decay(self)
 
-    def add_positions(self, x: Tensor) -> Tensor:
-        """Add the absolute position embedding; the class token is added later. Shape: (B, H, W, C) -> (B, H W, C)"""
-        return self.pos_drop(x.flatten(1, 2) + self.resize_positions(x.shape[1], x.shape[2]))
+    def prefix_tokens(self) -> list[Tensor]:
+        """Return no tokens: the class token joins later."""
+        return []
 
     def run_block(self, i: int, x: Tensor, maps: None, grid_size: tuple[int, int]) -> tuple[Tensor, None]:
         """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
@@ -189,84 +140,19 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         arguments = (x, grid_size) if i < self.local_up_to_layer else (x,)
         return self.call_block(i, *arguments), None
 
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drop the blocks after the last index, and a class token that no other block uses; return the indices."""
-        take_indices = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        if len(self.blocks) <= self.local_up_to_layer:
-            self.cls_token, self.num_prefix_tokens, self.has_class_token = None, 0, False
-            if self.global_pool == "token":
-                self.reset_classifier(0, "")
-        return take_indices
-
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its position embedding.
 
-    A checkpoint holds the number of its patches, not their grid: a public one with a square number is taken to be
-    square; any other is taken to have the model's grid if the numbers agree.
-
-    Raises: UserError if the checkpoint is not a ConViT's, has GPSA in other blocks, or its grid is unknown.
+    A checkpoint holds the number of its patches, not their grid, which is taken to be square, as in timm.
     """
     state_dict = unwrap_state_dict(state_dict)
-    if "patch_embed.proj.weight" not in state_dict:
-        raise UserError("the checkpoint is not a ConViT's: it has no patch_embed.proj.weight")
-    state = {}
-    for name, tensor in state_dict.items():
-        stem, _, last = name.partition(".attn.")
-        own = next((own for own, public in PUBLIC_PARAMETER_NAMES.items() if public == last), last)
-        if last != "pos_proj.bias":
-            state[f"{stem}.attn.{own}" if last else name] = tensor
-    _require_same_gpsa_blocks(state, model)
-    given = state.pop("pos_embed", None)
-    state = vision_transformer.checkpoint_filter_fn(state, model)  # a patch of another size is resized
-    if given is not None and model.pos_embed is not None:
-        grid_size = model.patch_embed.grid_size
-        state["pos_embed"] = _resize_positions(given, model.pos_embed, grid_size, _has_public_layout(state_dict))
-    return state
-
-
-def _resize_positions(given: Tensor, own: Tensor, grid_size: tuple[int, int], square: bool) -> Tensor:
-    """Resize a position embedding to the grid. Shape: given (1, N, C) -> (1, H W, C)"""
-    patches = given.shape[1]
-    side = round(patches**0.5)
-    if patches == own.shape[1] and not (square and side**2 == patches):
-        return given
-    if side**2 != patches:
-        raise UserError(
-            f"the checkpoint has {patches} patches, not a square number, so their grid is unknown; "
-            "load it into a model with its img_size, then call set_input_size"
-        )
-    return resample_abs_pos_embed(given, list(grid_size), [side, side], num_prefix_tokens=0)
-
-
-def _require_same_gpsa_blocks(state: dict[str, Any], model: nn.Module) -> None:
-    """Raises: UserError if the checkpoint does not have GPSA in the same blocks as the model."""
-    theirs, own = ([n for n in names if n.endswith(".attn.gate")] for names in (state, model.state_dict()))
-    if set(theirs) != set(own):
-        raise UserError(
-            f"the checkpoint has GPSA in {len(theirs)} blocks, which are not the model's {len(own)}; "
-            "create the model with another local_up_to_layer, or give a ConViT's checkpoint"
-        )
-
-
-def public_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's weights in the layout of the authors and timm, to load with their code.
-
-    Raises: UserError if the model is not a ConViT, or has local_attention psa.
-    """
-    if not hasattr(model, "local_up_to_layer"):
-        raise UserError(f"{type(model).__name__} is not a ConViT and has no public layout")
-    if any(isinstance(module, PSA) for module in model.modules()):
-        raise UserError("a ConViT with local_attention psa has no public layout, as public ConViTs all have gates")
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        stem, _, last = name.partition(".attn.")
-        state[f"{stem}.attn.{PUBLIC_PARAMETER_NAMES.get(last, last)}" if last else name] = tensor
-        if last == "position":
-            state[f"{stem}.attn.pos_proj.bias"] = tensor.new_zeros(len(tensor))
-    return state
+    state = {  # `pos_proj.bias`, constant along the softmax, has no effect
+        name.replace("gating_param", "gate").replace("pos_proj.weight", "position"): tensor
+        for name, tensor in state_dict.items()
+        if not name.endswith("pos_proj.bias")
+    }
+    return vision_transformer.checkpoint_filter_fn(state, model)
 
 
 VARIANTS = {

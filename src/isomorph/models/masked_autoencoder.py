@@ -4,18 +4,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers import PatchDropout, PatchEmbed
+from timm.layers import PatchEmbed
 from timm.models import checkpoint, checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.variants import check_heads, check_whole_patches
+from isomorph.models.variants import check_whole_patches
 from isomorph.surgery.grid_hooks import GRID_LAYERS
-
-UNUSED_HEADS = ("head", "head_dist", "attn_pool")
-"""Modules of a ViT that come after its tokens, and which masked pre-training does not use."""
 
 
 class MaskSplit(NamedTuple):
@@ -66,15 +63,6 @@ def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, H W, ph pw C)
 
 
-def normalise_patches(patches: Tensor) -> Tensor:
-    """Normalise every patch by its own mean and standard deviation.
-
-    Source: MAE section 3; unbiased variance and eps 1e-6 as published
-    """
-    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-    return (patches - mean) / (variance + 1e-6).sqrt()
-
-
 def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     """Return the mean squared error on the hidden patches. Shape: (B, N, P), (B, N, P), (B, N) -> ()"""
     each = (prediction - target).square().mean(dim=-1)  # (B, N)
@@ -86,12 +74,9 @@ def sincos_pos_embed(grid_size: tuple[int, int], width: int) -> Tensor:
 
     sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
 
-    Shape: -> (H W, width)
+    Shape: -> (H W, width), the width a multiple of 4
     Source: Vaswani et al. (2017) section 3.5 on two axes, columns first as published with MAE
-    Raises: UserError if the width is not a multiple of 4.
     """
-    if width % 4:
-        raise UserError(f"a width of {width} must be a multiple of 4 for sine-cosine positions")
     rates = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) * 4 / width)  # (K,)
     positions = (torch.arange(size, dtype=torch.float64) for size in grid_size)
     row, column = (axis.flatten() for axis in torch.meshgrid(*positions, indexing="ij"))  # (H W,) each
@@ -122,7 +107,6 @@ def _check_encoder(encoder: nn.Module) -> None:
     for wrong, what in (
         (whole, f"hides patches, but {whole} needs the whole grid; pre-train the plain ViT, then recast it"),
         (encoder.pos_embed is None, f"needs a position embedding, which this {kind} does not have; set pos_embed"),
-        (isinstance(encoder.patch_drop, PatchDropout), "does not take patch_drop_rate; leave it at 0"),
         (mixes, f"needs plain patches, and a {type(stem).__name__} mixes them; use another ViT"),
     ):
         if wrong:
@@ -141,7 +125,8 @@ class MaskedAutoencoder(nn.Module):
     Shape: images (B, C, h, w) -> prediction (B, N, ph pw C), mask (B, N), 1 = hidden; noise (B, N), by default drawn
     from torch's global generator
     Source: MAE (He et al., 2022) section 3
-    Raises: UserError for an encoder that is not a plain ViT, heads or mask that do not fit, or images of another size.
+    Raises: UserError for an encoder that is not a plain ViT, a mask that leaves no patch visible or none hidden, or
+        images that are not in whole patches.
     """
 
     decoder_pos_embed: Tensor
@@ -157,12 +142,12 @@ class MaskedAutoencoder(nn.Module):
     ) -> None:
         super().__init__()
         _check_encoder(encoder)
-        check_heads(heads, width)
         _visible_count(encoder.patch_embed.num_patches, mask)
-        self.encoder, self.ratio, self.normalise, self.heads = encoder, mask, normalise, heads
+        self.encoder, self.ratio, self.normalise, self.width, self.heads = encoder, mask, normalise, width, heads
+        self.patch_size: tuple[int, int] = encoder.patch_embed.patch_size
         self.grad_checkpointing = False
         _fix_positions(encoder)
-        for name in UNUSED_HEADS:
+        for name in ("head", "head_dist", "attn_pool"):
             if isinstance(module := getattr(encoder, name, None), nn.Module):
                 module.requires_grad_(False)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -179,16 +164,6 @@ class MaskedAutoencoder(nn.Module):
                 nn.init.zeros_(module.bias)
         like = next(encoder.parameters())
         self.to(like.device, like.dtype)
-
-    @property
-    def patch_size(self) -> tuple[int, int]:
-        """Height and width of a patch."""
-        return self.encoder.patch_embed.patch_size
-
-    @property
-    def width(self) -> int:
-        """Number of channels of the decoder."""
-        return self.mask_token.shape[2]
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
@@ -210,10 +185,7 @@ class MaskedAutoencoder(nn.Module):
 
     def split_patches(self, images: Tensor, noise: Tensor | None) -> MaskSplit:
         """Split the patches of images into visible and hidden ones."""
-        expected = (len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))))
         noise = self.draw_noise(images) if noise is None else noise
-        if tuple(noise.shape) != expected:
-            raise UserError(f"noise has shape {tuple(noise.shape)}; for these images it must have shape {expected}")
         return split_patches(noise, self.ratio)
 
     def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
@@ -269,7 +241,10 @@ class MaskedAutoencoder(nn.Module):
     def target(self, images: Tensor) -> Tensor:
         """Return the target of the prediction. Shape: (B, C, h, w) -> (B, N, ph pw C)"""
         patches = patchify(images, self.patch_size)
-        return normalise_patches(patches) if self.normalise else patches
+        if not self.normalise:
+            return patches
+        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)  # unbiased, as published
+        return (patches - mean) / (variance + 1e-6).sqrt()
 
     def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Return the mean squared error on the hidden patches."""

@@ -31,14 +31,6 @@ _OPENS_FILES = frozenset(
 user may give some of them; a file may not."""
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
 """What a path, an address or a name on the hub has, and no option of a network."""
-MAX_NUMBER = 2**24
-"""Largest number that an argument may have: no size or width of a network is above it."""
-MAX_BLOCKS = 1000
-"""Largest number of blocks of a network."""
-_BLOCK_COUNT_WORDS = ("depth", "layers", "blocks")
-"""Words in names of arguments that count blocks."""
-MAX_NESTING = 8
-"""Levels of lists and groups within an argument."""
 
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
@@ -72,8 +64,8 @@ def check_foreign_kwargs(value: Any, where: str = "") -> None:
 
 
 def largest_allowed(name: str) -> int:
-    """Return the largest number, and length of a list, that an argument may have."""
-    return MAX_BLOCKS if any(word in name for word in _BLOCK_COUNT_WORDS) else MAX_NUMBER
+    """Return the largest number, and length of a list, that an argument may have: no network has more."""
+    return 1000 if any(word in name for word in ("depth", "layers", "blocks")) else 2**24
 
 
 def _check_value(name: str, value: Any, depth: int = 1) -> None:
@@ -81,8 +73,8 @@ def _check_value(name: str, value: Any, depth: int = 1) -> None:
 
     Raises: ValueError for any other value.
     """
-    if depth > MAX_NESTING:
-        raise ValueError(f"{name} has more than {MAX_NESTING} levels of lists and groups")
+    if depth > 8:
+        raise ValueError(f"{name} has more than 8 levels of lists and groups")
     limit = largest_allowed(name)
     if isinstance(value, list | tuple | dict):
         if len(value) > limit:

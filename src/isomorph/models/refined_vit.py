@@ -142,16 +142,10 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
         conv_embed: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(share, int) or share < 0:
-            raise UserError(f"share {share} must be a number of blocks, or 0 for none")
         if share and not reduce:
-            raise UserError(
-                "share needs reduce=True: without reduction there are more maps than heads in the next block"
-            )
+            raise UserError("share needs reduce=True: without it there are more maps than heads in the next block")
         if share and kwargs.get("scale_attn_norm"):
             raise UserError("scale_attn_norm needs share=0: blocks that reuse maps do not have this norm")
-        if kwargs.get("attn_layer", Attention) is not Attention:
-            raise UserError("attn_layer is not an argument of a Refined-ViT; give ratio, kernel, reduce and span")
         plain = ratio == kernel == 0
         prefix = int(kwargs.get("class_token", True)) + kwargs.get("reg_tokens", 0)
         form: Any = (ratio, 1 if plain else kernel, init, reduce, span, recompute, None, prefix)
@@ -196,13 +190,6 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
 # the released networks
 
 
-BRANCH_SCALE = 0.5
-"""Factor on the input of a residual branch; its output is divided by it."""
-
-_UNSUPPORTED = ("qk_norm", "scale_attn_norm", "init_values", "kernel", "reduce", "span", "share", "recompute", "init")
-"""Arguments of `refined_vit_*` that the released networks do not have."""
-
-
 class ScaledMlp(Mlp):
     """timm's Mlp with a learned scale of every output channel. Shape: x (B, N, C) -> (B, N, C)"""
 
@@ -228,9 +215,9 @@ class ReleasedBlock(Block):
         self.attn = attention
 
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, maps = self.attn(self.norm1(x * BRANCH_SCALE), maps)
-        x = x + self.drop_path1(y) / BRANCH_SCALE
-        return x + self.drop_path2(self.mlp(self.norm2(x * BRANCH_SCALE))) / BRANCH_SCALE, maps
+        y, maps = self.attn(self.norm1(0.5 * x), maps)
+        x = x + 2 * self.drop_path1(y)
+        return x + 2 * self.drop_path2(self.mlp(self.norm2(0.5 * x))), maps
 
 
 class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
@@ -241,18 +228,13 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: Refiner code
-    Raises: UserError for an argument that only the paper's networks have, or a ratio below 1.
+    Raises: UserError for an argument of VisionTransformer that the released networks do not have.
     """
 
     shares_maps = True
+    unsupported = ("patch_drop_rate", "qk_norm", "scale_attn_norm", "init_values")
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
-        for name in _UNSUPPORTED:
-            if kwargs.get(name):
-                raise UserError(f"{name} is not an argument of the released Refined-ViT; use refined_vit_* instead")
-        if not isinstance(ratio, int) or ratio < 1:
-            raise UserError(f"ratio {ratio!r} must be a whole number of at least 1")
-
         def block(depth: int, **given: Any) -> ReleasedBlock:
             kind = dict(device=given["device"], dtype=given["dtype"])
             shared: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
@@ -313,8 +295,7 @@ RELEASED = {
     "refined_vit_m_released": Variant(dict(depth=32, embed_dim=420, num_heads=12), "55,450,932 parameters, 84.6 top-1"),
     "refined_vit_l_released": Variant(dict(depth=32, embed_dim=512, num_heads=16), "81,150,192 parameters, 84.9 top-1"),
 }
-_CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))
-"""crop_pct of evaluation (above 1: receptive-field calibration)."""
+_CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))  # above 1: receptive-field calibration
 
 
 def _heads_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any]:

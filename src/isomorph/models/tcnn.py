@@ -116,12 +116,12 @@ def _backbone_cfg(name: str, size: int) -> dict[str, Any]:
 
 
 _SMALL = {
-    "t_cifar_resnet20": Variant(dict(base="cifar_resnet20"), "with the six convolutions of layer3 as attention"),
-    "t_cifar_resnet56": Variant(dict(base="cifar_resnet56"), "with the eighteen convolutions of layer3 as attention"),
+    f"t_cifar_resnet{depth}": Variant(dict(depth=depth), f"with the {count} convolutions of layer3 as attention")
+    for depth, count in ((20, "six"), (56, "eighteen"))
 }
 default_cfgs = generate_default_cfgs(
     {f"t_{name}.cnn_in1k": _backbone_cfg(name, size) for name, _, _, size, _ in _NETWORKS}
-    | {f"{name}.cnn_cifar10": cifar_cfg(arguments["base"]) for name, (arguments, _) in _SMALL.items()}
+    | {f"{name}.cnn_cifar10": cifar_cfg(arguments["depth"]) for name, (arguments, _) in _SMALL.items()}
 )
 register_variants(__name__, partial(build_variant, TResNet, feature_cfg={}), VARIANTS)
 register_variants(__name__, partial(create_cifar_resnet, kind=TCifarResNet), _SMALL)

@@ -11,16 +11,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import resample_abs_pos_embed
 from timm.models import generate_default_cfgs, vision_transformer
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from isomorph.errors import UserError
 from isomorph.layers.pyramid.base import Parallel
 from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
+from isomorph.models.blockwise import AnySizeViT
 from isomorph.models.variants import (
     ForeignCheckpoints,
     Variant,
@@ -36,17 +34,11 @@ from isomorph.surgery.where import outermost_modules
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""
 
-_INITIAL_WEIGHTS = ("", "mae", "jax", "jax_nlhb", "moco", "reset", "skip")
-"""Values of `weight_init`: all but "mae" are those of timm's VisionTransformer."""
-
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 """Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD)."""
 
 
-torch.fx.wrap("resample_abs_pos_embed")  # it reads sizes, so torch.fx must call it rather than trace into it
-
-
-class TDRLViT(ForeignCheckpoints, VisionTransformer):
+class TDRLViT(ForeignCheckpoints, AnySizeViT):
     """Vision transformer with pyramids in place of linear layers, for images of any size, with timm's interface.
 
     `layout` and `rectify` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
@@ -57,7 +49,7 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
-    Raises: UserError for an unknown layout, rectification or `weight_init`, or a `where` that matches no layer.
+    Raises: UserError for an unknown layout or rectification, or a `where` that matches no layer.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"layout": "plain"}
@@ -72,12 +64,7 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         weight_init: str = "",
         **kwargs: Any,
     ) -> None:
-        if weight_init not in _INITIAL_WEIGHTS:
-            raise UserError(
-                f"weight_init {weight_init!r} is unknown; choose one of {', '.join(map(repr, _INITIAL_WEIGHTS))}"
-            )
-        timm_init = "" if weight_init == "mae" else weight_init
-        super().__init__(**{"dynamic_img_size": True, "weight_init": timm_init, **kwargs})
+        super().__init__(weight_init="" if weight_init == "mae" else weight_init, **kwargs)
         if relative_bias:
             positions = AttentionToRelative(prefix_bias=True)
             replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
@@ -100,18 +87,6 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
 
     Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
     """
-
-    def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add positions and both tokens as timm does, by functions that torch.fx calls. Shape: -> (B, N, C)"""
-        positions, skipped = self.pos_embed, 0 if self.no_embed_class else self.num_prefix_tokens
-        if self.dynamic_img_size:
-            size, built = (x.shape[1], x.shape[2]), self.patch_embed.grid_size
-            positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
-            x = x.flatten(1, 2)
-        tokens = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.dist_token)]
-        if self.no_embed_class:
-            return self.pos_drop(torch.cat([*tokens, x + positions], 1))
-        return self.pos_drop(torch.cat([*tokens, x], 1) + positions)
 
 
 def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:

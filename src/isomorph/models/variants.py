@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
@@ -132,27 +131,6 @@ def init_as_mae(model: nn.Module) -> None:
             nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def check_heads(num_heads: int, embed_dim: int) -> None:
-    """Raise UserError if the number of heads does not divide the channels."""
-    if num_heads < 1 or embed_dim % num_heads:
-        raise UserError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}")
-
-
-def check_counts(**counts: Any) -> None:
-    """Raise UserError for an option that is not a whole number above 0."""
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise UserError(f"{name} {count!r} must be a whole number above 0")
-
-
-def parse_size(**option: Any) -> tuple[int, int]:
-    """Return the value of an option as (height, width). Raises: UserError if it is not one or two whole numbers."""
-    (name, given), size = next(iter(option.items())), to_2tuple(*option.values())
-    if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
-        raise UserError(f"{name} {given!r} must be a whole number above 0, or a pair of them")
-    return size[0], size[1]
 
 
 def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool = False) -> Tensor:

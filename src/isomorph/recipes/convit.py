@@ -25,13 +25,8 @@ TABLE_1: dict[str, tuple[tuple[str, str], tuple[str, str] | None, int, float]] =
     "convit_b_plus": (("82.5", "95.9"), ("77.5", "93.5"), 512, 4e-4),
 }
 # fraction of the images of each class: top-1 and top-5 of ConViT-S (Table 2)
-TABLE_2 = {
-    0.05: ("47.8", "70.7"),
-    0.1: ("59.6", "80.3"),
-    0.3: ("73.7", "90.7"),
-    0.5: ("78.2", "93.8"),
-    1.0: ("81.4", "95.8"),
-}
+TABLE_2 = {0.05: ("47.8", "70.7"), 0.1: ("59.6", "80.3"), 0.3: ("73.7", "90.7"), 0.5: ("78.2", "93.8")}
+TABLE_2[1.0] = ("81.4", "95.8")
 
 LEARNED_GATES: Fields = {}
 FIXED_GATES = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.gate"])
@@ -111,6 +106,10 @@ def _cell_name(layers: int, alpha: float) -> str:
     return "_".join(parts)
 
 
+def _small(kwargs: Fields, source: str) -> Fields:
+    return _recipe(dict(name="convit_s") | (dict(kwargs=kwargs) if kwargs else {}), 1024, 1e-3, source, "")
+
+
 def _variations() -> dict[str, Fields]:
     """Return ConViT distilled, without absolute positions, with PSA instead of GPSA, and on CIFAR-100 resized to 224.
 
@@ -118,15 +117,11 @@ def _variations() -> dict[str, Fields]:
     (SM. A), and that CIFAR-100 reaches "high performance" (SM. C).
     """
     distilled = _ablation(LEARNED_GATES, True, "section 3, hard distillation", "82.9")
-    cifar = _recipe(dict(name="convit_s"), 1024, 1e-3, "section 3, SM. C", "")
+    cifar = _small({}, "section 3, SM. C")
     return {
         "convit_s_plus_distilled": distilled | dict(distill=TEACHER),
-        "convit_s_no_pos_embed": _recipe(
-            dict(name="convit_s", kwargs=dict(use_pos_embed=False)), 1024, 1e-3, "SM. F, no absolute positions", ""
-        ),
-        "convit_s_psa": _recipe(
-            dict(name="convit_s", kwargs=dict(local_attention="psa")), 1024, 1e-3, "SM. A, PSA (eq. 4)", ""
-        ),
+        "convit_s_no_pos_embed": _small(dict(use_pos_embed=False), "SM. F, no absolute positions"),
+        "convit_s_psa": _small(dict(local_attention="psa"), "SM. A, PSA (eq. 4)"),
         "convit_s_cifar100": cifar | dict(data=dict(source="cifar100", batch_size=1024, workers=8)),
     }
 

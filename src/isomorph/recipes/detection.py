@@ -11,8 +11,6 @@ folder with annotations/, train2017/ and val2017/.
 from typing import Any
 
 _PLAIN: dict[str, Any] = dict(layout="plain")
-_SKIPPED = 10
-"""Annotations without area that may be left out: COCO's training data has a few."""
 
 
 def _coco(
@@ -25,12 +23,8 @@ def _coco(
 ) -> dict[str, Any]:
     """Return a row of Table 2; `expected` is AP of boxes and of masks."""
     return dict(
-        model=dict(
-            name="mask_rcnn",
-            kwargs={"backbone": network, "backbone_kwargs": backbone},
-            start="weights",
-        ),
-        task=dict(name="detection", skip_annotations=_SKIPPED),
+        model=dict(name="mask_rcnn", kwargs={"backbone": network, "backbone_kwargs": backbone}, start="weights"),
+        task=dict(name="detection", skip_annotations=10),  # a few have no area
         data=dict(source="coco", batch_size=64, workers=8, size=[size, size]),
         optim=dict(
             name="adamw",
@@ -65,7 +59,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     ),
     "vitdet_teacher_b": _coco("Table 2, the teacher", "box AP 51.6", {}, network="vit_base_patch16_224"),
 }
-"""Recipes for COCO 2017."""
 
 RECIPES["mask_rcnn_bccd"] = dict(
     model=dict(

@@ -81,8 +81,7 @@ def _table_2() -> dict[str, Fields]:
     for (depth, width), (plain, dla) in results.items():
         shape = dict(depth=depth, embed_dim=width, mlp_ratio=4 if width == 768 else 3)
         for name, form, expected in (("", PLAIN_VIT, plain), ("_dla", LOCAL_ATTENTION_ONLY, dla)):
-            recipe = _ablation(shape | form, "Table 2", expected, "refined_vit_b")
-            recipes[f"refiner_vit_{depth}b{name}"] = recipe
+            recipes[f"refiner_vit_{depth}b{name}"] = _ablation(shape | form, "Table 2", expected, "refined_vit_b")
     shape = dict(depth=16, embed_dim=384, mlp_ratio=3)
     recipes["refiner_deit_16b"] = _recipe("refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
     return recipes
@@ -102,9 +101,8 @@ def _tables_3_to_13() -> dict[str, Fields]:
     for heads, plain, refined in ((8, "79.9", "82.5"), (16, "80.0", "82.8")):
         recipes[f"refiner_heads_{heads}"] = _ablation(dict(num_heads=heads), "Table 12", refined)
         recipe = _ablation(PLAIN_VIT | dict(num_heads=heads), "Table 12, ViT-Small", "")
-        recipes[f"refiner_plain_heads_{heads}"] = recipe | dict(
-            expected=f"not published; CaiT has {plain} by its own training"
-        )
+        expected = f"not published; CaiT has {plain} by its own training"
+        recipes[f"refiner_plain_heads_{heads}"] = recipe | dict(expected=expected)
     shared = (("82", "83.0"), ("77", "83.0"), ("70", "82.8"), ("NaN (diverges) for", "82.6"))
     for share, (plain, refined) in enumerate(shared):
         recipes[f"refiner_share_{share}"] = _ablation(RATIO_6 | dict(share=share), "Table 13", refined)
@@ -200,10 +198,4 @@ def _table_7() -> dict[str, Fields]:
     return recipes
 
 
-RECIPES: dict[str, Fields] = {
-    **_table_1(),
-    **_table_2(),
-    **_tables_3_to_13(),
-    **_tables_9_and_11(),
-    **_table_7(),
-}
+RECIPES: dict[str, Fields] = {**_table_1(), **_table_2(), **_tables_3_to_13(), **_tables_9_and_11(), **_table_7()}

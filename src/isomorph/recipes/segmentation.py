@@ -4,6 +4,7 @@ The settings that the paper does not give are those of G2SD's code, which it fol
 at 1e-4, a linear decay after 1500 steps of warm-up, drop path .1. Layer decay is .75 with pyramids, .80 with a teacher,
 .65 without pyramids. The weights are those of masked pre-training (`tdrl_vit_ti_g2sd`), as `--model.weights`; those
 with a dagger learn the logits of a ViT-B that was trained on the same task (`--task.teacher`). bf16 replaces fp16.
+`--data.root` is the folder with images/ and annotations/.
 """
 
 from typing import Any
@@ -12,8 +13,6 @@ PYRAMIDS: dict[str, Any] = dict(init_values=1.0, relative_bias=True)
 """LayerScale and relative positions, as BEiT has them."""
 PLAIN = PYRAMIDS | dict(layout="plain")
 DISTILLED = dict(distill_weight=10.0)
-EPOCHS_BETWEEN_TESTS = 13
-"""16,420 steps of 16 images, where G2SD's code tests after 16,000."""
 
 
 def _ade20k(
@@ -37,7 +36,7 @@ def _ade20k(
             warmup_start=1e-6,
         ),
         iterations=160_000,
-        evaluate_every=EPOCHS_BETWEEN_TESTS,
+        evaluate_every=13,  # 16,420 steps of 16 images, where G2SD's code tests after 16,000
         drop_path=0.1,
         amp="bf16",
         source=f"TDRL {source}",
@@ -60,7 +59,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     ),
     "upernet_teacher_b": _ade20k(dict(init_values=1.0), 0.65, "Table 2, the teacher", "48.1", **_TEACHER),
 }
-"""Recipes for ADE20K (`--data.root` is the folder with images/ and annotations/)."""
 
 RECIPES["upernet_camvid"] = dict(
     model=dict(

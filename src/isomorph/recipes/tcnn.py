@@ -81,10 +81,7 @@ def _late_recast(epoch: int) -> Fields:
     )
 
 
-SHORT_RUNS = {
-    "resnetrs50": {10: "80.11", 20: "80.51"},
-    "resnetrs101": {10: "81.54", 20: "81.90"},
-}
+SHORT_RUNS = {"resnetrs50": {10: "80.11", 20: "80.51"}, "resnetrs101": {10: "81.54", 20: "81.90"}}
 """Epochs of fine-tuning at 224 and top-1 (Table 4); the runs of 50 epochs are tcnn_resnetrs50 and tcnn_resnetrs101."""
 
 PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}

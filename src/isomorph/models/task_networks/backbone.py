@@ -9,20 +9,12 @@ import timm
 import torch
 from timm.layers import to_2tuple
 from timm.models import group_parameters
-from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.staged import parameters_without_decay
 from isomorph.models.variants import build_variant, own_filter, unwrap_state_dict
-
-_FREE_SIZES: Mapping[str, Any] = {"dynamic_img_size": True, "strict_img_size": False}
-"""Arguments of timm's models that let them take images of any size."""
-_LEVELS = 4
-"""Feature maps that are taken by default."""
-_FINEST_STRIDE = 4
-"""Stride of the finest map that is used for detection, where a backbone has enough others."""
 
 
 class FeatureBackbone(NamedTuple):
@@ -45,7 +37,7 @@ class FeatureBackbone(NamedTuple):
         others.
         """
         last = {reduction: position for position, reduction in enumerate(self.reductions)}
-        coarse = [position for reduction, position in last.items() if reduction >= _FINEST_STRIDE]
+        coarse = [position for reduction, position in last.items() if reduction >= 4]
         kept = sorted(coarse if len(coarse) > 1 else last.values())
         return FeatureBackbone(self.module, *(tuple(each[position] for position in kept) for each in self[1:]))
 
@@ -54,33 +46,23 @@ def build_backbone(
     name: str,
     in_chans: int = 3,
     img_size: int | tuple[int, int] | None = None,
-    feature_indices: Sequence[int] | None = None,
     pretrained: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> FeatureBackbone:
     """Create a timm model without its head and the stages after the last feature map that is used.
 
-    `img_size` is passed on to models that have such an argument. By default four maps are taken: those of the last four
+    `img_size` is passed on to models that have such an argument. Four maps are taken: those of the last four
     resolutions, or of blocks a third, a half, two thirds and all of the way through a plain ViT (3, 5, 7, 11 of 12).
 
-    Raises: UserError for an unknown model, one without feature maps, or indices that it does not have.
+    Raises: UserError for a model without feature maps; what timm raises for others.
     """
-    arguments = dict(arguments or {})
-    if not timm.is_model(name.partition(".")[0]):
-        raise UserError(f"there is no backbone {name!r}; see timm.list_models() and `isomorph models`")
-    for given in arguments.keys() & {"pretrained", "num_classes", "in_chans", "features_only", "out_indices"}:
-        own = "feature_indices" if given in ("features_only", "out_indices") else given
-        raise UserError(f"{given} is not an argument of the backbone; give {own} of the network")
-    defaults = _default_arguments(name, img_size) | {"in_chans": in_chans, "num_classes": 0}
-    try:
-        model = timm.create_model(name, pretrained=pretrained, **(defaults | arguments))
-    except TypeError as error:
-        raise UserError(f"timm cannot create the backbone {name}: {' '.join(str(error).split())[:200]}") from error
+    defaults = {**_default_arguments(name, img_size), **(arguments or {})}
+    model = timm.create_model(name, pretrained=pretrained, in_chans=in_chans, num_classes=0, **defaults)
     info: list[dict[str, Any]] = list(getattr(model, "feature_info", None) or ())
     if not info or not hasattr(model, "forward_intermediates"):
         others = "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
         raise UserError(f"{name} has no feature maps (timm's forward_intermediates); choose another, like {others}")
-    indices = _choose_indices(name, info, feature_indices)
+    indices = _choose_indices(info)
     if hasattr(model, "prune_intermediate_layers"):
         model.prune_intermediate_layers(sorted(set(indices)), prune_norm=True, prune_head=True)
     columns = ([info[index][key] for index in indices] for key in ("num_chs", "reduction"))
@@ -97,7 +79,7 @@ def feature_maps(backbone: nn.Module, indices: Sequence[int], x: Tensor) -> list
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
     """Return the arguments that let a model take images of any size, and create its positions for `img_size`."""
     kind = _model_class(name.partition(".")[0])
-    free = {} if issubclass(kind, BlockwiseViT) else _FREE_SIZES  # a BlockwiseViT takes any size without them
+    free = {} if issubclass(kind, BlockwiseViT) else {"dynamic_img_size": True, "strict_img_size": False}
     given = {"img_size": to_2tuple(img_size)} if img_size is not None else {}
     taken = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
     return {key: value for key, value in {**free, **given}.items() if key in taken}
@@ -110,18 +92,11 @@ def _model_class(name: str) -> type[nn.Module]:
         return type(timm.create_model(name))
 
 
-def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the indices of the feature maps to take. Raises: UserError for one that the model does not have."""
+def _choose_indices(info: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     count = len(info)
-    if given is not None:
-        if not given or any(type(index) is not int or not -count <= index < count for index in given):
-            raise UserError(
-                f"feature_indices {list(given)}: {name} has feature maps 0 to {count - 1}; choose among them"
-            )
-        return tuple(feature_take_indices(count, [index])[0][0] for index in given)
     if len({each["reduction"] for each in info}) == 1:
         return tuple(max(0, round(count * part / 12) - 1) for part in (4, 6, 8, 12))
-    return tuple(range(count))[-_LEVELS:]
+    return tuple(range(count))[-4:]
 
 
 class BackboneNetwork(nn.Module):

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 ATTENTION_PROJECTIONS = ("unet.*.to_[qkv]", "unet.*.to_out.0")
 """Globs of the linear layers of all attention layers: 24 in `ddpm_unet`."""
 
-_RELEASED_PARTS = ("time_embedding", "head", "downblocks", "middleblocks", "upblocks", "tail")
-"""The parts of a checkpoint of the code that TDRL names."""
-
-_SMALL_GAIN = 1e-5
-"""Gain of the last layers of residual branches and of the network, which compute almost zero at initialisation."""
-
 
 class DDPMUNet(nn.Module):
     """Predict the noise in images at a time step of a diffusion, with a U-Net of residual blocks and some attention.
@@ -39,8 +33,7 @@ class DDPMUNet(nn.Module):
 
     Shape: x (B, in_chans, H, W), t (B,) or one number for all -> (B, in_chans, H, W)
     Source: Ho et al. (2020), appendix B, in the widths of the code that TDRL names; on diffusers' UNet2DModel
-    Raises: UserError without diffusers, for levels or widths that fit no network, and for images whose sides the
-        levels cannot halve.
+    Raises: UserError without diffusers, for classes, and for images whose sides the levels cannot halve.
 
     >>> net = timm.create_model("ddpm_unet", channels=(32, 32), blocks=1, attention=(1,))
     >>> net(torch.randn(2, 3, 16, 24), torch.tensor([0, 999])).shape
@@ -59,10 +52,6 @@ class DDPMUNet(nn.Module):
         num_classes: int = 0,
     ) -> None:
         super().__init__()
-        if not channels or any(width % groups or width % 2 for width in channels):
-            raise UserError(f"channels {list(channels)} must be even multiples of groups, {groups}")
-        if any(level not in range(len(channels)) for level in attention):
-            raise UserError(f"attention {list(attention)} must name levels from 0 to {len(channels) - 1}")
         if num_classes:
             raise UserError(f"num_classes {num_classes} does not fit: ddpm_unet has no classes; leave it out or give 0")
         self.channels, self.time_steps = tuple(channels), time_steps
@@ -94,7 +83,7 @@ class DDPMUNet(nn.Module):
         last = [layer for name, layer in self.unet.named_modules() if re.search(r"(\.conv2|to_out\.0|conv_out)$", name)]
         for layer in self.unet.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
-                nn.init.xavier_uniform_(layer.weight, _SMALL_GAIN if layer in last else 1.0)
+                nn.init.xavier_uniform_(layer.weight, 1e-5 if layer in last else 1.0)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
         table = self.unet.time_proj.weight
         table.copy_(sinusoids(*table.shape)).requires_grad_(False)
@@ -148,7 +137,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         return state
     own = model.state_dict()
     names = [name for part in _released_order(model.unet) for name in own if name.startswith(f"unet.{part}.")]
-    order = sorted(state, key=lambda name: _RELEASED_PARTS.index(name.partition(".")[0]))
+    parts = ("time_embedding", "head", "downblocks", "middleblocks", "upblocks", "tail")
+    order = sorted(state, key=lambda name: parts.index(name.partition(".")[0]))
     renamed = renamed_in_order({name: state[name] for name in order}, names) or state
     linear = [name for name, x in renamed.items() if x.shape[2:] == (1, 1) and name in own and own[name].ndim == 2]
     return renamed | {name: renamed[name].flatten(1) for name in linear}

@@ -27,6 +27,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import Conv2dNormActivation, FeaturePyramidNetwork, roi_align
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
@@ -41,7 +42,6 @@ from isomorph.models.task_networks.backbone import (
 from isomorph.models.variants import (
     Mixin,
     Variant,
-    check_counts,
     image_cfg,
     own_filter,
     register_variants,
@@ -52,10 +52,6 @@ Target = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""
 
 _RATIOS = (0.5, 1.0, 2.0)
-_PRE_NMS_TRAIN, _RPN_SAMPLES, _RPN_IOU, _RPN_NMS = 2, 256, (0.7, 0.3), 0.7
-"""Proposals before suppression in training, as a multiple of those after it; anchors trained with; thresholds."""
-CANONICAL_SIZE, CANONICAL_STRIDE = 224, 16
-"""A box of this size in pixels is read from the map with this stride; one of twice the size from the next."""
 
 
 class Float32Outputs(Mixin):
@@ -122,9 +118,9 @@ class PyramidRoIAlign(nn.Module):
         return out
 
     def levels_of(self, boxes: Tensor) -> Tensor:
-        """Return the number of the map for every box. Shape: (n, 4) -> (n,)"""
+        """Return the number of the map for every box: 224 x 224 pixels are read at stride 16. Shape: (n, 4) -> (n,)"""
         sizes = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).clamp(min=0).sqrt()
-        wanted = torch.floor(torch.log2(sizes / CANONICAL_SIZE + 1e-6)) + math.log2(CANONICAL_STRIDE / self.strides[0])
+        wanted = torch.floor(torch.log2(sizes / 224 + 1e-6)) + math.log2(16 / self.strides[0])
         return wanted.clamp(0, len(self.strides) - 1).long()
 
 
@@ -136,12 +132,13 @@ def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, prop
     return RegionProposalNetwork(
         StrideAnchors(strides, anchor_scale),
         ProposalHead(channels, len(_RATIOS), conv_depth=2),
-        *_RPN_IOU,
-        batch_size_per_image=_RPN_SAMPLES,
+        fg_iou_thresh=0.7,
+        bg_iou_thresh=0.3,
+        batch_size_per_image=256,
         positive_fraction=0.5,
-        pre_nms_top_n={"training": _PRE_NMS_TRAIN * proposals, "testing": proposals},
+        pre_nms_top_n={"training": 2 * proposals, "testing": proposals},
         post_nms_top_n={"training": proposals, "testing": proposals},
-        nms_thresh=_RPN_NMS,
+        nms_thresh=0.7,
     )
 
 
@@ -153,13 +150,6 @@ def fixed_boxes(x: Tensor) -> Tensor:
         steps = [n / parts for n in range(parts)]
         boxes += [(j * W, i * H, (j + 1 / parts) * W, (i + 1 / parts) * H) for i in steps for j in steps]
     return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-
-
-def is_windowable(model: nn.Module) -> bool:
-    """Return True for timm's VisionTransformer, or a subclass, whose blocks have timm's plain Attention."""
-    if not isinstance(model, VisionTransformer):
-        return False
-    return all(type(getattr(block, "attn", None)) is Attention for block in model.blocks)
 
 
 def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -247,7 +237,8 @@ class SimpleFeaturePyramid(nn.Module):
     The map is enlarged by transposed convolutions or pooled, and each result passes a 1 x 1 and a 3 x 3 convolution
     with LayerNorm over the channels. The coarsest map is the one before it, subsampled.
 
-    Shape: x (B, in_channels, H, W), both even -> five of (B, out_channels, 4 H, 4 W) to (B, out_channels, H / 4, W / 4)
+    Shape: one map (B, in_channels, H, W), both even -> five of (B, out_channels, 4 H, 4 W) to
+    (B, out_channels, H / 4, W / 4)
     Source: ViTDet (Li et al., 2022), section 3
     """
 
@@ -263,25 +254,11 @@ class SimpleFeaturePyramid(nn.Module):
             for step, width in zip(resize, widths, strict=True)
         )
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        maps = [level(x) for level in self.levels]
-        return [*maps, F.max_pool2d(maps[-1], 1, 2)]
-
-
-class StagePyramid(nn.Module):
-    """Feature pyramid network over the stages of a hierarchical network, and one more map at half the resolution.
-
-    Shape: n of (B, in_channels[i], H_i, W_i) -> n + 1 of (B, out_channels, H_i, W_i)
-    Source: FPN (Lin et al., 2017), torchvision's, with LayerNorm over the channels after each convolution
-    """
-
-    def __init__(self, in_channels: Sequence[int], out_channels: int = 256) -> None:
-        super().__init__()
-        self.network = FeaturePyramidNetwork(list(in_channels), out_channels, norm_layer=LayerNorm2d)
-
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        merged = list(self.network({str(i): x for i, x in enumerate(maps)}).values())
-        return [*merged, F.max_pool2d(merged[-1], 1, 2)]
+    def forward(self, maps: Mapping[str, Tensor]) -> OrderedDict[str, Tensor]:
+        (x,) = maps.values()
+        levels = [level(x) for level in self.levels]
+        levels.append(F.max_pool2d(levels[-1], 1, 2))
+        return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int) -> Conv2dNormActivation:
@@ -348,7 +325,6 @@ class MaskRCNN(BackboneNetwork):
         backbone_pretrained: bool = False,
     ) -> None:
         super().__init__()
-        check_counts(num_classes=num_classes, channels=channels, features=features, proposals=proposals)
         self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
         self.backbone_kwargs, self.img_size = dict(backbone_kwargs or {}), to_2tuple(img_size)
         arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
@@ -359,14 +335,15 @@ class MaskRCNN(BackboneNetwork):
         self.indices: tuple[int, ...] | None = found.indices
         if found.is_plain:
             self.indices = found.indices[-1:]
-            if window and is_windowable(found.module):
+            plain = isinstance(found.module, VisionTransformer)
+            if window and plain and all(type(block.attn) is Attention for block in found.module.blocks):
                 self.backbone = WindowedViT(found.module, self.img_size, window, global_blocks)
                 self.indices = None
             self.pyramid: nn.Module = SimpleFeaturePyramid(found.channels[-1], channels)
             stride = found.reductions[-1]
             self.strides = tuple(stride * factor / 4 for factor in (1, 2, 4, 8, 16))
         else:
-            self.pyramid = StagePyramid(found.channels, channels)
+            self.pyramid = FeaturePyramidNetwork(list(found.channels), channels, LastLevelMaxPool(), LayerNorm2d)
             self.strides = (*found.reductions, 2 * found.reductions[-1])
         self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
@@ -412,8 +389,7 @@ class MaskRCNN(BackboneNetwork):
         cell = int(self.strides[-2])
         x = F.pad(x, (0, -x.shape[3] % cell, 0, -x.shape[2] % cell))
         maps = self.backbone(x) if self.indices is None else feature_maps(self.backbone, self.indices, x)
-        levels = self.pyramid(maps if isinstance(self.pyramid, StagePyramid) else maps[0])
-        return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
+        return self.pyramid(OrderedDict((f"p{number}", level) for number, level in enumerate(maps, 2)))
 
     def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
         """Return the losses for targets; without targets all outputs before boxes are selected.

@@ -5,6 +5,7 @@ sequences, or sentence pairs, by their first token.
 """
 
 import dataclasses
+from collections import OrderedDict
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,6 @@ from isomorph.models.variants import Variant, build_variant, register_variants
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_EXAMPLE_LENGTH = 64
-"""Length of the sequences in example inputs, of networks that take as many tokens."""
 
 
 class WordHead(nn.Module):
@@ -43,27 +41,11 @@ class WordHead(nn.Module):
         return F.linear(self.norm(F.gelu(self.dense(x))), table, self.bias)
 
 
-class ClassHead(nn.Module):
-    """Classify a sequence by the vector of its first token, with dropout before the layer. Shape: (B, N, C) -> (B, K)
-
-    Source: ELECTRA (Clark et al., 2020), its code for fine-tuning
-    """
-
-    def __init__(self, width: int, num_classes: int, drop: float) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(drop)
-        self.fc = nn.Linear(width, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.drop(x[:, 0]))
-
-
 class TextTransformer(nn.Module):
     """Encoder of token sequences, any of transformers' that are trained with masked words, with a head.
 
     `family` is transformers' name of the architecture; the further arguments are the fields of its configuration, such
-    as hidden_size. Instead of both, `config` names a folder with a config.json, or a model on the Hugging Face Hub.
-    With `positions`, words are predicted at these positions only, which saves most of the work.
+    as hidden_size. With `positions`, words are predicted at these positions only, which saves most of the work.
 
     Shape: input_ids (B, N), attention_mask (B, N), 1 for real tokens, token_type_ids (B, N), positions (B, K)
     -> (B, num_classes), or with num_classes 0 (B, N, V), or (B, K, V) at positions
@@ -77,24 +59,17 @@ class TextTransformer(nn.Module):
     in_chans: None = None
     """It has no input channels, for code that asks every model of timm's registry."""
 
-    def __init__(
-        self, family: str | None = None, num_classes: int = 0, config: str | None = None, **fields: Any
-    ) -> None:
+    def __init__(self, family: str = "bert", num_classes: int = 0, **fields: Any) -> None:
         super().__init__()
         needs = "text transformers need the package transformers"
         transformers = optional_module("transformers", needs, "nlp")
-        settings = _read_config(config) if config else build_config(family or "bert", fields)
+        settings = build_config(family, fields)
         self.body = transformers.AutoModel.from_config(settings, trust_remote_code=False)
         if hasattr(self.body, "pooler"):
             self.body.pooler = None  # the head reads the first token itself
-        self.family, self.num_classes = settings.model_type, num_classes
+        self.num_classes = num_classes
         self.num_features = self.head_hidden_size = settings.hidden_size
         self.head = self._new_head()
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that create this network, without reference to a folder or the hub."""
-        return {"family": self.family, **_changed_fields(self.body.config), "num_classes": self.num_classes}
 
     @property
     def table(self) -> Tensor:
@@ -113,8 +88,9 @@ class TextTransformer(nn.Module):
         """Return a new head for the number of classes."""
         config = self.body.config
         drop = getattr(config, "hidden_dropout_prob", getattr(config, "dropout", 0.1))
-        if self.num_classes:
-            head: nn.Module = ClassHead(self.num_features, self.num_classes, drop)
+        if self.num_classes:  # dropout before the layer, as in ELECTRA's code for fine-tuning
+            layers = dict(drop=nn.Dropout(drop), fc=nn.Linear(self.num_features, self.num_classes))
+            head: nn.Module = nn.Sequential(OrderedDict(layers))
         else:
             head = WordHead(self.num_features, self.table)
         for layer in head.modules():
@@ -136,8 +112,8 @@ class TextTransformer(nn.Module):
 
     def forward_head(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the class logits, or those of the words. Shape: x (B, N, C) -> (B, num_classes) or (B, N or K, V)"""
-        if isinstance(self.head, ClassHead):
-            return self.head(x)
+        if self.num_classes:
+            return self.head(x[:, 0])
         if positions is not None:
             x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))  # (B, K, C)
         return self.head(x, self.table)
@@ -156,7 +132,7 @@ class TextTransformer(nn.Module):
 
         Shape: -> input_ids and attention_mask (batch, N)
         """
-        N = size[-1] if size else min(_EXAMPLE_LENGTH, self.max_length)
+        N = size[-1] if size else min(64, self.max_length)
         generator = torch.Generator().manual_seed(0)
         vocabulary, padding = self.table.shape[0], getattr(self.body.config, "pad_token_id", None) or 0
         ids = torch.randint(padding + 1, vocabulary, (batch, N), generator=generator)
@@ -196,45 +172,10 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
         raise UserError(f"family {family!r} is not an encoder of text with masked words; choose {known}")
     kind = CONFIG_MAPPING[family]
     names = [field.name for field in dataclasses.fields(kind)] + list(kind.attribute_map)
-    for name in fields:
-        if name not in names:
-            close = get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(sorted(_own_fields(kind)))}"
-            raise UserError(f"{name} is not a field of {family}; {hint}")
-    try:
-        return kind(**{"use_cache": False, **fields} if "use_cache" in names else fields)
-    except Exception as error:  # transformers raises many types
-        raise UserError(f"{family} does not take these fields: {' '.join(str(error).split())[:200]}") from None
-
-
-def _read_config(source: str) -> "PreTrainedConfig":
-    """Return the configuration in a folder, or of a model on the hub, with its own fields alone.
-
-    Raises: UserError if there is none.
-    """
-    from transformers import AutoConfig
-
-    try:
-        found = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # those of the hub, of json, and of transformers
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"config {source!r} is not a folder with a config.json, nor on the hub: {reason}") from None
-    return build_config(found.model_type, _changed_fields(found))
-
-
-def _own_fields(kind: Any) -> set[str]:
-    """Return the names of the fields that a class of configurations adds to transformers' base class."""
-    from transformers import PreTrainedConfig
-
-    base = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    return {field.name for field in dataclasses.fields(kind)} - base | {"pad_token_id"}
-
-
-def _changed_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration that describe the architecture and differ from their defaults."""
-    plain, values = type(config)(), config.to_dict()
-    names = sorted(_own_fields(type(config)) - {"use_cache"})
-    return {name: values[name] for name in names if name in values and values[name] != getattr(plain, name, None)}
+    for name in fields.keys() - names:
+        close = get_close_matches(name, names, n=1, cutoff=0)
+        raise UserError(f"{name} is not a field of {family}; did you mean {close[0]}?")
+    return kind(**{"use_cache": False, **fields} if "use_cache" in names else fields)
 
 
 def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> dict[str, Tensor]:
@@ -272,15 +213,11 @@ VARIANTS = {
     ),
     "distilbert_base": Variant(dict(family="distilbert"), "DistilBERT-Base, uncased: 6 layers of width 768."),
     "text_transformer": Variant(
-        {}, "Any encoder of transformers that is trained with masked words, by family and fields, or by config."
+        {}, "Any encoder of transformers that is trained with masked words, by family and fields."
     ),
 }
-_HUB_NAMES = {
-    "bert_base": "google-bert/bert-base-uncased",
-    "roberta_base": "FacebookAI/roberta-base",
-    "distilbert_base": "distilbert/distilbert-base-uncased",
-}
-"""Pretrained weights on the Hugging Face Hub."""
+_HUB_NAMES = {"bert_base": "google-bert/bert-base-uncased", "roberta_base": "FacebookAI/roberta-base"}
+_HUB_NAMES |= {"distilbert_base": "distilbert/distilbert-base-uncased"}
 
 _CFG: dict[str, Any] = dict(num_classes=0, input_size=None, classifier="head", first_conv=None)
 default_cfgs = generate_default_cfgs(

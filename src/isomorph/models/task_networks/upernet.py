@@ -17,7 +17,6 @@ from timm.layers import ConvNormAct, PatchEmbed
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from isomorph.errors import UserError
 from isomorph.models.task_networks.backbone import (
     BackboneNetwork,
     backbone_state,
@@ -26,9 +25,6 @@ from isomorph.models.task_networks.backbone import (
     feature_maps,
 )
 from isomorph.models.variants import Variant, image_cfg, register_variants, require_images
-
-_NEW_IN_A_CLASSIFIER = ("gamma", "relative_bias", "prefix_bias")
-"""Last names of tensors of the backbone that a classifier's checkpoint may lack."""
 
 
 class PlainNeck(nn.Module):
@@ -119,16 +115,13 @@ class UPerHead(nn.Module):
         averages = [conv(average_cells(x, cells)) for conv, cells in zip(self.pooled, self.pool_sizes, strict=True)]
         return self.context(torch.cat([x, *(resize_map(each, x.shape[-2:]) for each in averages)], dim=1))
 
-    def features(self, maps: Sequence[Tensor]) -> Tensor:
-        """Return what the classifier reads. Shape: (B, C_i, H_i, W_i) each -> (B, width, H_0, W_0)"""
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
         added = [self.add_context(maps[-1])]  # coarse to fine
         for lateral, x in zip(reversed(self.lateral), reversed(maps[:-1]), strict=True):
             added.append(lateral(x) + resize_map(added[-1], x.shape[-2:]))
         smoothed = [conv(x) for conv, x in zip(self.smooth, reversed(added[1:]), strict=True)] + added[:1]
-        return self.join(torch.cat([resize_map(x, maps[0].shape[-2:]) for x in smoothed], dim=1))
-
-    def forward(self, maps: Sequence[Tensor]) -> Tensor:
-        return self.classifier(self.drop(self.features(maps)))
+        joined = self.join(torch.cat([resize_map(x, maps[0].shape[-2:]) for x in smoothed], dim=1))
+        return self.classifier(self.drop(joined))
 
 
 class FCNHead(nn.Module):
@@ -165,9 +158,8 @@ class UPerNet(BackboneNetwork):
     A hierarchical backbone gives the maps of its last four resolutions. A plain ViT gives those of four blocks, which
     `PlainNeck` enlarges or pools. `channels` is the width of the head, by default that of a plain ViT, else 512.
     `auxiliary` adds a second classifier, used in training only, on the last map but one. `backbone_kwargs` are
-    arguments of the backbone, `feature_indices` the feature maps that it gives, `img_size` the size for which its
-    positions are made. Images have any size: for a ViT they are padded with zeros to whole patches, and the logits cut
-    again.
+    arguments of the backbone, `img_size` the size for which its positions are made. Images have any size: for a ViT
+    they are padded with zeros to whole patches, and the logits cut again.
 
     Shape: x (B, in_chans, h, w) -> (B, num_classes, h, w); with `coarse` CoarseLogits, not enlarged
     Source: UPerNet (Xiao et al., 2018); for plain ViTs BEiT (Bao et al., 2022), as published; TDRL section 4.3
@@ -181,7 +173,6 @@ class UPerNet(BackboneNetwork):
         in_chans: int = 3,
         img_size: int | tuple[int, int] = 512,
         channels: int | None = None,
-        feature_indices: Sequence[int] | None = None,
         pool_sizes: Sequence[int] = (1, 2, 3, 6),
         drop_rate: float = 0.1,
         drop_path_rate: float = 0.0,
@@ -192,15 +183,12 @@ class UPerNet(BackboneNetwork):
     ) -> None:
         super().__init__()
         arguments = {**({"drop_path_rate": drop_path_rate} if drop_path_rate else {}), **(backbone_kwargs or {})}
-        built = build_backbone(backbone, in_chans, img_size, feature_indices, backbone_pretrained, arguments)
+        built = build_backbone(backbone, in_chans, img_size, backbone_pretrained, arguments)
         self.backbone, self.backbone_name, self.indices = built.module, backbone, built.indices
         self.backbone_kwargs = dict(backbone_kwargs or {})
         self.num_classes, self.in_chans = num_classes, in_chans
         self.neck: nn.Module = nn.Identity()
         if built.is_plain:
-            if len(built.indices) != 4:
-                given = list(built.indices)
-                raise UserError(f"feature_indices {given}: a plain ViT must give four feature maps; name four blocks")
             self.neck = PlainNeck(built.channels[0])
         width = channels or (built.channels[0] if built.is_plain else 512)
         self.num_features = self.head_hidden_size = width
@@ -271,7 +259,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: UPerNet) -> dict[str
 
     LayerScale and relative positions that a classifier does not have keep the network's values.
     """
-    return backbone_state(model, state_dict, _NEW_IN_A_CLASSIFIER)
+    return backbone_state(model, state_dict, fresh=("gamma", "relative_bias", "prefix_bias"))
 
 
 default_cfgs = generate_default_cfgs(

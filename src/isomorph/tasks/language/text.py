@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from isomorph.checkpoints.model import record_base
 from isomorph.data.formats.registry import data_root
 from isomorph.data.loaders import loader_of_share, seeded_loader
 from isomorph.data.sampler import TrainSampler
@@ -170,12 +169,6 @@ class LanguageTask(Task):
         examples = drawn_fraction(examples, data.fraction, recipe.seed if data.draw == "seeded" else None)
         examples.split = split  # recorded with the model
         return examples, drawn_once(test, data.test_images)
-
-    def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
-        model: Any = super().build_model(recipe, train, recast_now)
-        if "config" in recipe.model.kwargs and hasattr(model, "arguments"):
-            record_base(model, {"name": recipe.model.name, **model.arguments})  # without the folder, which may move
-        return model
 
     def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
         return {"padding": self.tokenizer.pad_token_id}
