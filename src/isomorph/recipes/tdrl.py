@@ -102,12 +102,12 @@ def _tables() -> dict[str, Fields]:
     recipes = {f"tdrl_{name}_g2sd": _pretrain(*row) for name, row in PRETRAININGS.items()}
     fused = f"76.73 top-1 {FUSED}"
     recipes["tdrl_fused_g2sd"] = _pretrain(_mlp("P-W1S"), "Table 9", fused, epochs=220)
-    for name, (*row, result) in FINE_TUNINGS.items():
-        recipes[f"tdrl_{name}"] = _fine_tune(*row, top1(result), name.endswith("_distilled"))
+    for name, (kwargs, epochs, source, result) in FINE_TUNINGS.items():
+        recipes[f"tdrl_{name}"] = _fine_tune(kwargs, epochs, source, top1(result), name.endswith("_distilled"))
     cifar = dict(source="cifar10", batch_size=1024, workers=8, size=[224, 224])
-    forms = (
+    forms: tuple[tuple[Any, ...], ...] = (
         ("vit_s", "vit_ti", "cifar10", {}, "81.3", "65.9", "70.9"),
-        (*("plain_s", "plain", "plain_cifar10", PLAIN, "80.8", "63.5", "69.9"),),
+        ("plain_s", "plain", "plain_cifar10", PLAIN, "80.8", "63.5", "69.9"),
     )
     for small, tiny, few, kwargs, *results in forms:
         recipe = _fine_tune(kwargs, 100, "Table 3", top1(results[0]))
