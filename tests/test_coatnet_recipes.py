@@ -100,6 +100,6 @@ def test_sigmoids_sum_over_classes():
 @pytest.mark.parametrize(("crop", "mode"), [("whole", "squash"), ("center", "center")])
 def test_what_of_a_test_image_is_seen(crop, mode):
     recipe = iso.load_recipe("digits_cnn", [f"data.test_crop={crop}"])
-    config = data_config(recipe, timm.create_model("coatnet_0", depths=(2, 0, 0, 0, 0)))
+    config = data_config(recipe, timm.create_model("coatnet_0", depths=(2, 1, 1, 1, 1)))
     assert config["crop_mode"] == mode
     assert config["crop_pct"] == (1.0 if crop == "whole" else 0.875)
