@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -57,31 +57,21 @@ class RunProgress(_ClosedSchema):
     seconds: float = 0.0
 
 
-class OptimizerValues(_ClosedSchema):
-    """The optimiser's values that are not tensors, by parameter and key, and by group and option."""
-
-    state: dict[str, dict[str, _Number]]
-    groups: dict[str, dict[str, _Number]]
-
-
-class DataCounts(_ClosedSchema):
-    """Numbers of images, steps and classes of a run's data."""
-
-    images: _Count
-    steps: _Count
-    classes: _Count
-
-
 class SnapshotValues(_ClosedSchema):
-    """The content of state.json. `model` is the header that rebuilds it, `digest` that of all other values."""
+    """The content of state.json.
+
+    `optimizer` are its values that are not tensors, by parameter and key, and by group and option; `data` the numbers
+    of images, steps and classes of the run's data; `model` the header that rebuilds the model; `digest` that of all
+    other values.
+    """
 
     step: _Count
     files: dict[Annotated[str, Field(pattern=r"^shard-[\w.-]+$", max_length=200)], str]
-    optimizer: OptimizerValues
+    optimizer: dict[Literal["state", "groups"], dict[str, dict[str, _Number]]]
     recipe: dict[str, Any]
     progress: RunProgress
     lanes: _Count
-    data: DataCounts
+    data: dict[Literal["images", "steps", "classes"], _Count]
     model: dict[str, str]
     digest: str
 

@@ -131,7 +131,7 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
     except _LOAD_ERRORS as error:
         raise UserError(f"cannot read the label map {path}: {first_line(error)}") from None
     if not isinstance(loaded, Tensor) or loaded.ndim != 4 or len(loaded) != 2 or not loaded.numel():
-        given = _format_shape(loaded.shape) if isinstance(loaded, Tensor) else type(loaded).__name__
+        given = f"a tensor of {tuple(loaded.shape)}" if isinstance(loaded, Tensor) else type(loaded).__name__
         raise UserError(f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)")
     if not loaded.isfinite().all():
         raise UserError(f"{path} is not a label map: it has values that are not finite")
@@ -142,7 +142,3 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
             f"{path} has class {classes[wrong][0]:g}; classes must be whole numbers from 0 to {num_classes - 1}"
         )
     return loaded
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "a number"

@@ -68,11 +68,6 @@ class TarIndex(NamedTuple):
     numbers: np.ndarray
     left_out: Counter[str]
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The label of each image. Shape: (n,) int64"""
-        return self.numbers[2]
-
 
 class _OpenFile:
     """An open file that closes when nothing refers to it; read by position, so processes and threads may share it."""
@@ -315,7 +310,7 @@ def webdataset(split: str, root: Path) -> Source:
     if not shards[split]:
         raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][0]}-0000.tar")
     indices = index_tars(shards[split])
-    labels = np.concatenate([index.labels for index in indices])
+    labels = np.concatenate([index.numbers[2] for index in indices])
     if not len(labels):
         raise UserError(f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls")
     images = TarImages(indices)
@@ -327,7 +322,7 @@ def webdataset(split: str, root: Path) -> Source:
     largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
     if not classes:
         others = index_tars([path for name in SPLITS for path in shards[name]])
-        largest = max(int(other.labels.max(initial=0)) for other in others)
+        largest = max(int(other.numbers[2].max(initial=0)) for other in others)
         classes = number_classes(largest, root)
     if largest >= len(classes):
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")

@@ -25,7 +25,6 @@ from isomorph.evaluation.robustness.images import PUBLISHED_SIZE, RobustnessInpu
 from isomorph.evaluation.robustness.scores import (
     Cell,
     Cells,
-    common_cells,
     compare_to_baseline,
     robustness_summary,
 )
@@ -54,7 +53,8 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
         if differences := _differences(base.identity, identity):
             what = "measure both on the same images"
             raise UserError(f"{options.baseline} was measured on other images: {differences}; {what}")
-        common_cells(wanted, base.cells, base.identity["model"])
+        if base.cells.keys().isdisjoint(wanted):
+            raise UserError(f"{options.baseline} has none of these cells; evaluate both with the same options")
     if options.workers:
         _limit_opencv_threads()
     out = Path(options.out).expanduser() if options.out and runtime.is_main else None

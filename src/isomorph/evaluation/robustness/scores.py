@@ -10,7 +10,6 @@ from isomorph.data.corruptions.corrupt import (
     IMAGENET_C_CORRUPTIONS,
     SEVERITIES,
 )
-from isomorph.errors import UserError
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
@@ -91,23 +90,14 @@ def _severity_means(values: CellValues) -> dict[int, float]:
     }
 
 
-def common_cells(cells: Iterable[tuple[str, int]], base: Cells, name: str) -> list[tuple[str, int]]:
-    """Return the cells that a baseline has too. Raises: UserError when there is none."""
-    common = [key for key in cells if key in base]
-    if not common:
-        raise UserError(f"the baseline {name} has none of these cells; evaluate both with the same options")
-    return common
-
-
 def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     """Return the gain over a baseline on common cells, in points and in per cent of the baseline's.
 
     `error_ratio` is the mCE with the baseline instead of AlexNet: mean over corruptions of error / its error (%).
 
     Source: T-CNN Fig. 3 (relative improvement by category and by severity)
-    Raises: UserError when they have no common cell.
     """
-    common = common_cells(cells, base, name)
+    common = [key for key in cells if key in base]
     our_scores, their_scores = (
         robustness_summary({key: own[key] for key in common}, None, False) for own in (cells, base)
     )
