@@ -11,12 +11,13 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1000000000
 # The pages of the report are tested in a real browser.
 BROWSER = command -v chromium || command -v chromium-browser || command -v google-chrome
 
-.PHONY: help env browser demo test check bench docs evidence
+.PHONY: help env browser demo test check bench docs evidence release-check
 help:
 	@echo "make demo   recast a CNN as attention, verify, look, train a ViT in two forms (under 2 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
 	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
+	@echo "make release-check  builds the packages; installs the wheel in an empty environment and runs README's first block"
 	@echo "make evidence  the studies of docs/evidence.md (at most 10 hours each; they resume)"
 
 $(VENV)/.core: pyproject.toml constraints.txt
@@ -70,3 +71,13 @@ docs: $(VENV)/.core
 	@$(BIN)/zensical build --strict --clean
 	@$(BIN)/python docs_build/check_site.py site
 	@echo "The site is in site/: open $(CURDIR)/site/index.html (no server and no network needed)"
+
+release-check: $(VENV)/.dev
+	@rm -rf dist
+	@$(PIP) twine
+	@$(BIN)/python -m build --outdir dist
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/python -m venv --clear dist/env
+	@dist/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	@cd dist && env/bin/python ../docs_build/first_block.py ../README.md
+	@rm -rf dist/env
