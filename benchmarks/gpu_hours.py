@@ -1,15 +1,15 @@
 """Predict hours and memory of the papers' runs on eight H100, by the model of gpu_model.py.
 
-    python benchmarks/gpu_hours.py            # prints the tables of docs/guides/reproduce.md; writes the result file
+    python benchmarks/gpu_hours.py [PAPER ...]   # prints the tables of docs/guides/reproduce.md; writes the result file
 
 A step is the forward pass, the loss, the backward pass and AdamW, each GPU with an eighth of the recipe's batch. Data
-loading, communication and evaluation take no time, and the distilled teacher of DeiT is counted by its own forward pass.
+loading, communication and evaluation take no time, and a teacher takes its own forward pass.
 Memory is what the backward pass keeps, with weights, gradients and AdamW's two moments.
 """
 
 import json
 import sys
-from pathlib import Path
+import time
 from typing import Any
 
 import timm
@@ -47,7 +47,7 @@ def meta_step(recipe: Any) -> tuple[Any, nn.Module, list[Tensor]]:
     images = torch.empty(recipe.data.batch_size // GPUS, 3, *size, device="meta")
     teacher: nn.Module | None = None
     if recipe.distill:
-        teacher = timm.create_model(recipe.distill.teacher_model or "regnety_160").to("meta").eval()
+        teacher = timm.create_model(recipe.distill.teacher, **recipe.distill.kwargs).to("meta").eval()
     elif recipe.mask and recipe.mask.teacher:
         teacher = MaskedAutoencoder(timm.create_model("vit_base_patch16_224")).to("meta").eval()
     kept: list[Tensor] = []
@@ -80,7 +80,8 @@ def predict(name: str, costs: Costs) -> dict[str, Any]:
     weights = sum(p.numel() for p in model.parameters())
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
     steps = recipe.epochs * IMAGES * (recipe.data.fraction or 1) / recipe.data.batch_size
-    update = 1e3 * 28 * weights / BANDWIDTH / costs.reach  # weight, gradient, two moments: read, and all but one written
+    moved = 28 * weights  # bytes of the update: weight, gradient and two moments are read, all but the gradient written
+    update = 1e3 * moved / BANDWIDTH / costs.reach
 
     def hours(costs: Costs) -> float:
         return round(steps * (recorder.passes[0].milliseconds(costs) + update) / 3.6e6, 1)
@@ -99,15 +100,17 @@ def predict(name: str, costs: Costs) -> dict[str, Any]:
 
 def main() -> None:
     imitate_autocast()
-    path, found = RESULTS / "gpu_hours.json", {}
+    path = RESULTS / "gpu_hours.json"
     costs = Costs(**json.loads((RESULTS / "gpu_model.json").read_text())["costs"])
-    for paper, names in RUNS.items():
-        found[paper] = []
-        for name in names:
-            print(name, file=sys.stderr, flush=True)
-            found[paper].append(predict(name, costs))
-        show(paper, found[paper])
-    Path(path).write_text(json.dumps(found, indent=1) + "\n")
+    for paper in sys.argv[1:] or RUNS:
+        rows = []
+        for name in RUNS[paper]:
+            start = time.perf_counter()
+            rows.append(predict(name, costs))
+            print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        show(paper, rows)
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(found | {paper: rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

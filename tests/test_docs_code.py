@@ -58,9 +58,10 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
     if str(page.relative_to(ROOT)) in NEED_DATA:
         request.getfixturevalue("data_root")
     monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__"}  # README's blocks follow on one another; a guide's stand alone
     for language, text in blocks_of(page):
         if language == "python":
-            exec(compile(text, str(page), "exec"), {"__name__": "__main__"})
+            exec(compile(text, str(page), "exec"), names if page.name == "README.md" else dict(names))
         else:
             run_shell(text, tmp_path)
 

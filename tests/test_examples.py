@@ -3,7 +3,9 @@
 import json
 import re
 import runpy
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,39 @@ def test_runs_without_arguments(script, tmp_path, monkeypatch, capsys):
     assert re.search(LAST_LINES[script.name], printed.strip().splitlines()[-1]), printed
     for number in range(1, 4):
         assert re.search(rf"(?m)^{number}\.", printed), f"step {number} is not printed"
+
+
+WITH = {
+    "lightning_module": ("equal: True", "lightning"),
+    "onnxruntime_session": (r"\d+ KB for [\d,]+ trained parameters", "onnxruntime"),
+    "openvino_model": ("equal: True", "openvino"),
+    "peft_lora": ("MultiheadAttention True", "peft"),
+    "segmentation_models": ("equal: True", "segmentation_models_pytorch"),
+    "torchvision_detector": ("attention is used: True", "torchvision"),
+    "transformers_trainer": ("gates moved: True", "accelerate"),
+}
+"""The last line that an example with another library prints, and the package that it needs."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH)
+def test_runs_with_another_library(name, tmp_path):
+    last, package = WITH[name]
+    if not find_spec(package):
+        pytest.skip(f"{package} is not installed")
+    script = EXAMPLES / "with" / f"{name}.py"
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(last, run.stdout.strip().splitlines()[-1]), run.stdout
+    assert "equal: False" not in run.stdout
+
+
+def test_every_example_with_another_library_is_short_and_tested():
+    texts = {path.stem: path.read_text() for path in (EXAMPLES / "with").glob("*.py")}
+    assert set(texts) == set(WITH)
+    for name, text in texts.items():
+        assert len(text.splitlines()) <= 60, name
+        assert f"python examples/with/{name}.py\n" in text
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -26,13 +26,17 @@ class Squares(Dataset):
 
 
 torch.manual_seed(0)
-config = Dinov2Config(image_size=28, patch_size=7, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_labels=2)
+config = Dinov2Config(
+    image_size=28, patch_size=7, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_labels=2
+)
 model = Dinov2ForImageClassification(config).eval()  # .from_pretrained("facebook/dinov2-small") for real weights
 gated = iso.recast(model, iso.AttentionToGPSA(), where="dinov2.encoder.layer.*.attention")
 print("equal:", iso.verify(model, gated, torch.rand(2, 3, 28, 28)).passed)
 
 with tempfile.TemporaryDirectory() as folder:
-    arguments = TrainingArguments(folder, num_train_epochs=4, per_device_train_batch_size=16, report_to=[], use_cpu=True)
+    arguments = TrainingArguments(
+        folder, num_train_epochs=4, per_device_train_batch_size=16, report_to=[], use_cpu=True
+    )
     optimizer = torch.optim.AdamW(iso.training.parameter_groups(gated, lr=3e-3))  # gates have a higher rate
     trainer = Trainer(gated.train(), arguments, train_dataset=Squares(), optimizers=(optimizer, None))
     trainer.train()
