@@ -205,4 +205,4 @@ def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
     folder = images(tmp_path / "photos", [other], each=1)
     (tmp_path / "maps" / other).mkdir(parents=True)
     torch.save(torch.zeros(2, 1, 2, 2), tmp_path / "maps" / other / "0.pt")
-    assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).shape == (2, 1, 2, 2)
+    assert LabelMapSource(iso.data.open_source(folder, "test"), tmp_path / "maps", 1).label_map(0).shape == (2, 1, 2, 2)
