@@ -11,7 +11,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.analysis.cka import cka_of_pairs, hsic
 from isomorph.analysis.map_statistics import entropy
-from isomorph.operations import Scores
+from isomorph.operations import AppliedAttention
 from refusals import refused
 
 
@@ -68,7 +68,7 @@ class TestSummaries:
         from isomorph.analysis.logits import summarise_scores
 
         bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
-        stats = summarise_scores(Scores(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))
+        stats = summarise_scores(AppliedAttention(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))
         expected = sum(math.log(n) for n in (1, 2, 3, 4)) / 4
         torch.testing.assert_close(stats[2], torch.full((2,), expected))
 
@@ -138,7 +138,7 @@ class TestBoundedMemory:
     def test_no_more_than_a_layers_pieces_exist(self, monkeypatch):
         """Largest number of map entries alive at any time, counted when a piece is made."""
         alive, peaks = weakref.WeakValueDictionary(), []
-        formed = Scores.map
+        formed = AppliedAttention.map
 
         def counted(self):
             maps = formed(self)
@@ -146,7 +146,7 @@ class TestBoundedMemory:
             peaks.append(sum(one.numel() for one in alive.values()))
             return maps
 
-        monkeypatch.setattr(Scores, "map", counted)
+        monkeypatch.setattr(AppliedAttention, "map", counted)
         model = vit(depth=12, img_size=192, patch_size=8)
         N, x = 24 * 24 + 1, torch.randn(1, 3, 192, 192)
         for look in (iso.nonlocality, iso.analysis.attention_entropy, iso.analysis.head_similarity):

@@ -50,27 +50,12 @@ def norm(width=6, kind=nn.BatchNorm2d, **options):
     return lambda: kind(width, **options)
 
 
-def own_parameter(width=6):
-    return lambda: nn.Parameter(torch.randn(width))
-
-
 def frozen(width=6):
     """Statistics that differ from 0 and 1: the buffers of this class are not statistics by name alone."""
     layer = FrozenBatchNorm2d(width)
     for buffer in layer.buffers():
         buffer.uniform_(0.5, 1.5)
     return layer
-
-
-class Tanh(nn.Module):
-    """Dynamic tanh: tanh(alpha x) * weight + bias."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha, self.weight, self.bias = (nn.Parameter(torch.rand(n)) for n in (1, 4, 4))
-
-    def forward(self, x):
-        return torch.tanh(self.alpha * x) * self.weight + self.bias
 
 
 def pad_odd(model, x):
@@ -90,7 +75,7 @@ MERGED = {
         TOKENS,
     ),
     "frozen norm": (in_turn(THREE, frozen), MAP),
-    "parameter": (net(lambda m, x: m.fc(x) * m.gamma, fc=LINEAR, gamma=own_parameter()), TOKENS),
+    "layer scale": (in_turn(LINEAR, lambda: LayerScale(6, 0.3)), TOKENS),
     "norm with activation": (in_turn(THREE, lambda: timm.layers.BatchNormAct2d(6)), MAP),
     "branches": (
         net(
@@ -115,10 +100,9 @@ MERGED = {
     "layer norm": (in_turn(norm(4, kind=nn.LayerNorm), LINEAR), TOKENS),
     "RMS norm": (in_turn(norm(4, kind=nn.RMSNorm), LINEAR), TOKENS),
     "group norm": (in_turn(lambda: nn.GroupNorm(2, 4), ONE), MAP),
-    "dynamic tanh": (in_turn(Tanh, LINEAR), TOKENS),
 }
 """A model all of whose norms, scales and branches are one layer, and a batch."""
-AFFINE = {"layer norm", "RMS norm", "group norm", "dynamic tanh"}
+AFFINE = {"layer norm", "RMS norm", "group norm"}
 
 
 def made(make, shape):

@@ -8,7 +8,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.analysis.logits import summarise_scores
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
-from isomorph.operations import Scores
+from isomorph.operations import AppliedAttention
 from isomorph.recipes import tdrl
 from isomorph.report import compare_sections, read_run_logs
 from isomorph.training.build import build_model
@@ -178,7 +178,9 @@ def test_logit_stats_in_closed_form():
         torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
         assert len(stats.max_logit) == 3
     q, k = torch.eye(2)[None, None] * 3, torch.eye(2)[None, None] * 5
-    torch.testing.assert_close(summarise_scores(Scores(q, k))[:, 0], torch.tensor([15.0, 1.0, 0.0]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        summarise_scores(AppliedAttention(q, k))[:, 0], torch.tensor([15.0, 1.0, 0.0]), atol=1e-4, rtol=0
+    )
 
 
 def test_branch_similarity_is_the_cka_of_the_branches():

@@ -135,7 +135,11 @@ def test_a_branch_that_is_switched_off_proves_nothing():
     cnn = timm.create_model("resnet18", num_classes=4).eval()
     exact, paper = (iso.recast(cnn, iso.ConvToGPSA(init), "layer4.*.conv2") for init in ("exact", "paper"))
     x = torch.randn(1, 3, 64, 64)
-    iso.verify(cnn, exact, x)
+    assert "the outputs do not depend on layer4.0.conv2" in str(iso.verify(cnn, exact, x))
+    trained = copy.deepcopy(cnn)
+    nn.init.ones_(trained.layer4[0].bn2.weight)
+    report = iso.verify(trained, iso.recast(trained, iso.ConvToGPSA("exact"), "layer4.*.conv2"), x)
+    assert "do not depend" not in str(report)
     with pytest.raises(iso.UserError, match=r"NOT equal .*; but layer4\.0\.conv2 differs by") as caught:
         iso.verify(cnn, paper, x)
     assert caught.value.report.fp64 == 0

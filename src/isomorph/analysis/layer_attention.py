@@ -26,7 +26,7 @@ from isomorph.layers import (
 )
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.operations import AppliedAttention, ReadMaps, Scores, images_per_chunk
+from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk
 from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.model_inputs import check_inputs
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
@@ -47,7 +47,7 @@ class MethodMap(NamedTuple):
     shape: tuple[int, int] | None = None
 
     @property
-    def logits(self) -> Scores | None:
+    def logits(self) -> AppliedAttention | None:
         known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
         return scores(self.layer, *self.args, **self.kwargs) if known else None
 
@@ -97,7 +97,7 @@ def _check_size(name: str, layer: Any, x: Tensor) -> None:
 
 
 @singledispatch
-def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
+def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> AppliedAttention:
     """Return the scores of a layer for its inputs; registered for layers whose softmax gets only scores.
 
     Raises: TypeError for another layer.
@@ -108,48 +108,50 @@ def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
 @scores.register
 def _timm_scores(
     layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
-) -> Scores:
+) -> AppliedAttention:
     """Return the scores of timm's Attention and its subclasses, with masks. Shape: x (B, N, C)"""
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
-    return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
+    return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
 
 
 @scores.register
-def _relative_scores(layer: RelativeAttention, x: Tensor) -> Scores:
+def _relative_scores(layer: RelativeAttention, x: Tensor) -> AppliedAttention:
     """Return the scores of attention with relative positions. Shape: x (B, H, W, C)"""
     q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
     after = isinstance(layer, PostRelativeAttention)
-    return Scores(q * layer.scale, k, None if after else layer.position_bias((x.shape[1], x.shape[2]), q.dtype))
+    return AppliedAttention(
+        q * layer.scale, k, None if after else layer.position_bias((x.shape[1], x.shape[2]), q.dtype)
+    )
 
 
 @scores.register
 def _vit_relative_scores(
     layer: ViTRelativeAttention, x: Tensor, *_: Any, grid_size: tuple[int, int] | None = None, **__: Any
-) -> Scores:
+) -> AppliedAttention:
     """Return the scores of relative attention on tokens. Shape: x (B, N, C)"""
     q, k, _v = layer.queries_keys_values(x)
-    return Scores(q * layer.scale, k, layer.position_bias(grid_size or layer.grid_size, q.dtype))
+    return AppliedAttention(q * layer.scale, k, layer.position_bias(grid_size or layer.grid_size, q.dtype))
 
 
 @scores.register
-def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
+def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> AppliedAttention:
     """Return the scores of the content attention of GPSA. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
-    return Scores(q * q.shape[-1] ** -0.5, k)
+    return AppliedAttention(q * q.shape[-1] ** -0.5, k)
 
 
 @scores.register
-def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
+def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> AppliedAttention:
     """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
-    return Scores(*layer.content_scores(x))
+    return AppliedAttention(*layer.content_scores(x))
 
 
 @scores.register
-def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
+def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> AppliedAttention:
     """Return the scores of PSA, with position as bias. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
-    return Scores(q * q.shape[-1] ** -0.5, k, layer.position_bias(layer.check_grid(x, grid_size), q.dtype))
+    return AppliedAttention(q * q.shape[-1] ** -0.5, k, layer.position_bias(layer.check_grid(x, grid_size), q.dtype))
 
 
 def has_attention_method(layer: nn.Module) -> bool:

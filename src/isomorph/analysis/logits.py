@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.errors import UserError
-from isomorph.operations import AppliedAttention, Scores
+from isomorph.operations import AppliedAttention
 from isomorph.surgery.where import Where
 
 _QUERIES_PER_CHUNK = 64
@@ -67,7 +67,7 @@ def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
     return None if logits is None else summarise_scores(logits.float())
 
 
-def summarise_scores(scores: Scores) -> Tensor:
+def summarise_scores(scores: AppliedAttention) -> Tensor:
     """Return largest logit, largest attention and entropy, computed for some queries at a time. Shape: -> (3, nh)"""
     tops, peaks, entropies = [], [], []
     queries = scores.q.shape[2]

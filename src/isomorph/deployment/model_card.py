@@ -11,9 +11,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 import isomorph.models as own_models
+from isomorph import __version__
 from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.model import describe_data, describe_edits
-from isomorph.deployment.artefact import own_version
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -76,7 +76,7 @@ def model_card(
     """
     config, made = getattr(model, "pretrained_cfg", None) or {}, edits(model)
     architecture = (config.get("architecture") or "").partition(".")[0]
-    facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": own_version()}
+    facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": __version__}
     facts |= {"parameters": count_parameters(model), "classes": getattr(model, "num_classes", None)}
     sections = ["The model, and the images that it expects:", _block(recipe_text(facts | evaluation_config(model)))]
     if made:

@@ -1,6 +1,6 @@
 """What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
-from isomorph.operations.applied import AppliedAttention, FormedMap, ReadMaps, Scores, images_per_chunk
+from isomorph.operations.applied import AppliedAttention, ReadMaps, images_per_chunk
 from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, tensors_in, value_of
 from isomorph.operations.maps import (
     EditMaps,
@@ -18,12 +18,10 @@ __all__ = [
     "EditMaps",
     "Flow",
     "FollowMaps",
-    "FormedMap",
     "FusedCall",
     "MapLayout",
     "Operation",
     "ReadMaps",
-    "Scores",
     "Value",
     "copy_module",
     "count_calls",

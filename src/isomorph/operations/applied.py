@@ -22,83 +22,60 @@ def images_per_chunk(heads: int, queries: int, keys: int) -> int:
     return max(MAX_MAP_ENTRIES // max(heads * queries * keys, 1), 1)
 
 
-class Scores(NamedTuple):
-    """Attention as scores q k^T + bias, with scaled queries; if `k` is None, `q` is the formed logits.
+class AppliedAttention(NamedTuple):
+    """Attention as a layer applies it: scores q k^T + bias with scaled queries, or the map that the forward formed.
 
-    Shape: q and k (B, nh, N, hd), bias broadcast to (B, nh, Nq, Nk) or None
+    Of a formed map `q` is the input of its softmax, without `k`, or None if it is not known.
+
+    Shape: q and k (B, nh, N, hd), bias broadcast to (B, nh, Nq, Nk) or None, maps (B, nh, Nq, Nk)
     """
 
-    q: Tensor
-    k: Tensor | None
+    q: Tensor | None
+    k: Tensor | None = None
     bias: Tensor | None = None
+    maps: Tensor | None = None
 
     @property
-    def logits(self) -> "Scores":
-        return self
+    def logits(self) -> "AppliedAttention | None":
+        """The input of the softmax, by `rows`, or None if it is not known."""
+        return None if self.q is None else self
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.q.shape[2], self.q.shape[3] if self.k is None else self.k.shape[2]
+        """Numbers of queries and keys."""
+        q, k = (self.maps, None) if self.q is None else (self.q, self.k)
+        return q.shape[2], q.shape[3] if k is None else k.shape[2]  # type: ignore[union-attr]
 
     def map(self) -> Tensor:
-        return torch.softmax(self.rows(0, self.q.shape[2]), dim=-1)
+        """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
+        return self.rows(0, self.shape[0]).softmax(-1) if self.maps is None else self.maps
 
-    def float(self) -> "Scores":
-        """Return the scores in float32."""
-        return Scores(*(None if tensor is None else tensor.float() for tensor in self))  # type: ignore[arg-type]
+    def float(self) -> "AppliedAttention":
+        """Return the same in float32."""
+        return AppliedAttention(*(None if tensor is None else tensor.float() for tensor in self))
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the logits of queries start to stop. Shape: -> (B, nh, stop - start, Nk)"""
-        q, bias = self.q[:, :, start:stop], self.bias
+        q, bias = self.q[:, :, start:stop], self.bias  # type: ignore[index]
         if bias is not None and bias.shape[-2] > 1:
             bias = bias[..., start:stop, :]
         logits = q if self.k is None else q @ self.k.mT
         return logits if bias is None else logits + bias
 
     def row(self, query: int) -> Tensor:
-        return torch.softmax(self.rows(query, query + 1), dim=-1)[:, :, 0]
-
-    def images(self, start: int, stop: int) -> "Scores":
-        """Return the scores of images start to stop."""
-        k, bias = None if self.k is None else self.k[start:stop], self.bias
-        if bias is not None and bias.ndim == 4 and len(bias) > 1:
-            bias = bias[start:stop]
-        return Scores(self.q[start:stop], k, bias)
+        """Return the map of one query. Shape: -> (B, nh, Nk)"""
+        if self.maps is not None:
+            return self.maps[:, :, query]
+        return self.rows(query, query + 1).softmax(-1)[:, :, 0]
 
     def chunks(self) -> Iterator[Tensor]:
-        count = images_per_chunk(self.q.shape[1], *self.shape)
-        for start in range(0, len(self.q), count):
-            yield self.images(start, start + count).map()
-
-
-class FormedMap(NamedTuple):
-    """Attention as a map that the forward formed, with the logits of its softmax, or None if they are not known."""
-
-    maps: Tensor
-    logits: Scores | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.maps.shape[2], self.maps.shape[3]
-
-    def map(self) -> Tensor:
-        return self.maps
-
-    def row(self, query: int) -> Tensor:
-        return self.maps[:, :, query]
-
-    def chunks(self) -> Iterator[Tensor]:
-        yield from self.maps.split(images_per_chunk(*self.maps.shape[1:]))
-
-
-AppliedAttention = Scores | FormedMap
-"""Attention as a layer applies it. It has:
-
-- `logits`: the input of its softmax, or None if it is not known.
-- `shape`: numbers of queries and keys.
-- `map()`: the attention map (B, nh, Nq, Nk); `row(query)`: that of one query (B, nh, Nk).
-- `chunks()`: the maps of a few images at a time.
-"""
+        """Yield the maps of a few images at a time."""
+        B, nh = (self.q if self.maps is None else self.maps).shape[:2]  # type: ignore[union-attr]
+        count = images_per_chunk(nh, *self.shape)
+        for start in range(0, B, count):
+            single = (x is None or x.ndim < 4 or len(x) == 1 for x in self)
+            parts = (x if whole else x[start : start + count] for x, whole in zip(self, single, strict=True))  # type: ignore[index]
+            yield AppliedAttention(*parts).map()
 
 
 class _Frame:
@@ -106,27 +83,26 @@ class _Frame:
 
     def __init__(self, heads: int, layout: MapLayout | None) -> None:
         self.heads, self.layout = heads, layout
-        self.applied: list[Scores | FormedMap] = []
+        self.applied: list[AppliedAttention] = []
         self.logits: Tensor | None = None
 
     def standard(self, x: Tensor) -> Tensor:
         return to_standard_map(x, self.layout or usual_layout(x, self.heads), self.heads)
 
-    def scores(self, call: FusedCall) -> Scores:
+    def scores(self, call: FusedCall) -> AppliedAttention:
         q, k, mask = call.scaled_query, call.repeated[0], call.mask
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
         if mask is not None and q.ndim != 4:
             mask = self.standard(mask.expand(*q.shape[:-1], k.shape[-2]))
-        return Scores(self.standard(q), self.standard(k), mask)
+        return AppliedAttention(self.standard(q), self.standard(k), mask)
 
-    def result(self) -> Scores | FormedMap | None:
+    def result(self) -> AppliedAttention | None:
         """Return the attention that the layer applied last; of a layer that loops over its heads, all heads."""
-        formed = [maps for maps in self.applied if isinstance(maps, FormedMap)]
-        if len(formed) == len(self.applied) > 1:
-            logits = [head.logits.q for head in formed if head.logits]
-            joint = Scores(torch.cat(logits, 1), None) if logits else None
-            return FormedMap(torch.cat([head.maps for head in formed], 1), joint)
+        maps = [head.maps for head in self.applied if head.maps is not None]
+        if len(maps) == len(self.applied) > 1:
+            logits = [head.q for head in self.applied if head.q is not None]
+            return AppliedAttention(torch.cat(logits, 1) if logits else None, maps=torch.cat(maps, 1))
         return self.applied[-1] if self.applied else None
 
 
@@ -154,7 +130,7 @@ class ReadMaps(FollowMaps):
         if func is F.multi_head_attention_forward:  # of nn.MultiheadAttention: one operation
             given = {**(kwargs or {}), "need_weights": True, "average_attn_weights": False}
             maps: Any = func(*args, **given)[1]
-            self.frame.applied.append(FormedMap(maps, None))
+            self.frame.applied.append(AppliedAttention(None, maps=maps))
         return out
 
     @property
@@ -166,7 +142,7 @@ class ReadMaps(FollowMaps):
         """Begin the forward of a layer; `ignore`: it is not recorded."""
         self.frames.append(None if ignore else _Frame(heads, layout))
 
-    def leave(self) -> Scores | FormedMap | None:
+    def leave(self) -> AppliedAttention | None:
         """End the forward of a layer, and return the attention that it applied, or None."""
         frame = self.frames.pop()
         if not any(each and each.logits is not None for each in self.frames):
@@ -184,6 +160,6 @@ class ReadMaps(FollowMaps):
 
     def at_product(self, maps: Tensor) -> Tensor:
         if self.frame and self.frame.logits is not None:
-            logits, self.frame.logits = Scores(self.frame.standard(self.frame.logits), None), None
-            self.frame.applied.append(FormedMap(self.frame.standard(maps), logits))
+            logits, self.frame.logits = self.frame.standard(self.frame.logits), None
+            self.frame.applied.append(AppliedAttention(logits, maps=self.frame.standard(maps)))
         return maps

@@ -20,8 +20,6 @@ Value = tuple[int, int]
 
 _AS = {"reshape_as", "view_as", "expand_as", "type_as"}
 """Operations that read of their second tensor its shape or dtype alone."""
-_VIEWS = {"flatten", "reshape", "view", "unflatten", "unsqueeze", "squeeze", "contiguous", "reshape_as", "view_as"}
-"""Operations that keep all elements in their order."""
 _SHAPES = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
 """Operations that read the shape of their tensor alone."""
 _DECISIONS = {"item", "tolist", "numpy", "nonzero", "masked_select", "unique", "equal", "allclose", "nms", "where"}
@@ -96,22 +94,6 @@ class Flow(TorchFunctionMode):
         self.running.pop()
         self.outputs[name].append(tuple(map(value_of, tensors_in(output))))
 
-    def readers(self, value: Value) -> Iterator[Operation]:
-        """Yield the operations that read a value, also as a view of it."""
-        for operation in self.reads[value]:
-            if operation.name in _VIEWS and operation.inputs[0] == value:
-                yield from self.readers(operation.outputs[0])
-            else:
-                yield operation
-
-    def norm_after(self, layer: str) -> str | None:
-        """Return the module that applies BatchNorm to the output of a layer's only call, or None if others read it."""
-        calls = self.outputs[layer]
-        if len(calls) != 1 or len(calls[0]) != 1:
-            return None
-        readers = [each for each in self.readers(calls[0][0]) if not f"{each.module}.".startswith(f"{layer}.")]
-        return readers[0].module if [each.name for each in readers] == ["batch_norm"] else None
-
 
 def value_of(tensor: Tensor) -> Value:
     """Return the identity and the version of a tensor."""
@@ -139,9 +121,10 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
 
     Example:
         >>> unit = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()).eval()
-        >>> flow = see(unit, lambda: unit(torch.randn(1, 3, 8, 8)))
-        >>> flow.norm_after("0"), len(flow.outputs["2"])
-        ('1', 1)
+        >>> x = torch.randn(1, 3, 8, 8)
+        >>> flow = see(unit, lambda: unit(x))
+        >>> [each.name for each in flow.operations], len(flow.outputs["2"])
+        (['conv2d', 'batch_norm', 'relu'], 1)
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     flow, handles = Flow(dict(tensors)), []

@@ -40,8 +40,7 @@ _UNCHANGED |= {"alpha_dropout", "feature_dropout"}
 """Operations that give their input back in eval mode."""
 
 Change = tuple[str, str]
-"""What becomes of a module or parameter, and its name: identity, nothing (0), unscaled (a norm without its own weight
-and bias), ones or zeros."""
+"""What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias)."""
 
 
 class Window(NamedTuple):
@@ -77,7 +76,7 @@ class Part(NamedTuple):
 class Affine:
     """A value as a function of its source: the sum of parts, plus a shift of shape (C,); `axis` is that of channels.
 
-    `gone`: what becomes of the modules and parameters between them when it is written into a layer.
+    `gone`: what becomes of the modules between them when it is written into a layer.
     """
 
     source: Value
@@ -269,28 +268,19 @@ class Plan:
             return name, f"the bias of {shown} is not its own"
         return name, ""
 
-    def _neutral(self, operation: Operation) -> tuple[Change | None, str]:
-        """Return the module or parameter that can be made neutral in place of an operation, or the reason why none."""
+    def _why_needed(self, operation: Operation) -> str:
+        """Return why the module of an operation cannot become the identity, or ""."""
         name, flow = operation.module, self.flow
+        if operation.name in _NORMS and (reason := self._not_alone(name)):
+            return reason
         own, calls = self._own[name], flow.inputs[name]
         steps = all(each.name in _ARITHMETIC | _UNCHANGED | {"batch_norm"} for each in own)
         last = [calls[0][0] if calls and calls[0] else None, *(each.outputs[0] for each in own)]
         in_turn = all(before in each.inputs for before, each in zip(last[:-1], own, strict=True))
         single = all(sum(v not in flow.constant for v in each.inputs) == 1 for each in own)
-        if operation.name in _NORMS and (reason := self._not_alone(name)):
-            return None, reason
         if name and len(calls) == 1 == len(calls[0]) and steps and in_turn and single:
-            return (None, "") if describe_attachments(self.model.get_submodule(name)) else (("identity", name), "")
-        constants = [value for value in operation.inputs if value in flow.constant]
-        while constants and id(flow.tensors[constants[0]]) not in flow.names:
-            maker = flow.made.get(constants[0])
-            if maker is None or maker.name not in _VIEWS or not self._is_read_once(constants[0]):
-                break
-            constants = [maker.inputs[0]]
-        names = flow.names.get(id(flow.tensors[constants[0]]), []) if constants else []
-        if len(names) != 1 or operation.name not in _MUL | _ADD or not self._is_read_once(constants[0]):
-            return None, "its module computes more than the norm"
-        return ("ones" if operation.name in _MUL else "zeros", names[0]), ""
+            return describe_attachments(self.model.get_submodule(name)) or ""
+        return "its module computes more than the norm"
 
     def _follow_norm(self, operation: Operation, x: Value) -> Affine | None:
         given, name, output = _bind(operation), operation.module, operation.outputs[0]
@@ -308,8 +298,8 @@ class Plan:
             return replace(self._source(output, axis), source=(0, 0)).scaled(weight, shift, ("unscaled", name))
         self.norms.add(name)
         mean, variance = (given.get(key) for key in ("running_mean", "running_var"))
-        change, reason = self._neutral(operation)
-        if given.get("training") or mean is None or variance is None or change is None or change[0] != "identity":
+        reason = self._why_needed(operation)
+        if reason or given.get("training") or mean is None or variance is None:
             self.left[name] = reason or "it uses the statistics of the batch"
             return None
         gain = torch.rsqrt(variance.double() + given.get("eps", 1e-5))
@@ -319,7 +309,7 @@ class Plan:
         if base is None or base.axis != 1:
             self.left[name] = self._why_none_before(x)
             base = self._source(x, 1)
-        return base.scaled(gain, shift, change)
+        return base.scaled(gain, shift, ("identity", name))
 
     def _not_alone(self, name: str) -> str:
         """Return why a norm cannot be changed, or ""."""
@@ -334,14 +324,11 @@ class Plan:
         return self._refused.get(value) or (f"it follows {maker.name}" if maker else "it reads the model's input")
 
     def _follow_scale(self, operation: Operation, x: Value) -> Affine | None:
-        """Follow a product with a vector of channels, or a sum with one, that is made of parameters alone."""
+        """Follow the product or sum of a module, such as LayerScale, with a vector of channels made of parameters."""
         (constant,) = set(operation.inputs) - {x}
-        shape, (change, _), base = self._shape(x), self._neutral(operation), self._take(x)
-        if self._shape(operation.outputs[0]) != shape or change is None:
-            return None
-        if (base is None and change[0] != "identity" and not self.affine) or (
-            operation.name in _SUB | _DIV and operation.inputs[1] != constant
-        ):
+        shape, base = self._shape(x), self._take(x)
+        turned = operation.name in _SUB | _DIV and operation.inputs[1] != constant
+        if turned or self._shape(operation.outputs[0]) != shape or self._why_needed(operation):
             return None
         for axis in (base.axis,) if base else dict.fromkeys((1, len(shape) - 1)):
             tensor = self.flow.tensors[constant]
@@ -349,11 +336,9 @@ class Plan:
             if axis < len(sides) == len(shape) and all(n == 1 for i, n in enumerate(sides) if i != axis):
                 vector = tensor.detach().double().reshape(-1).expand(shape[axis])
                 ones, zeros = torch.ones_like(vector), torch.zeros_like(vector)
-                if change[0] != "identity" and torch.equal(vector, ones if change[0] == "ones" else zeros):
-                    return base  # it was made neutral before
                 gain = vector if operation.name in _MUL else 1 / vector if operation.name in _DIV else ones
                 shift = vector if operation.name in _ADD else -vector if operation.name in _SUB else zeros
-                return (base or self._source(x, axis)).scaled(gain, shift, change)
+                return (base or self._source(x, axis)).scaled(gain, shift, ("identity", operation.module))
         return None
 
     def _follow_sum(self, operation: Operation) -> Affine | None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.operations import see, unwrap
+from isomorph.operations import unwrap
 from isomorph.surgery.merge import Cases, FuseReport, merge, own_example, search
 from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.plain_layers import first_altered_part
@@ -33,9 +34,9 @@ _METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 class Fuse(Rule):
     """Rule that replaces a layer by the result of its method `fuse()` or `reparameterize()`, the same in eval mode.
 
-    Methods of timm run in float64. Pyramids inside the module are fused first. Where a BatchNorm alone reads a fused
-    pyramid that had no bias, the bias moves into the running mean, so that the unit has the parameters with which it
-    was created; methods of timm ignore such a bias.
+    Methods of timm run in float64. Pyramids inside the module are fused first. The bias of a fused pyramid that had
+    none moves into the running mean of the BatchNorm after it in a unit of timm or an nn.Sequential, so that the unit
+    has the parameters with which it was created; methods of timm ignore such a bias.
 
     Raises: UserError from `build` if the module has no `fuse()`.
 
@@ -80,8 +81,13 @@ class Fuse(Rule):
         """Move the biases that fused pyramids have, and their layers had not, into the norms after them."""
         parents = Counter(layer for unit in model.modules() for layer in unit.children())
         for unit in model.modules():
-            if any(getattr(layer, "has_new_bias", False) and parents[layer] == 1 for layer in unit.children()):
-                _absorb_bias(unit)
+            known = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith("timm.")
+            linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
+            for layer, norm in pairwise(unit.children()):
+                is_new = known and linear == [layer] and getattr(layer, "has_new_bias", False)
+                if is_new and isinstance(norm, _BatchNorm) and norm.running_mean is not None and parents[layer] == 1:
+                    norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator, union-attr]
+                    layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
 
 def _method(module: nn.Module) -> str:
@@ -128,46 +134,6 @@ def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
     vars(module).pop(method)
     _fuse_pyramids(module)
     return getattr(module, method)()
-
-
-@torch.no_grad()
-def _absorb_bias(unit: nn.Module) -> None:
-    """Move the bias of the linear layer in a unit of two into the running mean of the norm after it, in place."""
-    if names := conv_and_norm(unit):
-        layer, norm = map(unit.get_submodule, names)
-        if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
-            norm.running_mean.sub_(layer.bias)  # type: ignore[operator]
-            layer.bias = None
-
-
-def conv_and_norm(unit: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the linear layer and of the BatchNorm that alone reads its output, in a unit of the two.
-
-    They are children of the module, and run in this order whatever its class: ConvNormAct, GhostNet's ConvBnAct,
-    LeViT's pairs. None for others, for a BatchNorm without running statistics, and where the output is used otherwise.
-    """
-    children: dict[str, Any] = dict(unit.named_children())
-    layers = [name for name, child in children.items() if isinstance(child, nn.Linear | nn.Conv2d)]
-    norms = [name for name, child in children.items() if getattr(child, "running_mean", None) is not None]
-    if len(layers) != 1 or len(norms) != 1:
-        return None
-    layer, unit = children[layers[0]], copy.deepcopy(unit).eval()
-    for part in unit.modules():  # hooks of the user are not for an example
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
-    if isinstance(layer, nn.Linear):
-        shape = [2, 2, layer.in_features]
-    else:
-        shape = [
-            2,
-            layer.in_channels,
-            *(d * (k - 1) + 1 for k, d in zip(layer.kernel_size, layer.dilation, strict=True)),
-        ]
-    try:
-        flow = see(unit, lambda: unit(layer.weight.new_zeros(shape)))
-    except Exception:  # it takes other inputs
-        return None
-    return (layers[0], norms[0]) if flow.norm_after(layers[0]) == norms[0] else None
 
 
 def fuse(

@@ -246,8 +246,7 @@ def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: i
         items = output.items() if isinstance(output, Mapping) else enumerate(listed)
         fitting = [key for key, value in items if _is_features(value)]
         if len(fitting) != 1:
-            found = f"has {len(fitting)} maps" if fitting else "has no map or tokens"
-            raise UserError(f"the output of {place}, a {type(output).__name__}, {found}; give entry, its index or key")
+            raise UserError(f"the output of {place} has {len(fitting)} maps or tokens; give entry, its index or key")
         entry = fitting[0]
     try:
         features = _entry(output, entry)

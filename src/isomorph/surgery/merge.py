@@ -33,8 +33,8 @@ class Merge(Rule):
     """Rule that gives a module the form that it has after its function, or another's, was written into a layer.
 
     Forms: "layer", a layer with other weights, where asked for with a `bias` or another number of `outputs`;
-    "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "without", a module
-    without the parameter `name`. The values come from `fuse`, or from a checkpoint.
+    "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "unscaled", a norm
+    without its weight and bias. The values come from `fuse`, or from a checkpoint.
 
     Example:
         >>> iso.surgery.Merge("identity").build(torch.nn.BatchNorm2d(4))
@@ -44,15 +44,14 @@ class Merge(Rule):
     form: str
     outputs: int = 0
     bias: bool = False
-    name: str = ""
 
     atol: ClassVar[float] = 1e-4
     keeps_output: ClassVar[bool] = False
 
     def reason(self, module: nn.Module) -> str | None:
         """Return that the module has no weight, where the form needs one, or None."""
-        needed = {"layer": "weight", "without": self.name}.get(self.form)
-        return f"it has no {needed}" if needed and getattr(module, needed, None) is None else None
+        needs_weight = self.form in ("layer", "unscaled")
+        return "it has no weight" if needs_weight and getattr(module, "weight", None) is None else None
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
@@ -64,8 +63,8 @@ class Merge(Rule):
             kept = [(name, part) for name, part in module.named_children() if type(part) is not nn.Identity]
             return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
         new: Any = copy.deepcopy(module)
-        if self.form == "without":
-            new._parameters[self.name] = None
+        if self.form == "unscaled":
+            new._parameters |= dict.fromkeys(new._parameters)
             return new
         weight, known = new.weight, "out_features" if hasattr(new, "out_features") else "out_channels"
         rows = self.outputs or getattr(new, known, len(weight))
@@ -282,25 +281,23 @@ def merge(
     # into readers first: a branch that reads the value may be written into another layer; chains last, from their end
     groups = sorted(agreed.values(), key=lambda group: ("readers", "sum", "chain").index(group.kind))
 
-    def merged(chosen: list[Group], removed: bool) -> tuple[nn.Module, list[tuple[Merge, str]]]:
+    def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
         new = copy.deepcopy(model)
-        return new, [edit for group in groups if group in chosen for edit in _apply(new, group, removed)]
+        return new, [edit for group in groups if group in chosen for edit in _apply(new, group)]
 
-    scaled = any(form in ("ones", "zeros") for group in groups for form, _ in group.gone)
-    removed = scaled and cases.fault(lambda: merged(groups, True)[0]) is None
-    bad = search(groups, lambda chosen: cases.fault(lambda: merged(chosen, removed)[0]))
+    bad = search(groups, lambda chosen: cases.fault(lambda: merged(chosen)[0]))
     good = [group for group in groups if group not in bad]
     into = {name: ", ".join(group.carriers) for group in good for _, name in group.gone}
     for group in (first or {}).values():
         reason = bad.get(group, "calls at other sizes or by other methods differ in what they read")
         left = {name: reason for _, name in group.gone if name in norms} | left
-    new, edits = merged(good, removed)
+    new, edits = merged(good)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, group: Group, removed: bool) -> list[tuple[Merge, str]]:
-    """Write a group into its carriers, in place, and return the edits; `removed`: scales become None, not 1 or 0."""
+def _apply(model: nn.Module, group: Group) -> list[tuple[Merge, str]]:
+    """Write a group into its carriers, in place, and return the edits."""
     edits: list[tuple[Merge, str]] = []
     layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 
@@ -322,16 +319,7 @@ def _apply(model: nn.Module, group: Group, removed: bool) -> list[tuple[Merge, s
         if bias is not None:
             layer.bias.copy_(bias)
     for form, name in group.gone:
-        owner, _, leaf = name.rpartition(".")
-        if form == "unscaled":
-            for each, _ in list(model.get_submodule(name).named_parameters()):
-                reshape(Merge("without", name=each), name)
-        elif form not in ("ones", "zeros"):
-            reshape(Merge(form), name)
-        elif removed:
-            reshape(Merge("without", name=leaf), owner)
-        else:
-            getattr(model.get_submodule(owner), leaf).fill_(float(form == "ones"))
+        reshape(Merge(form), name)
     return edits
 
 

@@ -8,8 +8,7 @@ from timm.models.byobnet import MobileOneBlock
 from torch import Tensor, nn
 
 from isomorph.layers.pyramid.conv import convolve_normalised
-from isomorph.surgery.linear_layers import is_plain_norm, linear_mismatch
-from isomorph.surgery.plain_layers import overridden_methods
+from isomorph.surgery.plain_layers import is_plain_norm, linear_mismatch, overridden_methods
 
 
 @register_notrace_module
