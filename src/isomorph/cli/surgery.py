@@ -79,7 +79,7 @@ def fuse(
 ) -> None:
     """Merge the branches, norms and scales of a trained model into its layers; verify and save it, to run or fine-tune.
 
-    Printed are what was merged, what was left and why, parameters and MACs before and after, and the largest
+    Printed are what was merged, what was left and why, parameters before and after, and the largest
     difference in float64.
 
     Example: isomorph fuse runs/tdrl --out thin.safetensors

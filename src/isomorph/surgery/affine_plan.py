@@ -92,11 +92,6 @@ class Affine:
         gone = self.gone if change in self.gone else (*self.gone, change)
         return replace(self, parts=parts, shift=self.shift * gain + shift, gone=gone)
 
-    def plus(self, other: "Affine") -> "Affine":
-        """Return the sum of two functions of one source."""
-        parts, gone = (*self.parts, *other.parts), (*self.gone, *other.gone)
-        return replace(self, parts=parts, shift=self.shift + other.shift, gone=gone)
-
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -348,7 +343,8 @@ class Plan:
         one, other = (self._take(value) for value in operation.inputs)
         total = None
         if one and other and not (one.viewed or other.viewed) and (one.source, one.axis) == (other.source, other.axis):
-            total = one.plus(other)
+            parts, gone = (*one.parts, *other.parts), (*one.gone, *other.gone)
+            total = replace(one, parts=parts, shift=one.shift + other.shift, gone=gone)
         else:
             for each, value in ((one, operation.inputs[1]), (other, operation.inputs[0])):
                 if each and each.source == value and not each.viewed:
@@ -417,20 +413,20 @@ class Plan:
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
         nothing = {name for group in self.groups for form, name in group.gone if form == "nothing"}
-        outputs: dict[str | None, int] = {}
+        outputs: dict[str, int] = {}
         for output, before in self._chained[::-1]:
-            first, (second, *_) = _carrier(before.parts), self._values[output].parts
+            first, last = _carrier(before.parts), self._values[output].parts[0].layer
+            if first is None or not first.layer or not last or nothing & {first.layer, last}:
+                continue
             stays = any(part.layer is None for part in before.parts)
-            if first is None or stays or first.window.groups > 1 or first.window.transposed:
+            if stays or first.window.groups > 1 or first.window.transposed:
                 continue
-            if not first.layer or not second.layer or nothing & {first.layer, second.layer}:
-                continue
-            one, two = (self.model.get_submodule(name).weight for name in (first.layer, second.layer))
-            rows = outputs.get(second.layer, len(two))  # type: ignore[arg-type]
-            if one.ndim == two.ndim and rows * one[0].numel() <= one.numel() + rows * two.shape[1]:  # type: ignore[operator, index]
+            one, two = (self.model.get_submodule(name).get_parameter("weight") for name in (first.layer, last))
+            rows = outputs.get(last, len(two))
+            if one.ndim == two.ndim and rows * one[0].numel() <= one.numel() + rows * two.shape[1]:
                 outputs[first.layer] = rows
-                windows = first.window, second.window
-                self._add(Group("chain", (first.layer, second.layer), windows, (("identity", second.layer),)))
+                windows = first.window, self._values[output].parts[0].window
+                self._add(Group("chain", (first.layer, last), windows, (("identity", last),)))
 
 
 def _child_of(parent: str, name: str) -> str | None:

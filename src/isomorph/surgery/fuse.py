@@ -210,8 +210,7 @@ def fuse_with_report(
     before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
     report = FuseReport(names, merged, left, (before, after))
     if cases:
-        macs = cases.macs, cases.count(exact)
-        report = replace(report, macs=macs, difference=cases.difference(exact), inputs=cases.sizes)
+        report = replace(report, difference=cases.difference(exact), inputs=cases.sizes)
     return new, report
 
 

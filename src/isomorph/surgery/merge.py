@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from timm.models import get_model_input_config
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
@@ -89,7 +88,6 @@ class FuseReport:
     """What `fuse` did to a model: what was fused and merged into which layers, and what was left, with the reason.
 
     `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
-    `macs` counts those of the first input.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20").eval()
@@ -102,7 +100,6 @@ class FuseReport:
     merged: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     parameters: tuple[int, int] = (0, 0)
-    macs: tuple[int, int] | None = None
     difference: float | None = None
     inputs: tuple[str, ...] = ()
 
@@ -112,8 +109,6 @@ class FuseReport:
             f"{len(self.fused)} modules fused; {counts}",
             f"  parameters {self.parameters[0]:,} before, {self.parameters[1]:,} after",
         ]
-        if self.macs:
-            lines.append(f"  MACs {self.macs[0]:,} before, {self.macs[1]:,} after, for an input of {self.inputs[0]}")
         if self.difference is not None:
             compared = f"compared at {', '.join(self.inputs)}"
             lines.append(f"  max |diff| {self.difference:.2g} of max |out| (float64), {compared}")
@@ -148,10 +143,8 @@ class Cases:
     def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
         given = [example] if isinstance(example, Tensor | Mapping) else list(example)
         first, *others = [cast_floats(x, torch.float64) for x in (given if given[1:] else (*given, *_crops(given[0])))]
-        self._first, self._calls = first, list[tuple[str, Inputs, list[Tensor]]]()
-        with FlopCounterMode(display=False) as counter:
-            deciding = see(model, lambda: run_model(model, _copy(first))).deciding
-        self.macs = counter.get_total_flops() // 2
+        self._calls = list[tuple[str, Inputs, list[Tensor]]]()
+        deciding = see(model, lambda: run_model(model, _copy(first))).deciding
         parts = [(name, child) for name in deciding for child, _ in model.get_submodule(name).named_children()]
         self._watched = [f"{name}.{child}".lstrip(".") for name, child in parts]
         entries = [name for name in _ENTRIES if callable(getattr(model, name, None))]
@@ -172,13 +165,6 @@ class Cases:
     def _try(self, model: nn.Module, entry: str, inputs: Inputs) -> None:
         with suppress(Exception):  # this model has other sizes, or another method of that name
             self._calls.append((entry, inputs, self._outputs(model, entry, inputs)))
-
-    @torch.no_grad()
-    def count(self, model: nn.Module) -> int:
-        """Return the MACs of a model for the first input."""
-        with FlopCounterMode(display=False) as counter:
-            run_model(model, _copy(self._first))
-        return counter.get_total_flops() // 2
 
     @torch.no_grad()
     def _outputs(self, model: nn.Module, entry: str, inputs: Inputs) -> list[Tensor]:

@@ -12,15 +12,7 @@ from typing import Any
 import timm.layers
 import torch
 import torch.nn.functional as F
-from timm.layers import (
-    BatchNormAct2d,
-    ScaledStdConv2d,
-    ScaledStdConv2dSame,
-    StdConv2d,
-    StdConv2dSame,
-    SyncBatchNormAct,
-    to_2tuple,
-)
+from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
 from timm.layers.conv2d_same import Conv2dSame
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -170,9 +162,13 @@ def _pads_same(module: nn.Module) -> bool:
 
 def _equal_sides(conv: nn.Conv2d) -> tuple[int, int] | None:
     """Return the SAME padding if it is the same on both sides for every image, else None."""
-    total = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-    fixed = conv.stride == (1, 1) and not any(t % 2 for t in total)
-    return (total[0] // 2, total[1] // 2) if fixed else None
+    return _half_extents(conv) if conv.stride == (1, 1) else None
+
+
+def _half_extents(conv: nn.Conv2d) -> tuple[int, int] | None:
+    """Return the rows and columns that a kernel reads on each side of its middle, or None if sides differ."""
+    rows, columns = (d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True))
+    return None if rows % 2 or columns % 2 else (rows // 2, columns // 2)
 
 
 def same_padding(module: Any) -> SamePadding | None:
@@ -194,7 +190,8 @@ def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict(pad=padding, conv=replacement)) if padding else replacement
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BATCH_NORMS += (timm.layers.BatchNormAct2d, timm.layers.SyncBatchNormAct)
 
 
 def is_plain_norm(module: nn.Module) -> bool:
@@ -224,6 +221,5 @@ def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
     if conv.padding == "valid":
         return (0, 0)
     if conv.padding == "same":
-        total = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return None if any(t % 2 for t in total) else (total[0] // 2, total[1] // 2)
-    return to_2tuple(conv.padding)
+        return _half_extents(conv)
+    return timm.layers.to_2tuple(conv.padding)

@@ -1,6 +1,7 @@
 """Measure the BatchNorm statistics of a model on given data, for its function as it is or after averaging weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,34 +52,31 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         )
     if isinstance(batches, Tensor):
         raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
-    inputs = (batch if isinstance(batch, Tensor | Mapping) else batch[0] for batch in batches)
-    with eval_mode(model):
-        count = (
-            _recompute_keeping_function(model, inputs)
-            if keep_function
-            else _recompute_running_statistics(model, norms, inputs)
-        )
+    count = 0
+    with eval_mode(model), _measure_inputs(model) if keep_function else _renew_statistics(norms):
+        for batch in batches:
+            run_model(model, batch if isinstance(batch, Tensor | Mapping) else batch[0])
+            count += 1
     if not count:
         raise UserError("recalibrate needs at least one batch")
     return model
 
 
-def _recompute_running_statistics(model: nn.Module, norms: list[_BatchNorm], inputs: Iterable[Any]) -> int:
-    """Recompute running statistics with every BatchNorm in train mode, and return the number of batches."""
-    momenta, count = [norm.momentum for norm in norms], 0
+@contextmanager
+def _renew_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Context in which every BatchNorm is in train mode, and gets the mean of its statistics over all batches."""
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum, norm.training = None, True  # torch: momentum None is the mean over all batches
-    for batch in inputs:
-        run_model(model, batch)
-        count += 1
+        norm.momentum, norm.training = None, True
+    yield
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    return count
 
 
-def _recompute_keeping_function(model: nn.Module, inputs: Iterable[Any]) -> int:
-    """Set the statistics that every BatchNorm receives in eval mode, and return the number of batches.
+@contextmanager
+def _measure_inputs(model: nn.Module) -> Iterator[None]:
+    """Context at whose end every BatchNorm gets the statistics of its inputs in it, and keeps its function.
 
     One pass is enough: the function stays the same, and so do the inputs of every BatchNorm.
     """
@@ -89,18 +87,13 @@ def _recompute_keeping_function(model: nn.Module, inputs: Iterable[Any]) -> int:
             moments_of.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
-    handles, count = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
-    try:
-        for batch in inputs:
-            run_model(model, batch)
-            count += 1
-    finally:
-        for handle in handles:
-            handle.remove()
+    handles = [module.register_forward_pre_hook(hook) for module in layers.values()]
+    yield
+    for handle in handles:
+        handle.remove()
     for norm, pairs in moments_of.items():
         means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
         _set_statistics(norm, means, variances)
-    return count
 
 
 def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
