@@ -42,7 +42,7 @@ def meta_step(recipe: Any) -> tuple[Any, nn.Module, list[Tensor]]:
     model = build_model(part, 1000, recipe.drop_path or 0.0)
     size = recipe.data.size or (224, 224)
     if recipe.mask:
-        model = MaskedAutoencoder(model, 4, 128, 4)
+        model = MaskedAutoencoder(model, *recipe.mask.decoder)
     model = model.to("meta").train()
     images = torch.empty(recipe.data.batch_size // GPUS, 3, *size, device="meta")
     teacher: nn.Module | None = None
