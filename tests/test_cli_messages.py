@@ -1,6 +1,7 @@
 """What the command line says: names of options, progress, control characters, machines without a network."""
 
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,3 +123,18 @@ def test_the_name_of_a_recipe_stays_below_runs():
     for name in ("../x", "/tmp/x", "a/../../x", "..", "", "a//b", r"..\x", "C:x", "x\0y", "x\ny"):
         refused(said, validate, {**values, "name": name})
     assert validate({**values, "name": "sweep/a b-1.5"}).folder == Path("runs/sweep/a b-1.5")
+
+
+def test_a_process_says_that_it_waits(monkeypatch, capsys):
+    for name, value in dict(WORLD_SIZE="3", RANK="1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "_PATIENCE", 0.01)
+
+    def wait(_):
+        time.sleep(0.1)
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(distributed.dist, "init_process_group", wait)
+    with pytest.raises(iso.UserError, match="process 1 of 3 found no others: nobody came"):
+        distributed.open_runtime("cpu")
+    assert "process 1 waits for the 2 others of 3; is each started" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 import atexit
 import os
 import random
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, first_line
+from isomorph.terminal_tables import say
 
 REPEATED = -1
 """Label of an example that a process repeats so that all processes have the same number of batches."""
 
+_PATIENCE = 5.0
+"""Seconds after which a process says that it waits for others."""
 T = TypeVar("T")
 
 
@@ -146,10 +151,16 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():
+        text = f"isomorph: process {rank} waits for the {world - 1} others of {world}; is each started, with torchrun?"
+        reminder = threading.Timer(_PATIENCE, say, (text, sys.stderr))
+        reminder.daemon = True
+        reminder.start()
         try:
             dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
         except (RuntimeError, ValueError) as error:  # torch's errors of a store are RuntimeErrors
             raise UserError(f"process {rank} of {world} found no others: {first_line(error)}") from None
+        finally:
+            reminder.cancel()
         atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return Runtime(target, amp, rank, world)
 
