@@ -63,7 +63,7 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/coatnet.py
 
 evidence: $(VENV)/.dev
-	@for method in insert tcnn convit tdrl refiner coatnet; do $(BIN)/python benchmarks/evidence.py $$method --hours 10 || exit; done
+	@for method in insert window tcnn convit tdrl refiner coatnet; do $(BIN)/python benchmarks/evidence.py $$method --hours 10 || exit; done
 
 docs: $(VENV)/.core
 	@$(PIP) -e '.[docs]'

@@ -1,6 +1,6 @@
 """The studies of docs/evidence.md: for each method the paper's claim, its arms, and the control that could refute it.
 
-    python benchmarks/evidence.py convit --hours 10     # or tcnn, tdrl, refiner, coatnet, insert
+    python benchmarks/evidence.py convit --hours 10     # or tcnn, tdrl, refiner, coatnet, insert, window
     python benchmarks/evidence.py convit --hours 0      # only the tables of what is trained
 
 A cell is one network trained once: an arm, its number of training images and epochs, a learning rate, a seed. A
@@ -79,6 +79,8 @@ class Study:
     control: str
     look: Callable[[nn.Module, Tensor], dict[str, Any]] = lambda model, images: {}
     optimizer: Callable[[nn.Module, Cell], torch.optim.Optimizer] = lambda model, cell: adamw(model, cell)
+    before_step: Callable[[nn.Module, Cell, float], None] = lambda model, cell, progress: None
+    """Called with the share of the training that is done."""
     mixup: bool = False
 
 
@@ -164,6 +166,7 @@ def train(study: Study, cell: Cell, images: Images, deadline: float, snapshot: P
             factor = min(1.0, progress / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
+            study.before_step(model, cell, progress)
             inputs, targets = mixed(x, y, generator) if study.mixup else (x, y)
             loss = F.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
@@ -394,18 +397,15 @@ TDRL = Study(
 # --- T-CNN: a recast network, fine-tuned, beats its CNN --------------------------------------------------------------
 
 
-def base_cnn(images: Images) -> nn.Module:
-    """ResNet-20 trained here without the validation images: 20 epochs of AdamW."""
-    path = RUNS / "tcnn_base.pt"
-    model = timm.create_model("cifar_resnet20")
+def trained_base(name: str, model: nn.Module, cell: Cell, images: Images) -> nn.Module:
+    """The network that the arms of a study start from, trained here once without the validation images."""
+    path = RUNS / f"{name}_base.pt"
     if not path.is_file():
-        print("base CNN", flush=True)
-        study = Study("", lambda cell, images: model, (), "")
-        cell = Cell("base", 45_000, 20, 4e-3, 0)
-        row = train(study, cell, images, math.inf, RUNS / "tcnn_base_part.pt")
+        print(f"base of {name}", flush=True)
+        row = train(Study("", lambda *_: model, (), ""), cell, images, math.inf, RUNS / f"{name}_base_part.pt")
         torch.save(model.state_dict() | {"row": json.dumps(row)}, path)
     model.load_state_dict({k: v for k, v in torch.load(path, weights_only=True).items() if k != "row"})
-    return model
+    return model.eval()
 
 
 TCNN_SURGERY: dict[str, iso.ConvToGPSA | None] = {
@@ -419,7 +419,8 @@ TCNN_SURGERY: dict[str, iso.ConvToGPSA | None] = {
 def build_tcnn(cell: Cell, images: Images) -> nn.Module:
     """The paper's surgery: the last stage at stride 1, the second convolution of its blocks recast."""
     form, stride = cell.arm.split(", ")
-    model = base_cnn(images).eval()
+    cnn = timm.create_model("cifar_resnet20")
+    model = trained_base("tcnn", cnn, Cell("base", 45_000, 20, 4e-3, 0), images)
     if stride == "stride 1":
         model = iso.unstride(model, "layer3.0")
     if rule := TCNN_SURGERY[form]:
@@ -474,7 +475,42 @@ INSERT = Study(
     lambda model, cell: adamw(model, cell, gamma_lr="10x"),
 )
 
-STUDIES = {"insert": INSERT, "tcnn": TCNN, "convit": CONVIT, "tdrl": TDRL, "refiner": REFINER, "coatnet": COATNET_STUDY}
+
+# --- window: a trained ViT moves to local attention -------------------------------------------------------------------
+
+
+def build_windowed(cell: Cell, images: Images) -> nn.Module:
+    """The trained ViT, 8 x 8 patches; with windows of 4 x 4 in five of six blocks in all arms but the first."""
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=10, weight_init="jax", **VIT)
+    model = trained_base("window", vit, Cell("base", 10_000, 15, 2e-3, 0), images)
+    if cell.arm != "global":
+        model = iso.recast(model, iso.AttentionToWindow(window=4), where="blocks.[0-4].attn")
+    return model.train()
+
+
+def close_windows(model: nn.Module, cell: Cell, progress: float) -> None:
+    """At once, or over the first half of the training."""
+    if cell.arm != "global":
+        iso.Anneal(steps=1000).apply(model, 1000 if cell.arm == "at once" else min(1000, round(2000 * progress)))
+
+
+WINDOW = Study(
+    "a ViT that is annealed to windows keeps more than one whose windows close at once",
+    build_windowed,
+    (Setting(("global", "annealed", "at once"), 10_000, 4, (3e-4, 1e-3)),),
+    "global",
+    before_step=close_windows,
+)
+
+STUDIES = {
+    "insert": INSERT,
+    "window": WINDOW,
+    "tcnn": TCNN,
+    "convit": CONVIT,
+    "tdrl": TDRL,
+    "refiner": REFINER,
+    "coatnet": COATNET_STUDY,
+}
 
 
 def main() -> None:
