@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import isomorph as iso
+from isomorph import distributed
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import name_options

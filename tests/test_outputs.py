@@ -7,6 +7,7 @@ import timm
 
 import isomorph as iso
 from isomorph.checkpoints import files
+from isomorph.checkpoints.paths import move_into_place
 from isomorph.cli import main
 
 COMMANDS = {
@@ -22,17 +23,16 @@ def test_of_two_commands_one_writes(command, links, tmp_path, monkeypatch, capsy
     def disk_without_links(*names):
         raise PermissionError
 
-    def another_command_writes(path):
-        if path.exists() or "OUT" not in str(path):
-            return
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("theirs")
-        written.append(path)
+    def another_command_writes(partial, path, new=False):
+        if not path.exists() and "OUT" in str(path):
+            path.write_text("theirs")
+            written.append(path)
+        move_into_place(partial, path, new)
 
     monkeypatch.chdir(tmp_path)
     iso.save(timm.create_model("cifar_resnet20"), "m.safetensors")
     written = []
-    monkeypatch.setattr(files, "_remove_abandoned", another_command_writes)
+    monkeypatch.setattr(files, "move_into_place", another_command_writes)
     if not links:
         monkeypatch.setattr(os, "link", disk_without_links)
     run = [command, "m.safetensors", *COMMANDS[command]]

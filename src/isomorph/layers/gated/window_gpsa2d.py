@@ -132,8 +132,8 @@ class WindowGPSA2d(GPSA2d):
         bias = constant(_tile_bias, q, axes, self.stride, self.window, q.dtype)
         filters = (self.weight.flatten(2) * torch.sigmoid(-self.gate)).to(values.dtype)
         lengths, steps = [axis.length for axis in axes], [axis.step for axis in axes]
-        count = max(1, MAX_ENTRIES // (bias.numel() * self.num_heads)) if is_eager() else len(q)
-        parts = zip(queries.split(count), joint.split(count), strict=True)
+        count = max(1, MAX_ENTRIES // (bias.numel() * self.num_heads))
+        parts = zip(queries.split(count), joint.split(count), strict=True) if is_eager() else [(queries, joint)]
         y = torch.cat([recomputed(_attend_tiles, *part, bias, filters, lengths, steps) for part in parts])
         return self.with_bias(y[:, :, :Hq, :Wq])
 

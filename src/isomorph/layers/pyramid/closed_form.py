@@ -232,6 +232,46 @@ def _run(pack: _Pack, mean: Tensor, covariance: Tensor, zero: Tensor | None) -> 
     return _Found(weight, bias, variance, means, total, z_of, p_of)
 
 
+class _NormGradients:
+    """Gradients of the scales and variances of all BatchNorms, collected from the last level to the first."""
+
+    def __init__(self, pack: _Pack, found: _Found, covariance: Tensor, zero: Tensor) -> None:
+        form, rows = pack.form, pack.form.rows
+        normalised = slice(0, sum(rows))
+        self.pack, self.variance, self.zero = pack, found.variances, zero
+        self.spans = [slice(*ends) for ends in pairwise([0, *accumulate(rows)])]
+        self.p = found.p or torch.split_with_sizes(torch.bmm(pack.z, covariance), rows, 1)
+        spread = torch.rsub(found.variances[:, normalised], -2 * form.eps, alpha=2)
+        self.slope = pack.scales[:, normalised] / spread  # -gamma / 2 (v + eps)
+        self.scales: list[Tensor] = []
+        self.variances: list[Tensor] = []
+
+    def through(self, level: int, d: Tensor, read: Tensor, at: slice) -> Tensor:
+        """Return the gradient of what a level's BatchNorms read, of which the first rows are normalised."""
+        form, count = self.pack.form, self.pack.form.rows[level]
+        d, d_scale = _scale_rows_backward(d, read, self.variance[:, at], self.pack.scales[:, at], self.zero, form.eps)
+        self.scales.insert(0, d_scale[:, :count])
+        self.variances.insert(0, self.slope[:, self.spans[level]] * self.scales[0])
+        d[:, :count].addcmul_(self.variances[0].unsqueeze(-1), self.p[level], value=2)
+        return d
+
+
+def _through_branches(
+    pack: _Pack, level: int, chains: Tensor, d: Tensor, column: Tensor
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the gradients of a level's last matrices, and of the rows and shifts that these read."""
+    G, N, C = pack.form.groups, pack.form.pyramids, pack.form.reads
+    d_lasts: list[Tensor] = []
+    parts: list[Tensor] = []
+    shifts: list[Tensor] = []
+    for j, last in enumerate(map(_each, pack.lasts[level])):
+        own, own_shift = (_each(each[:, j * N : (j + 1) * N]) for each in (chains, pack.shifts[level]))
+        d_lasts.append(torch.baddbmm(torch.bmm(d, own.mT), column, own_shift.mT))
+        parts.append(torch.bmm(last.mT, d).view(G, -1, C))
+        shifts.append(torch.bmm(last.mT, column).view(G, -1))
+    return d_lasts, parts, shifts
+
+
 def _backward(
     pack: _Pack, found: _Found, mean: Tensor, covariance: Tensor, zero: Tensor, d_weight: Tensor, d_bias: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
@@ -239,45 +279,24 @@ def _backward(
 
     Shape: d_weight (G, N o, C), d_bias (G, N o)
     """
-    form, variance, z, scales = pack.form, found.variances, pack.z, pack.scales
+    form, z, norms = pack.form, pack.z, _NormGradients(pack, found, covariance, zero)
     G, N, C, out, rows, depth = form.groups, form.pyramids, form.reads, form.out, form.rows, len(form.widths)
-    spans = [slice(*ends) for ends in pairwise([0, *accumulate(rows)])]
-    normalised, inner = slice(0, sum(rows)), slice(0, spans[depth - 1].stop)
-    p = found.p or torch.split_with_sizes(torch.bmm(z, covariance), rows, 1)
-    a = _scale_rows(z[:, inner], variance[:, inner], scales[:, inner], zero, form.eps)
-    slope = scales[:, normalised] / torch.rsub(variance[:, normalised], -2 * form.eps, alpha=2)  # -gamma / 2 (v + eps)
-    d_scales: list[Tensor] = []
-    d_variances: list[Tensor] = []
-
-    def through_norm(level: int, d: Tensor, read: Tensor, at: slice) -> Tensor:
-        """Return the gradient of what a level's BatchNorms read, of which the first rows are normalised."""
-        d, d_scale = _scale_rows_backward(d, read, variance[:, at], scales[:, at], zero, form.eps)
-        d_scales.insert(0, d_scale[:, : rows[level]])
-        d_variances.insert(0, slope[:, spans[level]] * d_scales[0])
-        d[:, : rows[level]].addcmul_(d_variances[0].unsqueeze(-1), p[level], value=2)
-        return d
-
+    inner = slice(0, norms.spans[depth - 1].stop)
+    a = _scale_rows(z[:, inner], found.variances[:, inner], pack.scales[:, inner], zero, form.eps)
     d, d_shift = d_weight, d_bias
     if form.rectified:
-        d, at = through_norm(depth, d, found.total, slice(-N * out, None)), rows[depth]
+        d, at = norms.through(depth, d, found.total, slice(-N * out, None)), rows[depth]
         d_shift = torch.cat([zero[: G * at].view(G, at), d_shift[:, at:] * form.rest], 1)
     if form.scale != 1:
         d, d_shift = d * form.scale, d_shift * form.scale
-    d = d.reshape(-1, out, C)
-    column = d_shift.reshape(-1, out, 1)
-    d_z = d
-    d_inner: list[Tensor] = []
+    d, column = d.reshape(-1, out, C), d_shift.reshape(-1, out, 1)
+    d_z, d_inner = d, []
     d_lasts: list[Tensor] = []
     d_shifts: list[Tensor] = []
     for level in reversed(range(depth)):
-        chains = a[:, spans[level]].view(G, form.chains[level], -1, C)
-        parts: list[Tensor] = []
-        shifts: list[Tensor] = []
-        for j, last in enumerate(map(_each, pack.lasts[level])):
-            own, own_shift = (_each(each[:, j * N : (j + 1) * N]) for each in (chains, pack.shifts[level]))
-            d_lasts.insert(j, torch.baddbmm(torch.bmm(d, own.mT), column, own_shift.mT))
-            parts.append(torch.bmm(last.mT, d).view(G, -1, C))
-            shifts.append(torch.bmm(last.mT, column).view(G, -1))
+        chains = a[:, norms.spans[level]].view(G, form.chains[level], -1, C)
+        own, parts, shifts = _through_branches(pack, level, chains, d, column)
+        d_lasts = [*own, *d_lasts]
         if not form.last:
             parts, shifts = [d.view(G, -1, C)] * len(form.depths), [column.view(G, -1)] * len(form.depths)
         elif level + 1 < depth:
@@ -287,8 +306,8 @@ def _backward(
             parts.append(torch.bmm(matrix.mT, d_z).view(G, -1, C))
             shifts.append(zero[: G * parts[-1].shape[1]].view(G, -1))
         d_shifts = [*shifts, *d_shifts]
-        at = spans[level]
-        d_z = through_norm(level, parts[0] if len(parts) == 1 else torch.cat(parts, 1), z[:, at], at)
+        at = norms.spans[level]
+        d_z = norms.through(level, parts[0] if len(parts) == 1 else torch.cat(parts, 1), z[:, at], at)
     blocks = [d_z.reshape(-1, form.widths[0], C)]
     d_mean = torch.bmm(found.weight.mT, d_bias.unsqueeze(-1))
     if form.skip:
@@ -297,8 +316,8 @@ def _backward(
     else:
         d_mean = -d_mean
     dead = [zero[: G * count].view(G, -1) for count in rows[:depth]]
-    vectors = [dead[0], *[d_shift] * form.skip, *dead[1:], *[d_shift] * sum(form.ended), *d_scales, *d_shifts]
-    factors = d_variances[0] if len(d_variances) == 1 else torch.cat(d_variances, 1)
+    vectors = [dead[0], *[d_shift] * form.skip, *dead[1:], *[d_shift] * sum(form.ended), *norms.scales, *d_shifts]
+    factors = norms.variances[0] if len(norms.variances) == 1 else torch.cat(norms.variances, 1)
     d_covariance = symmetric_product(z * factors.unsqueeze(-1), z)
     vectors += [d_bias[:, : rows[depth]]] if form.rectified else []
     return d_mean.squeeze(-1), d_covariance, [*blocks, *d_inner, *d_lasts], vectors
