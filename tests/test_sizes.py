@@ -18,11 +18,9 @@ from refusals import refused
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)
 CUTTING = {
     "vit": ("vit_tiny_patch16_224", SMALL, 16),
-    "hybrid": ("vit_tiny_r_s16_p8_224", SMALL, 32),
     "swin": ("swin_tiny_patch4_window7_224", dict(embed_dim=12, depths=(1, 1), num_heads=(1, 2), num_classes=5), 4),
     "convit": ("convit_ti", dict(depth=2, num_classes=5, local_up_to_layer=1), 16),
     "convolved image": ("refined_vit_s", dict(depth=2, num_classes=5), 16),
-    "convnext": ("convnext_atto", dict(depths=(1, 1, 1, 1), dims=(4, 4, 4, 4), num_classes=5), 4),
 }
 WHOLE = {
     "resnet": ("resnet18", dict(channels=(8, 8, 8, 8), num_classes=5, zero_init_last=False)),
