@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -108,13 +109,15 @@ def _far(step: int) -> int:
 
 
 def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
-    """Return the smallest step between sizes that the model takes.
+    """Return the smallest step between sizes that the model takes, that of its patches where it has plain ones.
 
     Raises: UserError when the model takes only its own size, or its graph is right for no step of at least `least`.
     """
     channels, height, width = own
+    embed = getattr(getattr(model, "backbone", model), "patch_embed", None)
+    plain = isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad
     problem = ""
-    for step in _STEPS:
+    for step in (max(embed.patch_size),) if plain else _STEPS:  # type: ignore[union-attr]
         far = _far(step)
         sizes = [(channels, height, width + step), (channels, height + far, width), (channels, height, width + far)]
         problem = next(filter(None, (input_size_problem(model, other) for other in sizes)), "")
