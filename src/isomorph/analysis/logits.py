@@ -70,7 +70,7 @@ def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
 def summarise_scores(scores: AppliedAttention) -> Tensor:
     """Return largest logit, largest attention and entropy, computed for some queries at a time. Shape: -> (3, nh)"""
     tops, peaks, entropies = [], [], []
-    queries = scores.q.shape[2]
+    queries = scores.shape[0]
     for start in range(0, queries, _QUERIES_PER_CHUNK):
         logits = scores.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
         total = logits.logsumexp(-1)  # (B, nh, n)

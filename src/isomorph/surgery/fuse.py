@@ -86,7 +86,7 @@ class Fuse(Rule):
             for layer, norm in pairwise(unit.children()):
                 is_new = known and linear == [layer] and getattr(layer, "has_new_bias", False)
                 if is_new and isinstance(norm, _BatchNorm) and norm.running_mean is not None and parents[layer] == 1:
-                    norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator, union-attr]
+                    norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator]
                     layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
 
