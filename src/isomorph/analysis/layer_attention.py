@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, singledispatch
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from timm.layers import Attention
@@ -60,7 +60,7 @@ class MethodMap(NamedTuple):
     def row(self, query: int) -> Tensor:
         """Return the attention of one query. Shape: -> (B, nh, Nk)"""
         if isinstance(self.layer, TapHeads):
-            return self.layer.attention(self.args[0], query)[:, :, 0]
+            return cast(Any, self.layer).attention(self.args[0], query)[:, :, 0]
         return torch.cat([maps[:, :, query] for maps in self.chunks()])
 
     def images(self, start: int, stop: int) -> "MethodMap":

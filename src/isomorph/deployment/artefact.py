@@ -4,13 +4,13 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from isomorph import __version__
 from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.model import describe_data
@@ -44,7 +44,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     elif "size" not in shapes.dynamic:
         data["length"] = first[0]
     values = {
-        "isomorph_version": __version__,
+        "isomorph_version": version("isomorph"),
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "class_names": data.pop("label_names", None),

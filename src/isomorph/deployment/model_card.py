@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 import isomorph.models as own_models
-from isomorph import __version__
 from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.model import describe_data, describe_edits
 from isomorph.errors import UserError
@@ -76,7 +76,7 @@ def model_card(
     """
     config, made = getattr(model, "pretrained_cfg", None) or {}, edits(model)
     architecture = (config.get("architecture") or "").partition(".")[0]
-    facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": __version__}
+    facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": version("isomorph")}
     facts |= {"parameters": count_parameters(model), "classes": getattr(model, "num_classes", None)}
     sections = ["The model, and the images that it expects:", _block(recipe_text(facts | evaluation_config(model)))]
     if made:

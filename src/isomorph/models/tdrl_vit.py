@@ -129,7 +129,7 @@ def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
     for name in _relative_biases(model):
         given = state_dict.get(name, own[name])
         grid = tuple((side + 1) // 2 for side in own[name].shape[1:])
-        added[name] = resize_table(given, grid) if given.ndim == own[name].ndim == 3 else given  # type: ignore[arg-type]
+        added[name] = resize_table(given, grid) if given.ndim == own[name].ndim == 3 else given
     return {**state_dict, **added}
 
 

@@ -190,8 +190,10 @@ def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:
     return nn.Sequential(OrderedDict(pad=padding, conv=replacement)) if padding else replacement
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_BATCH_NORMS += (timm.layers.BatchNormAct2d, timm.layers.SyncBatchNormAct)
+_BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(timm.layers.BatchNormAct2d, timm.layers.SyncBatchNormAct),
+)
 
 
 def is_plain_norm(module: nn.Module) -> bool:

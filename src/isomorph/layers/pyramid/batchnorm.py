@@ -1,7 +1,7 @@
 """What BatchNorm does to an affine map in eval mode, and the running statistics that it keeps in train mode."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
         if isinstance(layer, _BatchNorm):
             weight, bias = normalise(layer, weight, bias)
             continue
-        matrix, own = weight_matrix(layer), layer.bias  # type: ignore[arg-type]
+        matrix, own = weight_matrix(layer), cast(Tensor | None, layer.bias)  # type: ignore[arg-type]
         own = matrix.new_zeros(matrix.shape[:-1]) if own is None else own.view(matrix.shape[:-1]).to(matrix.dtype)
         bias = own if weight is None else own + (matrix @ bias.unsqueeze(-1)).squeeze(-1)
         weight = matrix if weight is None else matrix @ weight

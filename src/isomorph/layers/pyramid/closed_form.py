@@ -290,7 +290,8 @@ def _backward(
     if form.scale != 1:
         d, d_shift = d * form.scale, d_shift * form.scale
     d, column = d.reshape(-1, out, C), d_shift.reshape(-1, out, 1)
-    d_z, d_inner = d, []
+    d_z = d
+    d_inner: list[Tensor] = []
     d_lasts: list[Tensor] = []
     d_shifts: list[Tensor] = []
     for level in reversed(range(depth)):
@@ -306,8 +307,8 @@ def _backward(
             parts.append(torch.bmm(matrix.mT, d_z).view(G, -1, C))
             shifts.append(zero[: G * parts[-1].shape[1]].view(G, -1))
         d_shifts = [*shifts, *d_shifts]
-        at = norms.spans[level]
-        d_z = norms.through(level, parts[0] if len(parts) == 1 else torch.cat(parts, 1), z[:, at], at)
+        read = norms.spans[level]
+        d_z = norms.through(level, parts[0] if len(parts) == 1 else torch.cat(parts, 1), z[:, read], read)
     blocks = [d_z.reshape(-1, form.widths[0], C)]
     d_mean = torch.bmm(found.weight.mT, d_bias.unsqueeze(-1))
     if form.skip:

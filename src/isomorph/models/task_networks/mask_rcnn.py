@@ -336,7 +336,8 @@ class MaskRCNN(BackboneNetwork):
         if found.is_plain:
             self.indices = found.indices[-1:]
             plain = isinstance(found.module, VisionTransformer)
-            if window and plain and all(type(block.attn) is Attention for block in found.module.blocks):
+            blocks: Any = found.module.blocks if plain else ()
+            if window and plain and all(type(block.attn) is Attention for block in blocks):
                 self.backbone = WindowedViT(found.module, self.img_size, window, global_blocks)
                 self.indices = None
             self.pyramid: nn.Module = SimpleFeaturePyramid(found.channels[-1], channels)

@@ -198,12 +198,12 @@ class LinearToPyramid(Rule):
         self.check(module)
         if isinstance(module, JointPart):
             joint, index = module.joint, module.names.index(module.name)
-            split = (
+            split: list[Any] = (
                 list(joint.pyramids) if isinstance(joint, JointPyramid) else _split_projection(joint, len(module.names))
             )
-            pyramid = self._pyramid(split[index], module.name, module.joint_name.rpartition(".")[2])  # type: ignore
+            pyramid = self._pyramid(split[index], module.name, module.joint_name.rpartition(".")[2])
             split[index] = match_original(pyramid, split[index])
-            return JointPyramid(split).train(joint.training)  # type: ignore[arg-type]
+            return JointPyramid(split).train(joint.training)
         if isinstance(module, MobileOneBlock):
             return self._build_block(module)
         if isinstance(module, AnnealedPair):
@@ -245,6 +245,6 @@ class LinearToPyramid(Rule):
             conv = self._pyramid(merge_branches(block), "")
             return nn.Sequential(OrderedDict(conv=conv, attn=block.attn, act=block.act))
         for branch in block.conv_kxk:
-            branch.conv = self._pyramid(branch.conv, "").train(block.training)  # type: ignore
+            branch.conv = self._pyramid(branch.conv, "").train(block.training)
         block.__class__ = PyramidBlock
         return block
