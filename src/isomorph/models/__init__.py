@@ -8,15 +8,7 @@ import timm
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.models import (
-    cifar_resnet,
-    coatnet,
-    convit,
-    refined_vit,
-    tcnn,
-    tdrl_vit,
-    vanillanet,
-)
+from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet
 from isomorph.models.download import build_pretrained, is_connection_error
 from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer, upernet
 

@@ -39,14 +39,7 @@ from isomorph.models.task_networks.backbone import (
     create_network,
     feature_maps,
 )
-from isomorph.models.variants import (
-    Mixin,
-    Variant,
-    image_cfg,
-    own_filter,
-    register_variants,
-    require_images,
-)
+from isomorph.models.variants import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
 
 Target = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""

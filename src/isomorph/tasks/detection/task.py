@@ -27,12 +27,7 @@ from isomorph.tasks.detection.data import (
     find_annotations,
     open_split,
 )
-from isomorph.tasks.detection.results import (
-    FittedImages,
-    collect_detections,
-    metric_rows,
-    predict_file,
-)
+from isomorph.tasks.detection.results import FittedImages, collect_detections, metric_rows, predict_file
 from isomorph.training.build import build_model
 from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.objectives.masked import LossModule

@@ -29,13 +29,7 @@ from isomorph.evaluation.input_sizes import (
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
 from isomorph.tasks.segmentation.augment import SegmentationPart, TestTransform, TrainTransform
 from isomorph.tasks.segmentation.data import FORMATS, IGNORE, MAX_CLASSES, MaskedImages, open_splits, open_test_pairs
-from isomorph.tasks.segmentation.results import (
-    class_colours,
-    draw_prediction,
-    index_image,
-    measure,
-    predict_mask,
-)
+from isomorph.tasks.segmentation.results import class_colours, draw_prediction, index_image, measure, predict_mask
 from isomorph.training.build import build_model
 from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.recipe.recipe import Recipe

@@ -84,11 +84,7 @@ def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module
         )
     teacher = teacher.requires_grad_(False).to(device)
     shared: dict[str, Any] = dict(
-        criterion=criterion,
-        task_loss_weight=1 - part.share,
-        temperature=part.temperature,
-        device=device,
-        verbose=False,
+        criterion=criterion, task_loss_weight=1 - part.share, temperature=part.temperature, device=device, verbose=False
     )
     if not part.token:
         kind = HardDistillationLoss if part.kind == "hard" else LogitDistillationTask

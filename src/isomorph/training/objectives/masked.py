@@ -185,11 +185,7 @@ def pretraining_objective(part: MaskPart, encoder: nn.Module, device: torch.devi
 
 @torch.no_grad()
 def evaluate_pretraining(
-    loss: _HiddenPatches,
-    module: nn.Module,
-    loader: Iterable[Any],
-    runtime: Runtime = ALONE,
-    seed: int = 0,
+    loss: _HiddenPatches, module: nn.Module, loader: Iterable[Any], runtime: Runtime = ALONE, seed: int = 0
 ) -> dict[str, float]:
     """Return the mean loss of the trained or averaged module in eval mode, over the images of all processes.
 
