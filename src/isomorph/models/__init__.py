@@ -46,7 +46,6 @@ def require_registered(name: str) -> None:
 
 
 def _close_names(name: str) -> list[str]:
-    """Return up to three names of models: the shortest that begin with this one, else similar ones."""
     known = timm.list_models()
     longer = sorted((other for other in known if other.startswith(name)), key=lambda other: (len(other), other))
     return longer[:3] or get_close_matches(name, known, n=3) or [other for other in known if name in other][:3]

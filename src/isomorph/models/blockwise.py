@@ -34,7 +34,6 @@ class AnySizeViT(VisionTransformer):
         return [token for token in tokens if token is not None]
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add positions and prefix tokens as timm does. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         positions, skipped = self.pos_embed, 0 if self.no_embed_class else self.num_prefix_tokens
         if self.dynamic_img_size:
@@ -85,7 +84,6 @@ class BlockwiseViT(AnySizeViT):
         return self.call_block(i, x, maps)
 
     def call_block(self, i: int, *arguments: Any) -> Any:
-        """Call block i, recomputing it in the backward pass if gradient checkpointing is on."""
         block = self.blocks[i]
         return recompute(block, *arguments) if self.grad_checkpointing else block(*arguments)
 
@@ -200,7 +198,6 @@ class DenseHeadViT(BlockwiseViT):
         self.aux_head = self.build_aux_head(self.num_classes)
 
     def build_aux_head(self, num_classes: int) -> nn.Linear | None:
-        """Return a new classifier for the patches; None without `dense_head` or classes."""
         if not self.dense_head or not num_classes:
             return None
         head = nn.Linear(self.embed_dim, num_classes).to(self.patch_embed.proj.weight)

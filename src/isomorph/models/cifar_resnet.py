@@ -96,11 +96,9 @@ class CifarResNet(StagedNet):
 
     @property
     def stages(self) -> list[nn.Sequential]:
-        """The three stages."""
         return [self.layer1, self.layer2, self.layer3]
 
     def embed(self, x: Tensor) -> Tensor:
-        """Apply the first convolution. Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
         return self.act1(self.bn1(self.conv1(x)))
 
     def keep_stages(self, count: int) -> None:
@@ -108,7 +106,6 @@ class CifarResNet(StagedNet):
             setattr(self, f"layer{i + 1}", nn.Sequential())
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by an untrained one; with 0 classes the model returns pooled features."""
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
@@ -116,12 +113,10 @@ class CifarResNet(StagedNet):
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, **kind)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return the parameter groups for layer decay: the stem, then stages or blocks."""
         return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")
 
 
 def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
-    """Build the blocks of one width; the first one changes the shape."""
     first = CifarBlock(in_channels, out_channels, stride, rates[0])
     return nn.Sequential(first, *(CifarBlock(out_channels, out_channels, drop_path=rate) for rate in rates[1:]))
 

@@ -55,7 +55,6 @@ torch.fx.wrap("to_channels_last")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
-
 ATTENTION: dict[str, Callable[..., Attention]] = {
     "pre": RelativeAttention,
     "post": PostRelativeAttention,
@@ -128,7 +127,6 @@ class BlockGroup(NamedTuple):
 
 
 def split_layout(layout: str) -> list[str]:
-    """Return the letters of each resolution, the stem's first."""
     return (layout if layout[:1] in STEM_DEPTHS else f"S-{layout}").split("-")
 
 
@@ -246,7 +244,6 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
             self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """Return True for tables of relative attention that were made for another image size."""
         own = {n: parameter.shape for n, parameter in self.named_parameters() if n.endswith(".relative_bias")}
         return any(name in state and state[name].shape != shape for name, shape in own.items())
 
@@ -271,11 +268,9 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return self.run_stage(self.stages[0], self.stem(to_channels_last(require_images(x))))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return one function for each resolution."""
         return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages[1:])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool and classify. Shape: x (B, C, H, W) -> (B, num_classes)"""
         return self.head(x, pre_logits=pre_logits)
 
     def prune_intermediate_layers(
@@ -294,17 +289,14 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return take
 
     def get_classifier(self) -> nn.Module:
-        """Return the classifier."""
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by an untrained one; with 0 classes the model returns pooled features."""
         self.num_classes = num_classes
         like = next(self.stem.parameters())
         self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the parameter groups for layer decay: the stem, then stages or blocks, then the head."""
         blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 

@@ -122,7 +122,6 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         self.update_grid()
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """Return True for the layout of the authors and of timm's convit_*."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
     def no_weight_decay(self) -> set[str]:

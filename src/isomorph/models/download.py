@@ -84,13 +84,11 @@ def is_in_hub_cache(repository: str) -> bool:
 
 
 def _offline_hub() -> AbstractContextManager[None]:
-    """Return a context in which the hub's client reads its cache only."""
     return _replaced(constants, "HF_HUB_OFFLINE", True)
 
 
 @contextmanager
 def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace a value of a module within the block, where it has no argument for it."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:

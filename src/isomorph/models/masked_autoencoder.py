@@ -96,7 +96,6 @@ def _fix_positions(encoder: VisionTransformer) -> None:
 
 
 def _check_encoder(encoder: nn.Module) -> None:
-    """Raises: UserError if the network cannot encode a subset of the patches, each independent of the others."""
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
@@ -167,7 +166,6 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """The encoder's pretrained_cfg."""
         return self.encoder.pretrained_cfg
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
@@ -184,7 +182,6 @@ class MaskedAutoencoder(nn.Module):
         return torch.rand(len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))), device=images.device)
 
     def split_patches(self, images: Tensor, noise: Tensor | None) -> MaskSplit:
-        """Split the patches of images into visible and hidden ones."""
         noise = self.draw_noise(images) if noise is None else noise
         return split_patches(noise, self.ratio)
 
@@ -247,15 +244,12 @@ class MaskedAutoencoder(nn.Module):
         return (patches - mean) / (variance + 1e-6).sqrt()
 
     def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the mean squared error on the hidden patches."""
         prediction, mask = self(images, noise)
         return reconstruction_error(prediction, self.target(images), mask)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute blocks of encoder and decoder in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the mask token's name and those of the encoder's parameters without weight decay."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}

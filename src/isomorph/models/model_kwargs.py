@@ -69,10 +69,6 @@ def largest_allowed(name: str) -> int:
 
 
 def _check_value(name: str, value: Any, depth: int = 1) -> None:
-    """Check one value: a number of limited size, text, true, false, null, or lists and groups of these.
-
-    Raises: ValueError for any other value.
-    """
     if depth > 8:
         raise ValueError(f"{name} has more than 8 levels of lists and groups")
     limit = largest_allowed(name)

@@ -251,12 +251,10 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """Return True if the state has a classifier of patches, as all released ones do, and the model has none."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 
 def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the refiners, which a plain ViT does not have."""
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
 
 
@@ -299,7 +297,6 @@ _CROPS = dict(zip(RELEASED, (0.9, 1.0, 1.13), strict=True))  # above 1: receptiv
 
 
 def _heads_cfg(conv_embed: bool, dense_head: bool, **more: Any) -> dict[str, Any]:
-    """Return the entries of `pretrained_cfg` that depend on the patch embedding and the heads."""
     first = "patch_embed.conv1" if conv_embed else "patch_embed.proj"
     return dict(first_conv=first, classifier=("head", "aux_head") if dense_head else "head", **more)
 

@@ -124,7 +124,6 @@ class StagedNet(nn.Module):
         return intermediates if intermediates_only else (x, intermediates)
 
     def keep_stages(self, count: int) -> None:
-        """Drop the stages after the first `count`."""
         self.stages = self.stages[:count]
 
     def prune_intermediate_layers(
@@ -138,7 +137,6 @@ class StagedNet(nn.Module):
         return take
 
     def get_classifier(self) -> nn.Module:
-        """Return the classifier."""
         return getattr(self, self.head_name)
 
     def no_weight_decay(self) -> set[str]:

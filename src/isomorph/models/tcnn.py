@@ -52,11 +52,9 @@ class TransformedMixin(ForeignCheckpoints):
         return filters and not any(name in state for name in _attention_tensors(self))
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of the centres, localities and gates of the attention layers."""
         return parameters_without_decay(self)
 
     def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
-        """Recast convolutions in place, while the network is being built."""
         replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
@@ -90,7 +88,6 @@ class TCifarResNet(TransformedMixin, CifarResNet):
 
 
 def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the attention layers that a convolution does not have."""
     return {
         f"{name}.{key}": tensor
         for name, module in model.named_modules()
@@ -108,7 +105,6 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 def _backbone_cfg(name: str, size: int) -> dict[str, Any]:
-    """Return timm's pretrained_cfg of a variant's backbone, at the paper's fine-tuning resolution."""
     cfg = timm.models.get_pretrained_cfg(name).to_dict()
     for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
         cfg.pop(key, None)

@@ -90,7 +90,6 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
 
 
 def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
-    """Return the pyramids by name, each of which stands for one layer of a plain ViT."""
     return outermost_modules(model, lambda module: isinstance(module, Parallel))  # type: ignore[return-value]
 
 
@@ -134,7 +133,6 @@ def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
 
 
 def _relative_biases(model: nn.Module) -> list[str]:
-    """Return the names of the tables of relative positions, and of the biases of prefix tokens."""
     return [name for name, _ in model.named_parameters() if name.endswith((".relative_bias", ".prefix_bias"))]
 
 

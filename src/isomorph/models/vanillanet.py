@@ -74,18 +74,15 @@ class VanillaNet(StagedNet):
         self.apply(_initialise)
 
     def make_head(self) -> nn.Module:
-        """Build the classifier: two linear layers, or none for 0 classes."""
         if not self.num_classes:
             return nn.Identity()
         first = nn.Linear(self.num_features * self.global_pool.feat_mult(), self.num_classes)
         return AnnealedPair(first, nn.Linear(self.num_classes, self.num_classes), last_norm=False, slope=self.slope)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Apply the stem. Shape: x (B, in_chans, h, w) -> (B, C, h // 4, w // 4)"""
         return self.stem(x)
 
     def get_classifier(self) -> nn.Module:
-        """Return the layer that computes the logits."""
         return getattr(self.head, "second", self.head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -105,12 +102,10 @@ class VanillaNet(StagedNet):
         self.head.to(like).train(self.training)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Return the parameter groups for layer decay: the stem, the stages, the head."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 
 def _build_stage(before: int, after: int, stride: int, act_num: int, slope: float) -> nn.Sequential:
-    """Return one layer (a pair in training), max-pooling, activation."""
     pair = AnnealedPair(nn.Conv2d(before, before, 1), nn.Conv2d(before, after, 1), slope=slope)
     pool = nn.Identity() if stride == 1 else nn.MaxPool2d(stride)
     return nn.Sequential(OrderedDict(pair=pair, pool=pool, act=SeriesActivation(after, act_num)))

@@ -103,7 +103,6 @@ class ForeignCheckpoints(Mixin):
         raise NotImplementedError
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the same tensors in the model's own layout."""
         return own_filter(type(self))(state, self)
 
     # torch calls this hook for the module and its children, so it also works when the model is part of another one

@@ -31,7 +31,6 @@ _MODULES = (tcnn, convit, deit, tdrl, refiner, coatnet, cifar, diffusion, langua
 RECIPES: dict[str, dict[str, Any]] = {name: fields for module in _MODULES for name, fields in module.RECIPES.items()}
 """Recipes by name: nested dicts of the fields that differ from their defaults."""
 
-
 _OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}
 _OTHER_NAMES |= {"weights": "model.weights", "arch": "model.name", "num_classes": "model.num_classes"}
 """Options of other commands, and the recipe fields that they are."""

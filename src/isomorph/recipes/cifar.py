@@ -33,7 +33,6 @@ def _cifar_recipe(surgery: str) -> dict[str, Any]:
 
 
 def _digits_recipe(surgery: str) -> dict[str, Any]:
-    """Return a run on the digits at 24 x 24: three epochs from the CNN of `digits_cnn`."""
     recipe = _cifar_recipe(surgery)
     recipe["model"] |= dict(pretrained=False, start="weights")
     anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
@@ -54,7 +53,6 @@ CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="
 
 
 def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the training of a small ViT on the digits from random weights, with or without surgery."""
     shape = dict(img_size=24, patch_size=4, embed_dim=54, depth=3, num_heads=9, class_token=False, global_pool="avg")
     return dict(
         model=dict(name="vit_tiny_patch16_224", kwargs=shape, **(surgery or {})),

@@ -25,7 +25,6 @@ JFT_WARMUP_EPOCHS = {JFT_300M: 0.273, JFT_3B: 0.0273}
 """20,000 steps in epochs."""
 JFT_LEARNING_RATES = {3: 1e-3, 4: 5e-4, 5: 5e-4, 6: 5e-4, 7: 5e-4}
 
-
 PRETRAINING_DATA = images(4096, 224, test_crop="center")
 
 
@@ -44,7 +43,6 @@ def _randaugment(magnitude: int | None) -> Fields:
 
 
 def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> Fields:
-    """Return a run with the first column of Table 10: training on ImageNet-1k."""
     optim = _adamw(1e-3, 0.05, "cosine", min_lr=1e-5, warmup_epochs=32)
     augment = _randaugment(15) | dict(mixup=0.8, smoothing=0.1)
     setting = dict(data=PRETRAINING_DATA, augment=augment, optim=optim, epochs=300, drop_path=DROP_PATH[size])
@@ -54,7 +52,6 @@ def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> Fields:
 def _pretrain_in21k(
     size: int, source: str, precision: str = "", magnitude: int | None = None, epochs: int = 90, **kwargs: Any
 ) -> Fields:
-    """Return a run with the third column of Table 10: pre-training on ImageNet-21k with a sigmoid loss."""
     optim = _adamw(1e-3, 0.01, "linear", min_lr=1e-5, warmup_epochs=5)
     setting = dict(data=PRETRAINING_DATA, optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
     augment = _randaugment(magnitude) | dict(smoothing=0.0001)
@@ -63,7 +60,6 @@ def _pretrain_in21k(
 
 
 def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -> Fields:
-    """Return a run with the fifth column of Table 10: pre-training on JFT."""
     optim = _adamw(JFT_LEARNING_RATES[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=JFT_WARMUP_EPOCHS[data])
     augment = _randaugment(5) | dict(smoothing=0.0001)
     setting = dict(data=PRETRAINING_DATA, augment=augment, optim=optim, epochs=14, loss="sigmoid")
@@ -73,7 +69,6 @@ def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -
 def _fine_tune(
     size: int, pixels: int, before: str, source: str, top1: str, magnitude: int | None = None, **kwargs: Any
 ) -> Fields:
-    """Return a run with another column of Table 10: fine-tuning on ImageNet-1k after training on `before`."""
     batch = 1024 if before == IN21K else 512
     drop = DROP_PATH_FINE_TUNED.get(before, DROP_PATH_AFTER_JFT)[size]
     augment = _randaugment(magnitude) | dict(smoothing=0.1) | (dict(mixup=0.8) if before == IN1K else {})

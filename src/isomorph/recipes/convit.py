@@ -78,7 +78,6 @@ def _tables_1_and_2() -> dict[str, Fields]:
 
 
 def _table_3() -> dict[str, Fields]:
-    """Return the ablations of gating, of convolutional initialisation and of GPSA."""
     recipes: dict[str, Fields] = {}
     for row, (change, local_init, full, tenth) in TABLE_3.items():
         recipes[f"convit_ablation_{row}"] = _ablation(change, local_init, f"Table 3 [{row}]", full)
@@ -87,7 +86,6 @@ def _table_3() -> dict[str, Fields]:
 
 
 def _figure_8() -> dict[str, Fields]:
-    """Return every locality strength with every number of GPSA layers, on the first 100 classes."""
     recipes: dict[str, Fields] = {}
     for layers, alpha in product(GPSA_LAYER_COUNTS, LOCALITY_STRENGTHS):
         if not layers and alpha != 1:  # a plain ViT has no locality
@@ -101,7 +99,6 @@ def _figure_8() -> dict[str, Fields]:
 
 
 def _cell_name(layers: int, alpha: float) -> str:
-    """Return the name of a point of Fig. 8, from what differs from ten layers and a strength of 1."""
     parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
     return "_".join(parts)
 

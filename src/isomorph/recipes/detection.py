@@ -21,7 +21,6 @@ def _coco(
     size: int = 1024,
     network: str = "tdrl_vit_ti",
 ) -> dict[str, Any]:
-    """Return a row of Table 2; `expected` is AP of boxes and of masks."""
     return dict(
         model=dict(name="mask_rcnn", kwargs={"backbone": network, "backbone_kwargs": backbone}, start="weights"),
         task=dict(name="detection", skip_annotations=10),  # a few have no area

@@ -34,7 +34,6 @@ def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:
 
 
 def _small(recast: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a run of a narrow U-Net on a tenth of CIFAR-10, at a constant rate, with averaged weights."""
     return dict(
         task=dict(name="diffusion"),
         model=dict(name="ddpm_unet", kwargs=SMALL_NETWORK, **(dict(recast=recast) if recast else {})),

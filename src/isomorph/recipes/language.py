@@ -48,7 +48,6 @@ def _pretraining(refined: bool) -> dict[str, Any]:
 
 
 def _narrow_pretraining(refined: bool) -> dict[str, Any]:
-    """Return a pre-training of a narrow BERT on the sentences of GLUE's training files."""
     return dict(
         task=dict(name="masked_lm", length=64),
         model=dict(name="text_transformer", kwargs=NARROW, **(dict(recast=REFINED) if refined else {})),
@@ -60,7 +59,6 @@ def _narrow_pretraining(refined: bool) -> dict[str, Any]:
 
 
 def _fine_tuning(dataset: str, refined: bool, narrow: bool) -> dict[str, Any]:
-    """Return the fine-tuning on one task of GLUE, from the pre-training's model."""
     pretraining = ("bert_narrow" if narrow else "bert_small") + "_refined" * refined
     network: dict[str, Any] = dict(name="text_transformer", kwargs=NARROW) if narrow else dict(name="bert_small")
     network |= dict(weights=f"runs/{pretraining}/model.safetensors") | (dict(recast=REFINED) if refined else {})

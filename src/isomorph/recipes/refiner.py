@@ -35,7 +35,6 @@ LOCAL_ATTENTION_ONLY: Fields = dict(ratio=0, share=0)
 
 
 def _recipe(name: str, kwargs: Fields, setting: Fields, source: str, result: str, **more: Any) -> Fields:
-    """Return one run from scratch at 224."""
     recipe = dict(
         model=dict(name=name, kwargs=kwargs),
         data=images(setting["batch"], crop_pct=0.9),
@@ -55,7 +54,6 @@ def _ablation(kwargs: Fields, source: str, result: str, name: str = "refined_vit
 
 
 def _at_released_rate(recipe: Fields) -> Fields:
-    """Return the recipe with the released code's learning rate."""
     optim = recipe["optim"] | dict(lr=recipe["optim"]["lr"] / 10)
     return recipe | dict(optim=optim, source=f"{recipe['source']}, rate as released")
 
@@ -165,7 +163,6 @@ def _as_released(letter: str, maps: bool, **more: Any) -> Fields:
 
 
 def _fine_tune(name: str, size: int, expected: str) -> Fields:
-    """Return the fine-tuning of a network trained at 224 (--model.weights) at a larger size, as in DeiT."""
     return dict(
         model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
         data=images(512, size, crop_pct=1.0),
@@ -180,7 +177,6 @@ def _fine_tune(name: str, size: int, expected: str) -> Fields:
 
 
 def _table_7() -> dict[str, Fields]:
-    """Return the networks as in the paper, as released, and fine-tuned."""
     recipes = {}
     for letter, (blocks, crop_pct, results) in TABLE_7.items():
         paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"

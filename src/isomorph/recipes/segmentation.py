@@ -18,7 +18,6 @@ DISTILLED = dict(distill_weight=10.0)
 def _ade20k(
     arguments: dict[str, Any], layer_decay: float, source: str, expected: str, distilled: bool = False, **model: Any
 ) -> dict[str, Any]:
-    """Return a row of Table 2; `arguments` are those of the backbone, `model` others of the network."""
     kwargs = {"backbone": "tdrl_vit_ti", "backbone_kwargs": arguments, **model}
     return dict(
         model=dict(name="upernet", kwargs=kwargs, start="weights"),

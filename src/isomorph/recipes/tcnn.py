@@ -31,7 +31,6 @@ UNSTRIDED: Fields = dict(unstride="layer4")
 
 
 def _fine_tune(model: Fields, size: int, table: str, expected: str) -> Fields:
-    """Return 50 epochs of fine-tuning at a size."""
     return dict(
         model=model,
         data=images(1024, size),
@@ -46,7 +45,6 @@ def _fine_tune(model: Fields, size: int, table: str, expected: str) -> Fields:
 
 
 def _row(backbone: str, surgery: Fields = SURGERY) -> Fields:
-    """Return one row of Tables 1 and 5; without self-attention if `surgery` has no recast."""
     size, alone, time_alone, transformed, time, table = BACKBONES[backbone]
     result, total = (transformed, time) if "recast" in surgery else (alone, time_alone)
     expected = top1("" if surgery is UNSTRIDED else result, f", {total} times ResNet50-RS's training" if total else "")
@@ -54,7 +52,6 @@ def _row(backbone: str, surgery: Fields = SURGERY) -> Fields:
 
 
 def _after_400(size: int, result: str, surgery: Fields) -> Fields:
-    """Return a row of Table 3 that fine-tunes the ResNet-50 of 400 epochs (--model.weights) for 50 more."""
     expected = top1(result, ", from --model.weights of tcnn_late_400")
     return _fine_tune(dict(name="resnet50", start="weights", **surgery), size, "Table 3", expected)
 

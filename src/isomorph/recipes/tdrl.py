@@ -38,7 +38,6 @@ TEACHER = dict(
 
 
 def _mlp(layout: str, **more: Any) -> Fields:
-    """Return the arguments of a network with pyramids in the MLP alone."""
     return dict(layout=layout, where=["blocks.*.mlp.fc?"], **more)
 
 
@@ -47,7 +46,6 @@ def _model(kwargs: Fields, name: str = "tdrl_vit_ti", **more: Any) -> Fields:
 
 
 def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False) -> Fields:
-    """Return one row of ViT-Tiny after pre-training."""
     decay = (0.75 if distilled else 0.85) if kwargs == PLAIN else 0.65
     warmup, distill = 10 if epochs >= 300 else 5, dict(distill=TEACHER) if distilled else {}
     return dict(
@@ -98,7 +96,6 @@ FINE_TUNINGS: dict[str, tuple[Any, ...]] = {
 
 
 def _tables() -> dict[str, Fields]:
-    """Return every row of ViT-Tiny and ViT-Small, and the runs without pre-training."""
     recipes = {f"tdrl_{name}_g2sd": _pretrain(*row) for name, row in PRETRAININGS.items()}
     fused = f"76.73 top-1 {FUSED}"
     recipes["tdrl_fused_g2sd"] = _pretrain(_mlp("P-W1S"), "Table 9", fused, epochs=220)
@@ -251,7 +248,6 @@ def _cifar(kwargs: Fields, data: Fields, lr: float, epochs: int, **more: Any) ->
 
 
 def _cifar_labels(layout: str, weights: str | None = None) -> Fields:
-    """Return training on a fifth of the labels, from scratch or, with a lower learning rate, from `weights`."""
     data = dict(fraction=0.2, test_crop="whole")
     recipe = _cifar(dict(layout=layout), data, 3e-3, 5, augment=dict(crop_padding=4))
     if weights:
@@ -261,13 +257,11 @@ def _cifar_labels(layout: str, weights: str | None = None) -> Fields:
 
 
 def _cifar_pretrain(kwargs: Fields, mask: Fields, epochs: int) -> Fields:
-    """Return pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
     data, augment = dict(fraction=0.5, test_crop="whole"), dict(scale=[0.5, 1.0])
     return _cifar(kwargs, data, 2e-3, epochs, augment=augment, mask=mask, evaluate_every=2)
 
 
 def _cifar_recipes() -> dict[str, Fields]:
-    """Return generic distillation from `cifar_mae_teacher` with its fine-tuning, and training from scratch."""
     student: Fields = dict(depth=2, width=64, heads=4, teacher="runs/cifar_mae_teacher/autoencoder.safetensors")
     recipes = {
         "cifar_mae_teacher": _cifar_pretrain(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), 6),

@@ -47,13 +47,11 @@ class ImageSet(Dataset[Any], Generic[S]):
         return self.transform(example) if self.transform else example
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Self:
-        """Return the images at these indices."""
         part = copy.copy(self)
         part.samples = [self.samples[int(i)] for i in indices]
         return part
 
     def image(self, index: int) -> Image.Image:
-        """Return an image in RGB."""
         return read_image(self.path(index))
 
     def path(self, index: int) -> Path:

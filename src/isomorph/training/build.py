@@ -91,7 +91,6 @@ def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
-    """Return a message about the tensors loaded from a checkpoint and those that are new."""
     loaded = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
     named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
     return f"weights: {loaded} tensors from {path}{form}" + (f"; new: {named}" if new else "")
@@ -181,7 +180,6 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
 
 
 def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: TrainSampler) -> DataLoader[Any]:
-    """Return the loader of this process's training batches, augmented as the recipe says."""
     augment, data = recipe.augment, recipe.data
     transform = train_transform(
         config,

@@ -92,7 +92,6 @@ class Classification(Task):
 
 
 def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-    """Return accuracy and calibration over the images of all processes."""
     return sum_counts(runtime.gather(count_predictions(model, runtime.pad_batches(loader)))).metrics()
 
 
@@ -111,5 +110,4 @@ CLASSIFICATION = Classification(Part())
 
 
 def recipe_task(recipe: Recipe) -> Task:
-    """Return the task of a recipe."""
     return cast(Task, recipe.task.task) if recipe.task else CLASSIFICATION

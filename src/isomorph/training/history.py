@@ -85,7 +85,6 @@ def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Gati
 
 
 def _without_none(values: list[Any]) -> list[Any]:
-    """Return nested lists with NaN for None."""
     return [_without_none(each) if isinstance(each, list) else math.nan if each is None else each for each in values]
 
 

@@ -26,7 +26,6 @@ GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas
 
 
 def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of all gates, and those of all centres and localities, of gated attention layers."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _GATED)}
     names = {f"{name}.{own}".lstrip(".") for name, layer in layers.items() for own in layer.no_weight_decay()}
     gates = {name for name in names if name.rpartition(".")[2] == "gate"}

@@ -49,7 +49,6 @@ def distribute(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
 
 
 def _shard(module: nn.Module) -> None:
-    """Shard the parameters of every block with FSDP2, which gathers them while the block computes."""
     for block in find_blocks(module):
         fully_shard(block)
     fully_shard(module)

@@ -27,7 +27,6 @@ class FeatureBackbone(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if all maps have one resolution, as in a ViT."""
         return len(set(self.reductions)) == 1
 
     def distinct(self) -> "FeatureBackbone":
@@ -77,7 +76,6 @@ def feature_maps(backbone: nn.Module, indices: Sequence[int], x: Tensor) -> list
 
 
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
-    """Return the arguments that let a model take images of any size, and create its positions for `img_size`."""
     kind = _model_class(name.partition(".")[0])
     free = {} if issubclass(kind, BlockwiseViT) else {"dynamic_img_size": True, "strict_img_size": False}
     given = {"img_size": to_2tuple(img_size)} if img_size is not None else {}
@@ -118,7 +116,6 @@ class BackboneNetwork(nn.Module):
         return {"backbone_kwargs": {**self.backbone_kwargs, **fused}} if fused else {}
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay: those that the backbone or its layers exempt."""
         return parameters_without_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
@@ -128,7 +125,6 @@ class BackboneNetwork(nn.Module):
         return lambda name: layers.get(name.removeprefix("backbone."), last) if name.startswith("backbone.") else last
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
         self.backbone.set_grad_checkpointing(enable)
 
 

@@ -108,7 +108,6 @@ class DDPMUNet(nn.Module):
         return {"x": torch.randn(batch, self.in_chans, height, width, generator=generator), "t": steps}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations in the backward pass, to save memory."""
         (self.unet.enable_gradient_checkpointing if enable else self.unet.disable_gradient_checkpointing)()
 
     def get_classifier(self) -> None:

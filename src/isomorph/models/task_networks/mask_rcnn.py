@@ -198,19 +198,15 @@ class WindowedViT(nn.Module):
             block.attn = DecomposedAttention.from_attention(block.attn, inside, inside or grid)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert a classification checkpoint of the given network with that network's own filter."""
         return self.source_filter(_without_prefix_tokens(state), self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations of the blocks in the backward pass, to save memory."""
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return the parameter groups for layer decay: patches and positions, then blocks."""
         return dict(stem=r"^(?:patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters that weight decay would change without need: the absolute positions."""
         return {"pos_embed"}
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -255,7 +251,6 @@ class SimpleFeaturePyramid(nn.Module):
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int) -> Conv2dNormActivation:
-    """Return a convolution without bias, and LayerNorm over its channels."""
     return Conv2dNormActivation(
         in_channels, out_channels, kernel_size, norm_layer=LayerNorm2d, activation_layer=None, bias=False
     )
@@ -343,7 +338,6 @@ class MaskRCNN(BackboneNetwork):
         self.roi_heads = self._new_regions(channels, features, samples, score_threshold, detections)
 
     def _new_regions(self, channels: int, features: int, samples: int, threshold: float, detections: int) -> RoIHeads:
-        """Return the heads that read proposals: four convolutions and a layer for boxes, five for masks."""
         strides, classes = self.strides[:-1], self.num_classes + 1  # class 0 is the background
         masks: dict[str, Any] = {}
         if self.has_masks:
@@ -374,7 +368,6 @@ class MaskRCNN(BackboneNetwork):
         }
 
     def get_classifier(self) -> nn.Module:
-        """Return the classifier of boxes."""
         return self.roi_heads.box_predictor.cls_score
 
     def pyramid_maps(self, x: Tensor) -> OrderedDict[str, Tensor]:
@@ -405,7 +398,6 @@ class MaskRCNN(BackboneNetwork):
         return {**losses, **more}
 
     def _raw_outputs(self, x: Tensor, maps: OrderedDict[str, Tensor]) -> dict[str, Any]:
-        """Return what every layer computes, for boxes that do not depend on the image."""
         objectness, anchor_deltas = self.rpn.head(list(maps.values()))
         boxes = [fixed_boxes(x)] * len(x)
         heads: Any = self.roi_heads
@@ -445,7 +437,6 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[st
 _SIZE = dict(input_size=(3, 1024, 1024), crop_pct=1.0, interpolation="bilinear")
 _CFG = image_cfg(num_classes=80, first_conv=None, classifier=_CLASS_HEADS, **_SIZE)
 default_cfgs = generate_default_cfgs({"mask_rcnn": _CFG})  # no weights of whole networks are public
-
 
 _DESCRIPTION = "with a fused TDRL-ViT-Ti 27.66M parameters (TDRL Table 2)"
 register_variants(__name__, partial(create_network, MaskRCNN), {"mask_rcnn": Variant({}, _DESCRIPTION)})

@@ -78,14 +78,12 @@ class TextTransformer(nn.Module):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a sequence."""
         positions = getattr(getattr(self.body, "embeddings", None), "position_embeddings", None)
         if positions is None:
             return getattr(self.body.config, "max_position_embeddings", 2**20)
         return positions.num_embeddings - (0 if positions.padding_idx is None else positions.padding_idx + 1)
 
     def _new_head(self) -> nn.Module:
-        """Return a new head for the number of classes."""
         config = self.body.config
         drop = getattr(config, "hidden_dropout_prob", getattr(config, "dropout", 0.1))
         if self.num_classes:  # dropout before the layer, as in ELECTRA's code for fine-tuning
@@ -140,7 +138,6 @@ class TextTransformer(nn.Module):
         return {"input_ids": ids.where(mask, torch.tensor(padding)), "attention_mask": mask.long()}
 
     def get_classifier(self) -> nn.Module:
-        """Return the head."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -155,7 +152,6 @@ class TextTransformer(nn.Module):
         )
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations in the backward pass, to save memory."""
         (self.body.gradient_checkpointing_enable if enable else self.body.gradient_checkpointing_disable)()
 
 

@@ -71,7 +71,6 @@ def resize_map(x: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _init_convolutions(module: nn.Module) -> None:
-    """Initialise convolutions for ReLU (He et al., 2015), and classifiers with std .01."""
     for part in module.modules():
         if isinstance(part, ConvNormAct):
             nn.init.kaiming_normal_(part.conv.weight, mode="fan_out", nonlinearity="relu")
@@ -199,7 +198,6 @@ class UPerNet(BackboneNetwork):
 
     @property
     def patch_size(self) -> tuple[int, int]:
-        """Height and width that images are padded to multiples of."""
         embed = getattr(self.backbone, "patch_embed", None)
         return tuple(embed.patch_size) if isinstance(embed, PatchEmbed) else (1, 1)
 
@@ -232,11 +230,9 @@ class UPerNet(BackboneNetwork):
         return resize_map(logits, padded)[..., :height, :width]
 
     def get_classifier(self) -> nn.Module:
-        """Return the classifier of the head."""
         return self.head.classifier
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replace the classifiers of both heads by untrained ones."""
         self.num_classes = num_classes
         for head in filter(None, (self.head, self.auxiliary_head)):
             old: Any = head.classifier

@@ -62,7 +62,6 @@ class Annotations(NamedTuple):
 
 
 def pycocotools(module: str) -> Any:
-    """Return a module of pycocotools. Raises: UserError if the package is not installed."""
     return optional_module(f"pycocotools.{module}", "detection needs pycocotools, which is not installed", "dense")
 
 
@@ -156,7 +155,6 @@ def read_annotations(path: Path, masks: bool, skip: int = 0) -> Annotations:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a COCO file. Raises: UserError when it is missing or not in COCO's format."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -171,7 +169,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return the names of the categories by number, in order. Raises: UserError for none, or two of one number."""
     named = {c["id"]: str(c.get("name") or c["id"]) for c in categories if _is_id(c.get("id"))}
     if not named or len(named) < len(categories):
         raise UserError(f"{path}: categories must have an id each, a whole number of their own")
@@ -179,7 +176,6 @@ def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _read_images(path: Path, images: Sequence[Mapping[str, Any]]) -> dict[int, ImageRecord]:
-    """Return the images by number, without objects. Raises: UserError for missing fields, or two of one number."""
     records: dict[int, ImageRecord] = {}
     for image in images:
         number, file, *size = (image.get(key) for key in ("id", "file_name", "height", "width"))
@@ -203,7 +199,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _field_problem(annotation: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the fields that an annotation may leave out, or None."""
     crowd, area = annotation.get("iscrowd"), annotation.get("area")
     if crowd not in (None, 0, 1):
         return f"has iscrowd {crowd!r:.40}, which is not 0 or 1"
@@ -213,7 +208,6 @@ def _field_problem(annotation: Mapping[str, Any]) -> str | None:
 
 
 def _box_problem(box: Any, record: ImageRecord) -> str | None:
-    """Return what is wrong with a box (left, top, width, height), or None."""
     if not isinstance(box, list) or len(box) != 4 or not all(_is_number(n) for n in box):
         return f"has bbox {str(box)[:80]}, which is not left, top, width and height"
     left, top, width, height = box
@@ -253,7 +247,6 @@ def _outline_problem(outline: Any, record: ImageRecord) -> str | None:
 
 
 def _is_polygon(points: Any) -> bool:
-    """True for a list of three points or more, as finite numbers x, y, x, y, ..."""
     return isinstance(points, list) and len(points) >= 6 and not len(points) % 2 and all(map(_is_number, points))
 
 
@@ -374,7 +367,6 @@ class FitTransform:
         return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])
 
     def normalise(self, image: Tensor) -> Tensor:
-        """Return an image of bytes as normalised numbers."""
         return V.normalize(V.to_dtype(image, torch.float32, scale=True), self.mean, self.std)
 
 
@@ -411,7 +403,6 @@ class TrainTransform(FitTransform):
         return pad_to(self.normalise(sample["image"].as_subclass(Tensor)), self.size), self._objects(sample, objects)
 
     def _objects(self, sample: dict[str, Any], objects: Objects) -> Objects:
-        """Return the objects that the crop left."""
         boxes, labels = sample["boxes"].as_subclass(Tensor), objects["labels"]
         if "masks" not in sample:
             left = ((boxes[:, 2:] - boxes[:, :2]) >= _MIN_SIDE).all(1)
@@ -430,7 +421,6 @@ def fitted_size(size: tuple[int, ...], limit: tuple[int, ...]) -> list[int]:
 
 
 def _resize(value: Any, size: list[int]) -> Any:
-    """Resize an image, its boxes or its masks; masks take the nearest pixel."""
     if isinstance(value, tv_tensors.Mask):
         return V.resize(value, size, InterpolationMode.NEAREST) if len(value) else value.new_zeros(0, *size)
     return V.resize(value, size, antialias=True)

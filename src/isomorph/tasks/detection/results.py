@@ -93,7 +93,6 @@ def to_image(found: dict[str, Tensor], record: ImageRecord, inside: tuple[int, i
 
 
 def as_results(found: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Return detections in an image as entries of COCO's format for results."""
     corners = found["boxes"].double()
     boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
     entries: list[dict[str, Any]] = [
@@ -161,7 +160,6 @@ def ground_truth(source: DetectionSource) -> Any:
 
 
 def _evaluate(truth: Any, results: Results, kind: str) -> Any:
-    """Return pycocotools' evaluation of results."""
     other = "bbox" if kind == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
     given = [{key: value for key, value in each.items() if key != other} for each in results.entries]
     with contextlib.redirect_stdout(io.StringIO()):

@@ -236,7 +236,6 @@ class Detection(Task):
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
-        """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's."""
         given, own = options.data, self.options
         if given is not None and given.endswith(".json"):
             source = self._open(Path(given).parent, "test", Path(given).name, None)
@@ -264,6 +263,5 @@ class Detection(Task):
 
 
 def collate(examples: Sequence[Any]) -> tuple[torch.Tensor, list[Any], list[str]]:
-    """Stack images, and list their objects and the messages about unreadable images."""
     images, objects, problems = zip(*examples, strict=True)
     return torch.stack(images), list(objects), list(chain.from_iterable(problems))

@@ -41,7 +41,6 @@ Progress = Callable[[int, int], None]
 
 
 def _fidelity(module: str) -> Any:
-    """Return a module of torch-fidelity. Raises: UserError without the package."""
     return optional_module(f"torch_fidelity.{module}", "comparing sets of images needs torch-fidelity", "diffusion")
 
 

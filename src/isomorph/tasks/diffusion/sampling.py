@@ -148,7 +148,6 @@ def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
 
 
 def spaced_times(time_steps: int, steps: int) -> list[int]:
-    """Return evenly spaced time steps from the noisiest to 0."""
     return torch.linspace(time_steps - 1, 0, steps, dtype=torch.float64).round().int().tolist()
 
 

@@ -111,13 +111,11 @@ def _draw(shape: torch.Size, numbers: Iterable[int], schedule: NoiseSchedule) ->
 
 
 def mean_error(sums: Tensor) -> dict[str, Any]:
-    """Return the mean error over all time steps, `denoising`, and the number of images."""
     total, images = sums.sum(0).tolist()
     return {"denoising": total / max(images, 1), "images": int(images)}
 
 
 def errors_by_time(sums: Tensor, time_steps: int) -> list[dict[str, Any]]:
-    """Return a row of the mean error for every interval of time steps that has images."""
     edges = [-(-i * time_steps // INTERVALS) for i in range(INTERVALS + 1)]
     named = zip(edges, edges[1:], sums.tolist(), strict=False)
     return [
@@ -188,7 +186,6 @@ class Diffusion(Task):
 
 
 def _without_classes(source: Any) -> Source:
-    """Return a source whose images are not of classes, which a diffusion model does not know."""
     source = copy.copy(source)
     source.classes = ()
     return source

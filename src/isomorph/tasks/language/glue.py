@@ -94,7 +94,6 @@ def read_file(path: Path, task: GlueData) -> list[Row]:
 
 
 def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueData) -> list[int]:
-    """Return the numbers of columns. Raises: UserError for one that the header does not have."""
     if missing := [column for column in wanted if column not in header]:
         has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
         raise UserError(f"{path} {has}; give the published file, or the hub's")
@@ -172,7 +171,6 @@ def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
 
 
 def _patterns(name: str, split: Split) -> dict[str, str]:
-    """Return the folders of a task, published and on the hub, and the names of a split's files there."""
     test = GLUE[name].test
     names = ("train", "train") if split == "train" else (test, test.replace("dev", "validation"))
     return {GLUE[name].folder: f"{names[0]}.tsv", name: f"{names[1]}-*.parquet"}
@@ -233,7 +231,6 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"input_ids": ids, "token_type_ids": types}, self.labels[index]
 
     def subset(self, indices: np.ndarray) -> "Sentences":
-        """Return some of the examples."""
         part = copy.copy(self)
         part.ids, part.types = ([values[i] for i in indices] for values in (self.ids, self.types))
         part.labels = self.labels[torch.from_numpy(np.asarray(indices))]
@@ -291,7 +288,6 @@ class TextClassification(LanguageTask):
 
     @property
     def glue(self) -> GlueData:
-        """The columns, labels and metrics of the task of GLUE."""
         return GLUE[self.options.dataset]
 
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
@@ -300,7 +296,6 @@ class TextClassification(LanguageTask):
         return self.split(recipe, train, None if recipe.data.split else self._read(root, "test"))
 
     def _read(self, root: Path, split: Split) -> Sentences:
-        """Return the examples of a split as tokens."""
         rows = read_examples(root, self.options.dataset, split)
         return Sentences(rows, self.glue.classes, self.tokenizer, self.options.length)
 
@@ -315,7 +310,6 @@ class TextClassification(LanguageTask):
         return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
 
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        """Return the metrics of the task over the examples of all processes."""
         outputs, labels = _predict(model, loader, runtime)
         gathered = runtime.gather((outputs, labels))
         outputs, labels = (np.concatenate(each) for each in zip(*gathered, strict=True))

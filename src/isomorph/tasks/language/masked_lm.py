@@ -101,7 +101,6 @@ class PackedTexts(Dataset[Any]):
         return F.pad(chosen, lacking), F.pad(ids[chosen], lacking, value=IGNORED), ids.index_copy(0, chosen, shown)
 
     def subset(self, indices: np.ndarray) -> "PackedTexts":
-        """Return some of the sequences."""
         part = copy.copy(self)
         part.rows = self.rows[indices]
         return part
@@ -146,7 +145,6 @@ class MaskedLM(LanguageTask):
         return train_set, test_set
 
     def _pack(self, texts: list[str], root: Path) -> PackedTexts:
-        """Return texts as packed sequences. Raises: UserError if they fill no two sequences."""
         rows = pack(texts, self.tokenizer, self.options.length)
         if len(rows) < 2:
             what = f"the text in {root} fills {len(rows)} sequences of task.length {self.options.length}"

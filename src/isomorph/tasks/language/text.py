@@ -152,7 +152,6 @@ class LanguageTask(Task):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokeniser of the options. Raises: UserError if it cannot be opened."""
         return open_tokenizer(self.options.tokenizer, self.options.lower_case, fetch=not self.recorded)
 
     def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
@@ -184,7 +183,6 @@ class LanguageTask(Task):
         return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
 
     def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
-        """Return the loader of one process's share of the test examples. Raises: UserError if there are too few."""
         return loader_of_share(test, batch_size, workers, runtime, PadBatch(self.tokenizer.pad_token_id))
 
     open_test: Any

@@ -22,7 +22,6 @@ from isomorph.training.recipe.fields import File, Fraction, NotNegative, Part, P
 
 
 def _as_pair(value: Any) -> Any:
-    """Return the two numbers of "512,512", "512x512" or 512; anything else unchanged."""
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+)\s*[x,]\s*(\d+)", value.strip())):
         return [int(found[1]), int(found[2])]
     return [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
@@ -75,7 +74,6 @@ class SegmentationPart(Part):
 
     @property
     def test_stride(self) -> tuple[int, int]:
-        """Distance of the test windows in height and width."""
         return self.stride or (max(1, self.crop[0] * 2 // 3), max(1, self.crop[1] * 2 // 3))
 
 
@@ -84,7 +82,6 @@ CROP_ATTEMPTS = 10
 
 
 def _uniform(low: float, high: float) -> float:
-    """Draw a number from torch's global generator."""
     return low + (high - low) * torch.rand(()).item()
 
 

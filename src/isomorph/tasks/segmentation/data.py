@@ -163,13 +163,11 @@ def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
 
 
 def _size_of(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file, without decoding it."""
     with explain_decode_errors(partial(str, path)), Image.open(path) as opened:
         return upright_size(opened)
 
 
 def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> None:
-    """Raise UserError for a mask of another size (width, height) than its image."""
     if image != mask:
         own, given = ("{} x {}".format(*size) for size in (mask, image))
         where = f"{files.mask} has {own} pixels, and {files.image.name} has {given}, turned as EXIF data says"
@@ -189,7 +187,6 @@ ADE_CLASSES = 150
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the image files below a folder, sorted."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
 
 
@@ -232,7 +229,6 @@ def ade20k(split: str, root: Path) -> MaskedImages | None:
 
 
 def _ade_classes(path: Path) -> list[str]:
-    """Return the names in ADE20K's table of classes; numbers if it is missing."""
     if not path.is_file():
         return [str(number) for number in range(1, ADE_CLASSES + 1)]
     names = [line.split("\t")[-1].split(",")[0].strip() for line in _read_lines(path)[1:]]
@@ -242,7 +238,6 @@ def _ade_classes(path: Path) -> list[str]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """Return the lines of a file that are not empty. Raises: UserError when it cannot be read, or is not text."""
     try:
         return [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -268,7 +263,6 @@ def masks(split: str, root: Path) -> MaskedImages | None:
 
 
 def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
-    """Return the folders of images and of masks of a split, or None."""
     for pattern in [pattern for name in names for pattern in (f"{name}/{{}}", f"{{}}/{name}")]:
         folders = (IMAGE_FOLDERS, MASK_FOLDERS)
         images, found = (find_folder(root, [pattern.format(each).strip("/") for each in kind]) for kind in folders)
@@ -278,7 +272,6 @@ def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
 
 
 def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
-    """Return the names in classes.txt, or the numbers up to the largest value in the training masks."""
     listed = root / "classes.txt"
     if listed.is_file():
         names = [line.strip() for line in _read_lines(listed)]

@@ -175,10 +175,6 @@ class Segmentation(Task):
         return Objective(task, measure_masks, lambda metrics: metrics["miou"])
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
-        """Return the images and masks to evaluate a trained model on: those given, else of the kind it was trained on.
-
-        Raises: UserError for missing data, or data of other classes.
-        """
         recorded: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
         source, root = options.data or recorded["source"], options.root
         if options.data is not None and options.data not in FORMATS:

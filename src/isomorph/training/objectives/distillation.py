@@ -45,7 +45,6 @@ class FrozenTeacher(nn.Module):
 
 
 def open_teacher(part: DistillPart) -> nn.Module:
-    """Return the teacher of a recipe. Raises: UserError when it cannot be opened."""
     if part.kwargs and is_checkpoint_or_run(part.teacher):
         raise UserError(
             f"distill.teacher {part.teacher} is a checkpoint with its own arguments; leave distill.kwargs out"

@@ -45,11 +45,9 @@ class _HiddenPatches(LossModule):
     """Name of the mean loss on test images."""
 
     def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
-        """Return the autoencoder in the trained or averaged module."""
         raise NotImplementedError
 
     def loss(self, module: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of the trained or averaged module, and the module's output."""
         raise NotImplementedError
 
     def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
@@ -60,10 +58,7 @@ class _HiddenPatches(LossModule):
 
 
 class ReconstructionLoss(_HiddenPatches):
-    """MAE pre-training: mean squared error of the pixels of hidden patches.
-
-    Source: MAE (He et al., 2022) section 3
-    """
+    """MAE pre-training: mean squared error of the pixels of hidden patches. Source: MAE (He et al., 2022) section 3"""
 
     metric = "reconstruction"
 

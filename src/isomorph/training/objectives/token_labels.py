@@ -18,7 +18,6 @@ from isomorph.training.recipe.fields import MapSimilarityPart, TokenLabelPart
 
 
 def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:
-    """Return probabilities with label smoothing. Shape: (..., num_classes) -> (..., num_classes)"""
     return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
 
 

@@ -46,7 +46,6 @@ Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance
 MAX_WRITTEN_RATE = 10.0
 """Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x."""
 
-
 UNSUPPORTED_OPTIMIZERS = ("adahessian", "kron")
 """Optimisers of timm (beginnings of their names) that the training loop or its snapshots do not support."""
 
@@ -89,7 +88,6 @@ class TaskPart(Part):
 
     @cached_property
     def task(self) -> Any:
-        """The task with its options."""
         kind = find_task(self.name)
         return kind(kind.fields.model_validate(self.model_extra or {}))
 
@@ -313,7 +311,6 @@ class AnnealPart(Part):
         return self
 
     def schedule(self, steps_per_epoch: int) -> Anneal:
-        """Return the schedule in steps."""
         return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
 
 

@@ -52,7 +52,6 @@ class RecastPart(Part):
 
 @cache
 def _rule_fields(_: tuple[str, ...]) -> type[Part]:
-    """Return a group of all fields of the rules, for the rules registered so far."""
     fields: dict[str, Any] = {
         name: (option.type, Field(default=None, description=option.help)) for name, option in rule_options().items()
     }

@@ -61,7 +61,6 @@ def parse_value(text: str) -> Any:
 
 
 def _load_yaml(text: str) -> Any:
-    """Return the values of YAML text. Raises: YAMLError, ValueError, RecursionError."""
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
         raise ValueError("a recipe has no aliases (*name), which may expand without end; write the values out")
     return yaml.safe_load(text)

@@ -116,7 +116,6 @@ class Recipe(Part):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong with fields that do not fit together."""
         if self.iterations and (self.optim.warmup_epochs or self.anneal or self.model.recast_epoch):
             names = "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
             yield f"a run with iterations has no schedules in epochs; leave out {names}, or give epochs instead"
@@ -163,7 +162,6 @@ class Recipe(Part):
         task.check_recipe(self)
 
     def _sets(self, field: str) -> bool:
-        """True if a field such as `loss` or `data.size` differs from its default."""
         part: Part = self
         *groups, name = field.split(".")
         for group in groups:
@@ -172,17 +170,14 @@ class Recipe(Part):
 
     @property
     def shortened(self) -> str:
-        """What `iso.load_recipe` changed besides: schedules for fewer epochs."""
         return self._shortened
 
     def keeps(self, epoch: int) -> bool:
-        """True if the checkpoint of an epoch is saved."""
         every = self.keep_every
         return epoch in every if isinstance(every, list) else every is not None and epoch % every == 0
 
     @property
     def folder(self) -> Path:
-        """Folder of the run: `out`, or runs/NAME."""
         return self.out or Path("runs") / self.name
 
 
@@ -254,7 +249,6 @@ def _describe_problem(problem: Any, part: type[Part]) -> str:
 
 
 def _fields_of(groups: list[str], part: type[Part]) -> dict[str, Any]:
-    """Return the fields of a nested group, given the names that lead to it."""
     for group in groups:
         part = part_of(part.model_fields[group].annotation) or Part
     return part.documented_fields()

@@ -10,7 +10,6 @@ from isomorph.errors import UserError
 ENTRY_POINTS = "isomorph.tasks"
 """Group of the entry points by which other packages offer tasks."""
 
-
 TASKS: dict[str, str | type] = {
     "detection": "isomorph.tasks.detection.task:Detection",
     "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
@@ -62,5 +61,4 @@ def _register_installed_tasks() -> None:
 
 
 def task_names(source: str) -> list[str]:
-    """Return the names of the tasks that take a data source."""
     return [name for name in TASKS if source in find_task(name).sources]

@@ -41,7 +41,6 @@ def lock_folder(folder: Path, runtime: Runtime) -> Iterator[str]:
 
 
 def _create_and_lock(folder: Path) -> tuple[int, str]:
-    """Create and lock a folder; return the handle that holds the lock, and a warning. Raises: as `lock_folder`."""
     held = UserError(f"another process trains in {folder}; wait until it ends, or give `out` another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)

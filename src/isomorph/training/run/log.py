@@ -89,11 +89,9 @@ class Journal:
             self.curves.close()
 
     def say(self, text: str) -> None:
-        """Print a message after the name of the run."""
         self.show(f"{self.recipe.name}: {text}")
 
     def show(self, *lines: str) -> None:
-        """Print lines on the terminal."""
         for line in lines:
             self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
@@ -148,7 +146,6 @@ class ClosableStream:
         self._attempt(self.stream.flush)
 
     def _attempt(self, action: Callable[[], object]) -> None:
-        """Redirect the stream's file descriptor to /dev/null once an action fails."""
         try:
             action()
         except (OSError, ValueError):  # ValueError: it was closed in this process

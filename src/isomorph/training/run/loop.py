@@ -87,7 +87,6 @@ def train(recipe: Recipe, show: bool = True) -> Result:
 
 
 def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) -> None:
-    """Train the remaining epochs of a run and save its model. Raises: as `train`."""
     progress = run.progress
     journal.open(progress.closed, progress.step)
     _print_start(run, journal)
@@ -108,7 +107,6 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
 
 
 def _print_start(run: Run, journal: Journal) -> None:
-    """Print size, device and parameter groups of the run, and which snapshots could not be read."""
     recipe, runtime, progress, order = run.recipe, run.runtime, run.progress, run.order
     for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
         journal.say(f"{message}; using the one before it")
@@ -126,7 +124,6 @@ def _print_start(run: Run, journal: Journal) -> None:
 
 
 def recast_when_due(run: Run, journal: Journal) -> None:
-    """Recast the model of a run if it has reached the recipe's recast_epoch."""
     if not run.progress.recast and run.progress.closed >= run.recipe.model.recast_epoch:
         journal.say(run.recast())
         journal.show(*describe_groups(run.optimizer, run.recipe.optim))
@@ -249,7 +246,6 @@ class StepMonitor:
         self._begin_row(run.total[0].item())
 
     def _begin_row(self, total: float) -> None:
-        """Begin the steps of the next row of steps.jsonl, given the sum of losses before them."""
         self.began, self.first, self.total, self.waited = time.perf_counter(), self.run.progress.step, total, 0.0
 
     def after_step(self, waited: float, images: Tensor) -> None:
@@ -286,7 +282,6 @@ class StepMonitor:
 
 
 def _finite_total(run: Run) -> float:
-    """Return the sum of losses over the steps of this epoch. Raises: Diverged when it is not finite."""
     total = run.mean_total(0)
     if not math.isfinite(total):
         raise divergence_error(run, "the loss is not finite")
@@ -316,7 +311,6 @@ def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverg
 
 
 def _check_unreadable(run: Run) -> None:
-    """Raise UserError, in all processes, for more unreadable images than the recipe allows."""
     if not run.runtime.maximum(len(run.progress.unreadable))[0]:
         return
     run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
@@ -328,7 +322,6 @@ def _check_unreadable(run: Run) -> None:
 
 
 def _raise_if_stopped(run: Run, number: int) -> None:
-    """Raise Stopped for a signal, once the run is saved."""
     if number:
         where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
         raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
@@ -351,7 +344,6 @@ def gating_row(run: Run) -> dict[str, Any]:
 
 
 def _rounded(values: Tensor, decimals: int) -> Any:
-    """Return nested lists of rounded numbers, None for a number that is not finite."""
     if values.ndim > 1:
         return [_rounded(row, decimals) for row in values]
     return [round(x, decimals) if x - x == 0 else None for x in values.float().tolist()]
@@ -379,7 +371,6 @@ def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
 
 
 def _branches(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
-    """Return the mean similarity between the branches of each pyramid; nothing without any."""
     means = {}
     with suppress(UserError):
         for name, matrix in branch_similarity(model, images).items():

@@ -100,7 +100,6 @@ class Run:
             self._restore(self.found)
 
     def _initialise_model(self) -> nn.Module:
-        """Return the model with its initial weights, checked against the data, and set `config`."""
         recipe, kind, classes = self.recipe, self.kind, list(self.train.classes)
         seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
         model = kind.build_model(recipe, self.train, self.progress.recast)
@@ -119,7 +118,6 @@ class Run:
         return model
 
     def _check_layers(self, model: nn.Module) -> None:
-        """Raise UserError when there are no layers to anneal, or no attention to watch, even after a late recast."""
         recipe = self.recipe
         if recipe.anneal and self.progress.recast:
             annealed_layers(model)
@@ -132,7 +130,6 @@ class Run:
                 logit_stats(watched, inputs.to(self.runtime.device))
 
     def _assemble(self, model: nn.Module) -> None:
-        """Build objective, optimiser and schedule around a model spread over the processes; and its header."""
         recipe, runtime = self.recipe, self.runtime
         self.header = describe_model(model)
         self.objective = self.kind.objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
@@ -146,7 +143,6 @@ class Run:
 
     @property
     def iterations(self) -> int:
-        """Number of training steps of the whole run."""
         return self.recipe.iterations or self.recipe.epochs * self.order.steps
 
     @property
@@ -156,27 +152,22 @@ class Run:
 
     @property
     def epoch_steps(self) -> int:
-        """Number of steps of the current epoch."""
         return min(self.order.steps, self.iterations - self.progress.closed * self.order.steps)
 
     @property
     def task(self) -> TrainingTask:
-        """timm's task, with the loss and the trained modules."""
         return self.objective.task
 
     @property
     def trained(self) -> nn.Module:
-        """The trained module, unwrapped."""
         return unwrap_model(self.task.get_trainable_module())
 
     @property
     def averaged(self) -> nn.Module | None:
-        """The trained module with averaged weights, or None."""
         return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
 
     @property
     def eval_model(self) -> nn.Module:
-        """The model to evaluate and save, with averaged weights if there are any."""
         return self.objective.result(self.averaged or self.trained)
 
     @cached_property
@@ -208,17 +199,14 @@ class Run:
         return next(self.batches)
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics of the evaluated model on the test images, over all processes."""
         self._share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
 
     def _share_buffers(self) -> None:
-        """Broadcast the running statistics of the first process, of trained and averaged modules."""
         for module in filter(None, (self.trained, self.averaged)):
             self.runtime.broadcast_buffers(module)
 
     def note_unreadable(self, *messages: list[str]) -> None:
-        """Record messages about unreadable images, each once."""
         self.progress.unreadable = list(dict.fromkeys(sum(messages, self.progress.unreadable)))
 
     def recast(self) -> str:
@@ -261,7 +249,6 @@ class Run:
         return tensors, values
 
     def snapshot(self) -> Path:
-        """Write a snapshot. Raises: UserError when it cannot be written."""
         self._share_buffers()
         tensors, values = self.tensors()
         state = {
@@ -275,7 +262,6 @@ class Run:
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
     def _restore(self, found: IntactSnapshot) -> None:
-        """Restore weights, optimiser and totals from a snapshot. Raises: UserError when it does not fit."""
         if differing := changed_fields(found.values["data"], self.counts):
             raise UserError(
                 f"{found.path} is of a run on other data ({'; '.join(differing)} per epoch); use the images it started "
