@@ -35,10 +35,7 @@ def networks() -> list[str]:
 
 
 def require_registered(name: str) -> None:
-    """Check that timm's registry, which includes isomorph's models, has this model.
-
-    Raises: UserError with the closest names when it does not.
-    """
+    """Raises: UserError, with the closest names, if timm's registry does not have this model."""
     if not timm.is_model(name.partition(".")[0]):
         close = _close_names(name.partition(".")[0])
         hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"

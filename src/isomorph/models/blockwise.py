@@ -68,9 +68,7 @@ class BlockwiseViT(AnySizeViT):
         super().__init__(**{**kwargs, "dynamic_img_size": True})
 
     def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
-        """Return the tokens that the first block reads, and the size of the grid of patches.
-
-        `rearrange` is applied to the patches before positions are added.
+        """Return the first block's tokens and the grid size; `rearrange` is applied before positions are added.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
         """
@@ -90,9 +88,7 @@ class BlockwiseViT(AnySizeViT):
     def forward_features(
         self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, maps: list[Any] | None = None
     ) -> Tensor:
-        """Return the tokens after the last block and norm.
-
-        The attention maps that each block passes to the next are appended to the list `maps`.
+        """Return the tokens after the last norm; the maps that blocks pass on are appended to the list `maps`.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C)
         """
@@ -118,12 +114,7 @@ class BlockwiseViT(AnySizeViT):
         intermediates_only: bool = False,
         attn_mask: None = None,
     ) -> Any:
-        """Return the final tokens and the tokens after chosen blocks, as timm's VisionTransformer does.
-
-        With `return_prefix_tokens` each is paired with the prefix tokens after the same block.
-
-        Raises: UserError for an attention mask.
-        """
+        """Return the final tokens and those after chosen blocks. Raises: UserError for an attention mask."""
         if attn_mask is not None:
             raise UserError(f"attn_mask is not supported by {type(self).__name__}; leave it at None")
         take, last = feature_take_indices(len(self.blocks), indices)
@@ -208,8 +199,7 @@ class DenseHeadViT(BlockwiseViT):
     def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None, return_maps: bool = False) -> Any:
         """Return the logits; with `tokens` those of the pooled tokens and those of every patch.
 
-        With `box` the patches inside it are swapped between images (MixToken). With `return_maps` a list of the
-        attention maps that each block passed to the next comes second: (B, nh, N, N) each if the model `shares_maps`.
+        With `box` the patches inside it are swapped between images (MixToken); `return_maps` adds the list of maps.
         """
         # `is True` and isinstance, as torch.fx passes proxies for all arguments when it traces
         maps: list[Any] | None = [] if return_maps is True else None

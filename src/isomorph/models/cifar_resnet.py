@@ -1,8 +1,6 @@
-"""The CIFAR ResNets of He et al. (2015, section 4.2): three stages of 16, 32 and 64 channels, parameter-free shortcuts.
+"""The CIFAR ResNets of He et al. (2015, section 4.2), with the keys of the public CIFAR-10 weights.
 
-Images are 32 x 32 (any rectangle works). The stages run at 1/1, 1/2 and 1/4 of that size; with n blocks in each there
-are 6 n + 2 layers. Keys are those of the public CIFAR-10 weights (`conv1`, `bn1`,
-`layer{1,2,3}.{i}.{conv1,bn1,conv2,bn2}`, `linear`).
+Stages of 16, 32 and 64 channels run at 1/1, 1/2 and 1/4 of the size; with n blocks in each there are 6 n + 2 layers.
 """
 
 import os
@@ -18,11 +16,9 @@ from isomorph.models.staged import StagedNet
 from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-"""Class names of CIFAR-10 in the order of its labels."""
 
 WEIGHTS = {20: "resnet20-12fca82f.th", 32: "resnet32-d509ac18.th"}
 WEIGHTS |= {44: "resnet44-014dd654.th", 56: "resnet56-4bfd9763.th"}
-"""The public CIFAR-10 weights of each depth, in `WEIGHT_FOLDER`."""
 WEIGHT_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
 
 
@@ -50,10 +46,6 @@ class CifarBlock(nn.Module):
         return self.act2(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Subsample by the stride of conv1 and pad the channels with zeros.
-
-        Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))
-        """
         down, across = self.conv1.stride
         before = self.new_channels // 2
         return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
@@ -139,8 +131,7 @@ def create_cifar_resnet(
 ) -> CifarResNet:
     """Build a variant through timm; `depth` is that of the ResNet whose blocks and public weights it has.
 
-    The weights are a file in $ISOMORPH_DATA/weights if there is one. A config as a dictionary is that of a model on the
-    hub or in a folder, which has weights of its own.
+    The weights are a file in $ISOMORPH_DATA/weights if there is one. A dict as config has weights of its own.
     """
     file = Path(os.environ.get("ISOMORPH_DATA", "."), "weights", f"cifar10_resnet{depth}.safetensors")
     shared = isinstance(arguments.get("pretrained_cfg"), dict) or "ISOMORPH_DATA" not in os.environ

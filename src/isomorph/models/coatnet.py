@@ -112,9 +112,7 @@ BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "batch": (BatchNormStem, MBConv),
     "layer": (LayerNormStem, LayerNormMBConv),
 }
-"""Stem and convolutional block for each norm (Table 8)."""
 STEM_DEPTHS = {"S": 2, "P": 1}
-"""Number of convolutions in each stem."""
 
 
 class BlockGroup(NamedTuple):
@@ -131,10 +129,7 @@ def split_layout(layout: str) -> list[str]:
 
 
 def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
-    """Return the stages as lists of groups, the stem first in the first stage.
-
-    Raises: UserError for a layout that cannot be parsed, or depths and widths that do not fit it.
-    """
+    """Return the groups of each stage, the stem first. Raises: UserError for an unreadable layout, or unfit sizes."""
     stages = split_layout(layout)
     letters = "".join(stages)
     if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
@@ -154,10 +149,7 @@ def to_channels_last(x: Tensor) -> Tensor:
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Initialise convolutions as EfficientNet does (normal, by fan out), linear layers with Xavier's uniform.
-
-    The paper does not say how.
-    """
+    """Initialise as EfficientNet does (normal, by fan out), linear layers by Xavier; the paper does not say how."""
     if isinstance(module, nn.Conv2d):
         fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
         nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
@@ -261,10 +253,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
                     module.set_grid_size(self.grid_at(info["reduction"]))
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return the first feature map, which like all that follow is in channels-last memory format.
-
-        Raises: UserError if x is not a batch of images.
-        """
+        """Return the first feature map, in channels-last format as all that follow. Raises: UserError for no images."""
         return self.run_stage(self.stages[0], self.stem(to_channels_last(require_images(x))))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
@@ -276,10 +265,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages after the last index; return the indices.
-
-        The head, with its norm, goes too if stages are dropped, as its width no longer fits, or if either is to go.
-        """
+        """Drop the stages after the last index, and the head if stages go or it is to go; return the indices."""
         whole, (take, last) = len(self.stages), feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         if prune_norm or prune_head or last + 1 < whole:

@@ -1,8 +1,6 @@
 """ConViT: a ViT whose first blocks use gated positional self-attention (GPSA), initialised as convolutions.
 
-It is timm's VisionTransformer with three changes: the first `local_up_to_layer` blocks use `GPSA`, the class token is
-added after the last of these blocks, and the absolute position embedding, which only patches have, is optional. Image
-size can change from call to call. `checkpoint_filter_fn` converts checkpoints of the authors and of timm's convit_*.
+The class token is added after these blocks, and only patches have absolute positions, which are optional.
 """
 
 from functools import partial
@@ -141,10 +139,7 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its position embedding.
-
-    A checkpoint holds the number of its patches, not their grid, which is taken to be square, as in timm.
-    """
+    """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its positions from a square grid."""
     state_dict = unwrap_state_dict(state_dict)
     state = {  # `pos_proj.bias`, constant along the softmax, has no effect
         name.replace("gating_param", "gate").replace("pos_proj.weight", "position"): tensor

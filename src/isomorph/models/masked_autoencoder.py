@@ -28,10 +28,7 @@ class MaskSplit(NamedTuple):
 
 
 def split_patches(noise: Tensor, ratio: float) -> MaskSplit:
-    """Split the patches: the N (1 - ratio) with the least noise, rounded down, are visible. Shape: noise (B, N)
-
-    Source: MAE section 3: uniform sampling without replacement, by shuffling
-    """
+    """The N (1 - ratio) patches with the least noise, rounded down, are visible (MAE section 3). Shape: noise (B, N)"""
     shuffled = noise.argsort(dim=1)  # (B, N)
     restore = shuffled.argsort(dim=1)  # (B, N)
     count = _visible_count(noise.shape[1], ratio)
@@ -86,10 +83,7 @@ def sincos_pos_embed(grid_size: tuple[int, int], width: int) -> Tensor:
 
 @torch.no_grad()
 def _fix_positions(encoder: VisionTransformer) -> None:
-    """Give a ViT sine-cosine positions that are not trained, with zeros for prefix tokens that have positions.
-
-    Source: as published with MAE; fine-tuning trains them again, in another model
-    """
+    """Fix a ViT's positions at sine-cosine ones, zeros for prefix tokens, as published with MAE."""
     table = sincos_pos_embed(encoder.patch_embed.grid_size, encoder.embed_dim)
     encoder.pos_embed.zero_()[0, -len(table) :] = table.to(encoder.pos_embed)
     encoder.pos_embed.requires_grad_(False)
@@ -218,9 +212,7 @@ class MaskedAutoencoder(nn.Module):
         return sincos_pos_embed(grid_size, self.width).to(self.decoder_pos_embed)
 
     def decoder_features(self, images: Tensor, noise: Tensor | None = None, block: int | None = None) -> Tensor:
-        """Return the tokens of all patches after a decoder block (1 is the first, None the last).
-
-        They are taken before the decoder's norm and without the class token.
+        """Return all patches' tokens after a decoder block (1 is the first, None the last), before the decoder's norm.
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)
         Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)

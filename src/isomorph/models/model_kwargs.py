@@ -17,7 +17,6 @@ RESERVED_ARGUMENTS = {
     **dict.fromkeys(("features_only", "out_indices", "feature_cfg", "feature_cls"), "a run trains whole networks"),
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "export the trained model instead"),
 }
-"""Arguments that model.kwargs may not have, and what to do instead."""
 
 _OPENS_FILES = frozenset(
     {
@@ -27,17 +26,13 @@ _OPENS_FILES = frozenset(
         *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
     }
 )
-"""Arguments by which timm, torchvision, transformers and isomorph's networks open a file, fetch one, or run its code. A
-user may give some of them; a file may not."""
+"""Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not."""
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
 """What a path, an address or a name on the hub has, and no option of a network."""
 
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
-    """Check the arguments in model.kwargs.
-
-    Raises: ValueError for an argument that another field of the recipe sets, or a value that no network takes.
-    """
+    """Raises: ValueError for an argument that another field of the recipe sets, or a value that no network takes."""
     for name, value in arguments.items():
         if name in RESERVED_ARGUMENTS:
             raise ValueError(f"{name} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[name]}")
@@ -47,10 +42,7 @@ def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
 
 
 def check_foreign_kwargs(value: Any, where: str = "") -> None:
-    """Check arguments that a file names: none of them, at any level, may open another file, fetch one or run code.
-
-    Raises: ValueError that names the argument.
-    """
+    """Raises: ValueError for an argument of a file, at any level, that may open another file, fetch one or run code."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if isinstance(value, Mapping):

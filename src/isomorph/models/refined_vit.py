@@ -1,11 +1,8 @@
 """Refined-ViT (Refiner): a ViT whose attention maps are refined, and may be reused by the blocks that follow.
 
-It is timm's VisionTransformer with refined attention. Sizes S, M and L also have a convolutional patch embedding, a
-narrower MLP, and no queries and keys in every second block, which reuses the maps of the block before.
-
-The networks that the authors released, `refined_vit_*_released`, have the sizes and keys of their public code and
-checkpoints. They differ in the refiner (`layers/refined/released.py`), in residual branches whose input is halved and
-whose output is doubled, in a layer scale of 1e-5 on the MLP, and in a head that also classifies the patches.
+The networks that the authors released, `refined_vit_*_released`, differ from the paper's in the refiner
+(`layers/refined/released.py`), in residual branches whose input is halved and whose output is doubled, in a layer scale
+of 1e-5 on the MLP, and in a head that also classifies the patches.
 """
 
 from collections.abc import Sequence
@@ -40,9 +37,7 @@ from isomorph.surgery import AttentionToRefined
 class ConvPatchEmbed(PatchEmbed):
     """Three convolutions with BatchNorm and ReLU, the first with stride 2, then a patch embedding of the feature map.
 
-    conv 7x7, stride 2 -> conv 3x3 -> conv 3x3 -> conv p/2 x p/2, stride p/2, for patch size p. The arguments are those
-    of timm's PatchEmbed; `widths` are the channels of the three convolutions. State-dict keys are those of the authors'
-    checkpoints.
+    conv 7x7, stride 2 -> conv 3x3 -> conv 3x3, of `widths` -> conv p/2 x p/2, stride p/2, for patch size p
 
     Shape: x (B, in_chans, height, width) -> (B, H, W, C)
     Source: Refiner code; 3 convolutions in Refiner Table 11, "More convs for patch embedding"
@@ -286,8 +281,7 @@ VARIANTS = {
     "refined_vit_m": Variant(dict(depth=32, embed_dim=420, num_heads=12, **_LARGE), "55M parameters, 84.6 top-1"),
     "refined_vit_l": Variant(dict(depth=32, embed_dim=512, num_heads=16, **_LARGE), "81M parameters, 84.9 top-1"),
 }
-"""Refiner Table 10; top-1: Tables 7 and 11. The published sizes of S, M and L come out with the released embedding and
-MLP, and shared maps."""
+"""Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps."""
 RELEASED = {
     "refined_vit_s_released": Variant(dict(depth=16, embed_dim=384, num_heads=12), "25,408,656 parameters, 83.6 top-1"),
     "refined_vit_m_released": Variant(dict(depth=32, embed_dim=420, num_heads=12), "55,450,932 parameters, 84.6 top-1"),

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(block: nn.Module, *arguments: Any) -> Any:
-    """Return the output of a block, whose activations are computed again in the backward pass instead of stored.
+    """Return a block's output, and compute its activations again in the backward pass instead of storing them.
 
-    The second forward pass leaves the running statistics of BatchNorms as they are, except in a compiled model.
+    That pass leaves the running statistics of BatchNorms as they are, except in a compiled model.
     """
     if torch.compiler.is_compiling():  # which takes no contexts of Python
         return checkpoint(block, *arguments, use_reentrant=False)
@@ -29,10 +29,7 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
 
 @contextmanager
 def _keep_statistics(module: nn.Module) -> Iterator[None]:
-    """Keep BatchNorms in train mode from updating their running statistics within the block.
-
-    They run the same operators, as checkpointing compares what both passes save.
-    """
+    """Keep BatchNorms from updating their statistics; they run the same operators, which checkpointing compares."""
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.num_batches_tracked is not None]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
@@ -107,9 +104,7 @@ class StagedNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """Return the last feature map and those of chosen levels, as timm's models do.
-
-        `norm` has no effect, as there is no norm after the last level.
+        """Return the last feature map and those of chosen levels, as timm's models do; `norm` has no effect.
 
         Raises: ValueError for another format.
         """

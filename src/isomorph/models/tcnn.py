@@ -1,9 +1,7 @@
 """Transformed CNNs: ResNets whose last stage has gated positional self-attention, initialised from the CNN's weights.
 
-A T-ResNet is timm's ResNet after two edits: `Unstride` on layer4 (as in BoTNet; it changes the function), then
-`ConvToGPSA` on conv2 of every block there (with init="exact" it does not). In a T-CIFAR-ResNet every convolution of
-layer3 is recast at its own stride. `pretrained=True` loads the CNN's weights; `init`, `locality` and `gate` are those
-of `ConvToGPSA`.
+A T-ResNet is timm's ResNet after `Unstride` on layer4 (as in BoTNet; it changes the function), then `ConvToGPSA` on
+every conv2 there. In a T-CIFAR-ResNet every convolution of layer3 is recast at its own stride.
 """
 
 from functools import partial

@@ -1,8 +1,6 @@
 """TDRL-ViT: a plain lightweight ViT whose linear layers are pyramids in training; `iso.fuse` gives the plain ViT back.
 
-It is timm's VisionTransformer with `PyramidLinear` for queries, keys, values and both layers of every MLP. The output
-projection of attention stays linear, as its weight merges with that of the values. `layout="plain"` is the plain ViT,
-which is also what `iso.fuse` returns.
+The output projection of attention stays linear, as its weight merges with that of the values.
 """
 
 import copy
@@ -53,7 +51,6 @@ class TDRLViT(ForeignCheckpoints, AnySizeViT):
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"layout": "plain"}
-    """Arguments that create the fused network."""
 
     def __init__(
         self,
@@ -83,10 +80,7 @@ class TDRLViT(ForeignCheckpoints, AnySizeViT):
 
 
 class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
-    """TDRL-ViT with DeiT's distillation token and its head; in eval mode logits are the mean of both heads.
-
-    Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
-    """
+    """TDRL-ViT with DeiT's distillation token and head; in eval mode logits are the mean of both (TDRL section 4.1)."""
 
 
 def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
@@ -96,10 +90,8 @@ def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """Convert a checkpoint: a TDRL-ViT's is loaded unchanged, a plain ViT's (timm, DeiT, MAE) into the pyramids.
 
-    Tensors of masked pre-training only, the decoder and the mask token, are dropped. A distillation token, or tables
-    of relative positions, that the checkpoint does not have keep the model's values; other tables are resized.
-
-    The number of heads cannot be read from a checkpoint and is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
+    A pre-training's decoder is dropped; a distillation token or tables of positions keep the model's values if it lacks them.
+    The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {
         n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
@@ -116,10 +108,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
 
 def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
-    """Add what a checkpoint lacks from the model: a distillation token, tables of relative positions; resize others.
-
-    The token has a zero position, as published with G2SD, whose token is initialised for fine-tuning.
-    """
+    """Add what a checkpoint lacks; a distillation token has a zero position, as published with G2SD."""
     own, added = model.state_dict(), {}
     if isinstance(model, TDRLViTDistilled) and "dist_token" not in state_dict and "pos_embed" in state_dict:
         positions = state_dict["pos_embed"]
@@ -151,8 +140,7 @@ VARIANTS = {
     "tdrl_vit_ti": Variant(dict(embed_dim=192, num_heads=12), "48.86M parameters, 5.7M fused; 78.7 top-1"),
     "tdrl_vit_s": Variant(dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"),
 }
-"""ViT-Tiny has 12 heads, as in MAE-Lite and TDRL; for ViT-Small the paper gives no number.
-Top-1 of pre-trained networks: TDRL Tables 1 and 3."""
+"""12 heads as in MAE-Lite and TDRL; for ViT-Small the paper gives none. Top-1 when pre-trained: TDRL Tables 1 and 3."""
 
 DISTILLED = {
     "tdrl_vit_ti_distilled": Variant(

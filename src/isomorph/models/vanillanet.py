@@ -25,7 +25,6 @@ from isomorph.models.variants import (
 )
 
 PATCH = 4
-"""Kernel and stride of the first convolution."""
 
 
 class VanillaNet(StagedNet):
@@ -86,10 +85,7 @@ class VanillaNet(StagedNet):
         return getattr(self.head, "second", self.head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by an untrained one, fused and annealed as the old one is.
-
-        With 0 classes the model returns pooled features.
-        """
+        """Replace the classifier by an untrained one, fused and annealed as the old one is."""
         like, old = next(self.stem.parameters()), self.head
         self.num_classes = num_classes
         if global_pool is not None:
@@ -120,10 +116,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert a public checkpoint, whose tensors have the same order; the classifier's convolutions become linear.
-
-    Annealing is complete in public checkpoints, so slopes are 1. A checkpoint of isomorph is returned unchanged.
-    """
+    """Convert a public checkpoint: same order, a classifier of convolutions, annealing complete (slopes are 1)."""
     state, own = unwrap_state_dict(state_dict), model.state_dict()
     renamed = renamed_in_order(state, [name for name in own if not name.endswith(".slope")])
     if "stem1.0.weight" not in state or renamed is None:

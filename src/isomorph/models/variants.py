@@ -31,10 +31,7 @@ class Variant(NamedTuple):
 
 
 def register_variants(module: str, create: Callable[..., nn.Module], variants: Mapping[str, Variant]) -> None:
-    """Add variants to timm's registry, as functions of a module that has `default_cfgs`, as timm's have.
-
-    `create(name, pretrained, **arguments)` builds a variant.
-    """
+    """Add variants to timm's registry as functions of a module, built by `create(name, pretrained, **arguments)`."""
     for name, variant in variants.items():
         setattr(sys.modules[module], name, register_model(_entrypoint(module, create, name, variant)))
 
@@ -50,10 +47,10 @@ def _entrypoint(module: str, create: Callable[..., nn.Module], name: str, varian
 def build_variant(
     kind: type, name: str, pretrained: bool, /, feature_cfg: Any = None, own_cfg: Any = (), **arguments: Any
 ) -> Any:
-    """Build a variant through timm. `kind` is the class of the model, whose module has its `checkpoint_filter_fn`.
+    """Build a variant through timm; the module of the class `kind` has its `checkpoint_filter_fn`.
 
-    `feature_cfg` is timm's, by default that of a ViT: features after every block. `own_cfg` are entries of the
-    `pretrained_cfg` that depend on the arguments; the user's `pretrained_cfg_overlay` overrides them.
+    `feature_cfg` is timm's, by default that of a ViT. `own_cfg` are entries of the `pretrained_cfg` that depend on the
+    arguments; the user's `pretrained_cfg_overlay` overrides them.
     """
     return build_model_with_cfg(
         kind,
@@ -93,9 +90,8 @@ def renamed_in_order(state: Mapping[str, Tensor], names: Sequence[str]) -> dict[
 class ForeignCheckpoints(Mixin):
     """Mixin for a model whose `load_state_dict` also takes the layouts that `iso.load_weights` converts.
 
-    It therefore works wherever torch or timm loads weights, as with timm's `checkpoint_path`. A position embedding of
-    another image size is resized. A state dict of the model's own layout and size, or of a layout that it does not
-    know, is loaded unchanged and strictly. The conversion is the `checkpoint_filter_fn` of the model's module.
+    A position embedding of another image size is resized; unknown layouts are loaded unchanged and strictly. The
+    conversion is the `checkpoint_filter_fn` of the model's module.
     """
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
@@ -119,12 +115,7 @@ class ForeignCheckpoints(Mixin):
 
 @torch.no_grad()
 def init_as_mae(model: nn.Module) -> None:
-    """Draw the weights as MAE does: Xavier-uniform for every matrix as it stands, zeros for the biases.
-
-    The filters of a convolution are viewed as one matrix (out, in height width), as MAE views the patch embedding.
-
-    Source: MAE's code, which TDRL A.1 follows
-    """
+    """Draw Xavier-uniform weights for every matrix, zeros for biases; filters are one matrix, as in MAE's code."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1))
@@ -133,9 +124,7 @@ def init_as_mae(model: nn.Module) -> None:
 
 
 def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool = False) -> Tensor:
-    """Return a batch of images unchanged, after checking it.
-
-    A module that wraps this name with `torch.fx.wrap` can be traced for any size.
+    """Return a batch of images unchanged, after checking it; under `torch.fx.wrap` any size can be traced.
 
     Shape: x (B, in_chans, height, width) -> as x
     Raises: UserError for another number of axes, an image without pixels, or a size that is not in whole patches.

@@ -1,8 +1,6 @@
 """Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and small networks on digits, as in the demo.
 
-The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10 with the same budget in four forms: unchanged; with
-the six convolutions of layer3 recast as attention, initialised nearly exactly, as in the paper, or exactly and then
-annealed. Schedules begin at the first step, as they did when the figures of the docs were made.
+Schedules begin at the first step, as they did when the figures of the docs were made.
 """
 
 from collections.abc import Mapping
@@ -16,7 +14,6 @@ SURGERIES: dict[str, dict[str, Any]] = {
     "paper": dict(recast=dict(where=LAYER3, init="paper")),
     "annealed": dict(recast=dict(where=LAYER3, init="exact")),
 }
-"""Fields of `model` that set the surgery before fine-tuning."""
 
 
 def _cifar_recipe(surgery: str) -> dict[str, Any]:

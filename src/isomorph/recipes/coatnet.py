@@ -155,15 +155,11 @@ FIGURE_1_LAYOUTS: dict[str, Fields] = {
     "c_t_t_t": dict(layout="C-T-T-T", depths=[2, 2, 3, 1, 3]),
     "vit_rel": dict(layout="PT", depths=[1, 13], widths=[384, 384]),
 }
-"""The five layouts of Fig. 1, whose sizes the paper does not give, at that of CoAtNet-0: parameters within 3%, MACs
-within 3%, except ViT_REL with 20% more."""
+"""The paper has no sizes for Fig. 1: parameters and MACs are within 3% of CoAtNet-0's, but ViT_REL has 20% more MACs."""
 
 
 def _figure_1() -> dict[str, Fields]:
-    """Return Fig. 1, without regularisation and augmentation, and Table 2: two layouts fine-tuned after JFT.
-
-    Table 2 has the settings of CoAtNet-3.
-    """
+    """Return Fig. 1, without regularisation and augmentation, and Table 2 (settings of CoAtNet-3): after JFT."""
     recipes = {}
     bare = dict(augment=dict(scale=[1.0, 1.0], hflip=0.0), drop_path=0.0)
     transfer = {"c_c_t_t": ("82.39", "84.23"), "c_t_t_t": ("81.78", "84.02")}

@@ -42,8 +42,7 @@ TABLE_3: dict[str, tuple[Fields, bool, str, str]] = {
     "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
 LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
-"""Locality strengths and numbers of GPSA layers in Fig. 8, whose curves the paper does not give in numbers. Its text
-says ConViT-S and its caption S+; the recipes are of S+."""
+"""Fig. 8, whose curves the paper does not give in numbers. Its text says ConViT-S and its caption S+, as here."""
 
 
 def _recipe(

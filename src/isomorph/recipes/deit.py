@@ -12,12 +12,10 @@ Fields = dict[str, Any]
 DEIT: Fields = dict(
     auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3
 )
-"""DeiT's augmentation, with every image three times in an epoch: DeiT's paper calls repeated augmentation a key
-ingredient, and its code, which papers that "use the augmentation of DeiT" build on, does it by default."""
+"""DeiT's augmentation, with every image three times in an epoch, which its paper calls a key ingredient."""
 
 KEEP_EPOCHS = [1, 2, 5, 10, *range(20, 301, 20)]
-"""Epochs whose models are saved, for the curves over training (ConViT Figs. 5 and 10, SM. D): denser at the start,
-where nonlocality falls."""
+"""Epochs whose models are saved (ConViT Figs. 5 and 10, SM. D): denser at the start, where nonlocality falls."""
 
 
 def images(batch: int, size: int | None = None, **more: Any) -> Fields:
@@ -53,7 +51,6 @@ def _deit(name: str, source: str, expected: str, fraction: float = 1.0, **more: 
 
 
 TEACHER = dict(teacher="regnety_160.deit_in1k", kind="hard")
-"""DeiT's teacher, a RegNetY-16GF."""
 
 # fraction of the images of each class: top-1 and top-5 of DeiT-S (Table 2)
 SMALL = {0.05: ("34.8", "57.8"), 0.1: ("48.0", "71.5"), 0.3: ("66.1", "86.0"), 0.5: ("74.6", "91.8")}

@@ -17,7 +17,6 @@ SMALL_NETWORK: dict[str, Any] = dict(channels=[16, 32, 64, 96], blocks=1, groups
 DIGITS_NETWORK: dict[str, Any] = dict(
     channels=[16, 32], blocks=1, groups=8, attention=[1], time_steps=100, drop_rate=0.0
 )
-"""A U-Net for the 8 x 8 digits of scikit-learn."""
 
 
 def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:

@@ -69,10 +69,7 @@ def _table_1() -> dict[str, Fields]:
 
 
 def _table_2() -> dict[str, Fields]:
-    """Return plain ViTs with and without distributed local attention, and the DeiT of Fig. 2.
-
-    Their MLPs are as wide as those of the published sizes.
-    """
+    """Return plain ViTs with and without distributed local attention, and Fig. 2's DeiT; MLPs as wide as published."""
     results = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
     results[32, 384] = ("79.2", "81.1")
     recipes = {}
@@ -140,8 +137,7 @@ def _row_7(result: str, flops: str, condition: str = "") -> str:
 
 
 RELEASED_DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
-"""Drop path of the released scripts, without and with label maps. The script for L without them was later replaced by
-one that evaluates at 448; its earlier value is used."""
+"""Of the released scripts, without and with label maps; L's without them as before its script evaluated at 448."""
 
 
 def _as_released(letter: str, maps: bool, **more: Any) -> Fields:

@@ -11,7 +11,6 @@ from isomorph.recipes.deit import DEIT, Fields, images, top1
 
 OPTIM = dict(name="adamw", lr=1e-4, weight_decay=0.05, gate_lr="1000x", warmup_epochs=5, schedule_from="start")
 SURGERY: Fields = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper"))
-"""Self-attention in the last stage, whose stride is removed."""
 
 # backbone: fine-tuning resolution; top-1 and TTT of the CNN alone, then of the T-CNN; table. TTT is the time of the
 # original training and the fine-tuning, as a multiple of ResNet50-RS's training ("" where the paper has none)
@@ -82,9 +81,8 @@ SHORT_RUNS = {"resnetrs50": {10: "80.11", 20: "80.51"}, "resnetrs101": {10: "81.
 """Epochs of fine-tuning at 224 and top-1 (Table 4); the runs of 50 epochs are tcnn_resnetrs50 and tcnn_resnetrs101."""
 
 PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}
-"""Peak learning rates below and above the 1e-4 of `tcnn_resnetrs50` (Fig. 6): with a lower one accuracy first drops
-less and then rises more slowly. The paper does not say which three the figure has, nor whether the gates stay at 0.1:
-here their rate scales too; `--optim.gate_lr 0.1` keeps it."""
+"""Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6). The paper does not say which three the figure has,
+nor whether the gates stay at 0.1: here their rate scales too; `--optim.gate_lr 0.1` keeps it."""
 
 CNNS = [name for name, (_, alone, *_) in BACKBONES.items() if alone]
 

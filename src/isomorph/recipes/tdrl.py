@@ -141,8 +141,7 @@ VANILLA: Fields = dict(
     ema=0.99996,
     drop_path=0.0,
 )
-"""VanillaNet-5's own training, with the batch size of TDRL A.4. Its loss is a mean over classes, here a sum, which
-makes no difference with LAMB; its annealing advances every epoch, here every step."""
+"""VanillaNet-5's training at the batch size of TDRL A.4; its loss sums over classes, and annealing advances by step."""
 
 DEIT_B = ("deit_base_patch16_224", ["blocks.*.attn.qkv"], "0.6 above its baseline,", "an unpublished", "B.5")
 APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
@@ -205,10 +204,7 @@ def _figure_3() -> dict[str, Fields]:
 
 
 def _figure_4() -> dict[str, Fields]:
-    """Return Fig. 4: with and without rectification, 1 to 3 branches in the MLP, and P-W2S in all pyramids.
-
-    Queries and keys are always normalised. P-W2S with rectification is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
-    """
+    """Return Fig. 4: with and without rectification, which queries and keys always have, and in all pyramids."""
     points: dict[str, tuple[Fields, str]] = {
         "all_none": (dict(rectify=dict.fromkeys(("v", "fc1", "fc2"), "none")), "0.21 below tdrl_vit_ti_100ep's")
     }

@@ -29,11 +29,7 @@ def file_inside(folder: Path, name: str, where: str) -> Path:
 
 
 class ImageSet(Dataset[Any], Generic[S]):
-    """Images with their truth, read when they are indexed.
-
-    `samples` describe the images, and `example` reads one with its truth. `transform`, None by default, is applied to
-    an example that is indexed.
-    """
+    """Images with their truth: `samples` describe them, `example` reads one, `transform` is applied if indexed."""
 
     def __init__(self, samples: Sequence[S], classes: Sequence[str]) -> None:
         self.samples, self.classes = list(samples), tuple(classes)

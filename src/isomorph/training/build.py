@@ -57,9 +57,7 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
 
 
 def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn.Module, str]:
-    """Load `model.weights` into the base model and apply the surgery, or into the model after its surgery; say which.
-
-    The weights are those of the base model if names and shapes fit it, else those of the recast model.
+    """Load `model.weights` before the surgery if names and shapes fit, else after it; return model and a message.
 
     Raises: UserError when they fit neither, or when they are recast already and the run recasts later.
     """
@@ -109,9 +107,7 @@ def apply_surgery(model: nn.Module, part: ModelPart, recast_now: bool = True) ->
 
 
 def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Module:
-    """Freeze the parameters that the globs select.
-
-    With `later`, a glob may match nothing yet: a later recast may create its parameters.
+    """Freeze the parameters that the globs select; with `later`, a recast may still create what a glob matches.
 
     Raises: UserError for a glob without a match, or when no trainable parameter is left.
     """

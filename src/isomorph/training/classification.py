@@ -28,7 +28,6 @@ from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
 
 TOP_CLASSES = 5
-"""Classes that are predicted for an image."""
 
 
 class Classification(Task):
@@ -106,7 +105,6 @@ def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
 
 
 CLASSIFICATION = Classification(Part())
-"""The task of a recipe that names none."""
 
 
 def recipe_task(recipe: Recipe) -> Task:

@@ -117,9 +117,6 @@ def attention_history(
 
 
 def run_cost(folder: str | Path) -> dict[str, int]:
-    """Return the MACs per image, at the test size, and the parameters of a run's newest model.
-
-    Raises: UserError when the folder has no readable model.
-    """
+    """Return MACs per image, at the test size, and parameters of the newest model. Raises: UserError without one."""
     model = open_trained(Path(folder))
     return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}

@@ -19,10 +19,8 @@ from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
 
 _GATED = (TokenPositions, TapHeads)
-"""Layers with gates, centres or localities."""
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas")
-"""Kinds of parameter groups, in the optimiser's order."""
 
 
 def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
@@ -40,12 +38,7 @@ def _normalised_names(model: nn.Module) -> set[str]:
 
 
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return the learning-rate factor of every parameter: decay ** (number of layers after its own).
-
-    Frozen layers count too.
-
-    Raises: UserError when the model has no `group_matcher`.
-    """
+    """Return decay ** (layers after its own) of every parameter. Raises: UserError without a `group_matcher`."""
     if decay == 1:
         return dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
     if not hasattr(model, "group_matcher"):
@@ -101,13 +94,9 @@ def parameter_groups(
 
 
 def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
-    """Return the parameter groups of a run, one for each of `GROUP_KINDS` that the model has.
+    """Return the parameter groups of a run, one for each of `GROUP_KINDS` that the model has (by layer with decay).
 
     `lr_scale` is the factor of each group's rate on `optim.lr`, as timm's schedulers take it.
-
-    decayed: weights; branches: pyramid weights before a BatchNorm (with branch_lr); undecayed: biases, norms and what
-    the model exempts from weight decay; gates and positions: gating parameters; gammas: of inserted blocks. With a
-    layer decay, each kind has a group per layer. Frozen parameters are in no group.
     """
     exempt = parameters_without_decay(model) | set(getattr(model, "no_weight_decay", set)())
     gates, positions = _gating_names(model)

@@ -15,10 +15,7 @@ from isomorph.training.recipe.fields import ScalePart
 
 
 def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Module:
-    """Set activation checkpointing and synchronised BatchNorm, before the optimiser is built.
-
-    Raises: UserError when the model has no activation checkpointing, or BatchNorm would be synchronised on CPUs.
-    """
+    """Set activation checkpointing and synchronised BatchNorm. Raises: UserError where there is no such thing."""
     if scale.parallel == "fsdp" and runtime.world == 1:
         raise UserError("scale.parallel fsdp needs several processes; start the run with torchrun, or set ddp")
     if scale.activation_checkpointing:

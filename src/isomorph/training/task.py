@@ -1,8 +1,6 @@
 """What a task brings to the training loop, and the task that a checkpoint recorded.
 
-One loop trains every task. A task opens the data, builds the network, deals batches, and has a loss, test metrics and
-predictions of its own. A recipe names it (`task: {name: segmentation, ...}`); without a name it is image
-classification (`Classification`).
+One loop trains every task; a recipe names it (`task: {name: segmentation, ...}`), or it is image classification.
 """
 
 from collections.abc import Callable, Iterable
@@ -136,10 +134,9 @@ class Task:
     def train_loader(
         self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
-        """Return the loader of this process's parts of every batch, from the sampler's first step to the last.
+        """Return the loader of this process's parts of batches: (inputs, targets, messages about unreadable samples).
 
-        It yields (inputs, targets, messages about unreadable samples). Inputs and targets are tensors, or lists, tuples
-        and dictionaries of tensors. All random draws depend on the seeds that the sampler deals.
+        Inputs and targets are tensors, or lists, tuples and dictionaries of them. Draws depend on the sampler's seeds.
         """
         raise NotImplementedError
 

@@ -30,11 +30,7 @@ class FeatureBackbone(NamedTuple):
         return len(set(self.reductions)) == 1
 
     def distinct(self) -> "FeatureBackbone":
-        """Return the backbone with one map of each resolution.
-
-        Of maps of one resolution the last is taken, and maps finer than stride 4 only if there are fewer than two
-        others.
-        """
+        """Keep the last map of each resolution; maps finer than stride 4 only if there are fewer than two others."""
         last = {reduction: position for position, reduction in enumerate(self.reductions)}
         coarse = [position for reduction, position in last.items() if reduction >= 4]
         kept = sorted(coarse if len(coarse) > 1 else last.values())
@@ -138,13 +134,10 @@ def create_network(kind: type[BackboneNetwork], name: str, pretrained: bool, **a
 
 
 def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Collection[str] = ()) -> dict[str, Any]:
-    """Convert a checkpoint for a network around a backbone.
+    """Convert a checkpoint of the whole network (unchanged) or of its backbone alone, such as a classifier's.
 
-    A checkpoint of the whole network is returned unchanged. One of the backbone alone, a classifier's for example, is
-    converted by the filter of the backbone, which resizes positions: its method `convert_foreign`, or timm's
-    `checkpoint_filter_fn`. Tensors of layers after the last feature map, such as the classifier's, are left out. Those
-    of the network around the backbone, and those of the backbone whose last name is in `fresh`, keep the network's
-    values where the checkpoint does not have them.
+    The backbone's own filter converts it. Tensors of layers after the last feature map are left out. Those around the
+    backbone, and those whose last name is in `fresh`, keep the network's values where the checkpoint has none.
 
     Raises: UserError if no tensor has the name of one of the backbone's.
     """

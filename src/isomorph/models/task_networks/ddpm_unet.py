@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from diffusers import UNet2DModel
 
 ATTENTION_PROJECTIONS = ("unet.*.to_[qkv]", "unet.*.to_out.0")
-"""Globs of the linear layers of all attention layers: 24 in `ddpm_unet`."""
 
 
 class DDPMUNet(nn.Module):
@@ -98,10 +97,7 @@ class DDPMUNet(nn.Module):
         return self.unet(x, t, return_dict=False)[0]
 
     def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
-        """Return random images with time steps spread over the diffusion, the same at every call.
-
-        Shape: -> x (batch, C, H, W), t (batch,)
-        """
+        """Return random images with time steps spread over the diffusion. Shape: -> x (batch, C, H, W), t (batch,)"""
         height, width = size or self.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
         generator = torch.Generator().manual_seed(0)
         steps = torch.linspace(0, self.time_steps - 1, batch + 2).round().long()[1:-1]
@@ -115,20 +111,14 @@ class DDPMUNet(nn.Module):
 
 
 def sinusoids(steps: int, width: int) -> Tensor:
-    """Return sin and cos, alternating, of every time step at `width` / 2 frequencies from 1 to 1 / 10,000.
-
-    Shape: -> (steps, width)
-    """
+    """Return sin and cos, alternating, at `width` / 2 frequencies from 1 to 1 / 10,000. Shape: -> (steps, width)"""
     times = torch.arange(steps, dtype=torch.float64)[:, None]
     angles = times * torch.exp(-math.log(10_000) * torch.arange(0, width, 2, dtype=torch.float64) / width)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)  # (steps, width)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Convert a checkpoint of the code that TDRL names, whose tensors have the same order, or of diffusers.
-
-    1x1 convolutions become the matrices of linear layers.
-    """
+    """Convert a checkpoint of diffusers, or of the code that TDRL names: same order, 1x1 convolutions for matrices."""
     state = {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
     if "conv_in.weight" in state:
         return {f"unet.{name}": tensor for name, tensor in state.items()}

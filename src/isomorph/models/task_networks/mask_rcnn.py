@@ -69,8 +69,7 @@ class MaskPredictor(Float32Outputs, MaskRCNNPredictor):
 class StrideAnchors(AnchorGenerator):
     """Anchors of three shapes at every position of the maps, `strides` pixels apart.
 
-    torchvision's generator derives the strides from the sizes of image and maps, which are wrong where the image was
-    padded, and rounded where a stride is a fraction.
+    torchvision derives the strides from sizes, wrongly for padded images, and rounds fractions.
     """
 
     def __init__(self, strides: Sequence[float], scale: float) -> None:
@@ -146,10 +145,7 @@ def fixed_boxes(x: Tensor) -> Tensor:
 
 
 def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a ViT's tensors without its class token, other tokens that are not patches, and their positions.
-
-    The number of positions of patches is the largest square.
-    """
+    """Drop a ViT's prefix tokens and their positions; those of patches are the largest square."""
     state = {name: tensor for name, tensor in state.items() if name not in ("cls_token", "reg_token", "dist_token")}
     positions = state.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 3:
@@ -221,10 +217,7 @@ class WindowedViT(nn.Module):
 
 
 class SimpleFeaturePyramid(nn.Module):
-    """Maps at 4, 2, 1 and 1/2 times the resolution of a single map, and one at 1/4 (ViTDet).
-
-    The map is enlarged by transposed convolutions or pooled, and each result passes a 1 x 1 and a 3 x 3 convolution
-    with LayerNorm over the channels. The coarsest map is the one before it, subsampled.
+    """Maps at 4, 2, 1 and 1/2 times the resolution of a single map, and one at 1/4, which is the last one subsampled.
 
     Shape: one map (B, in_channels, H, W), both even -> five of (B, out_channels, 4 H, 4 W) to
     (B, out_channels, H / 4, W / 4)
@@ -263,7 +256,6 @@ _CLASS_HEADS = (
     *("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
     "roi_heads.mask_predictor.mask_fcn_logits",
 )
-"""Layers with outputs for each class: new for other classes."""
 
 
 class MaskRCNN(BackboneNetwork):

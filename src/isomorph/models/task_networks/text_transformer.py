@@ -57,7 +57,6 @@ class TextTransformer(nn.Module):
     """
 
     in_chans: None = None
-    """It has no input channels, for code that asks every model of timm's registry."""
 
     def __init__(self, family: str = "bert", num_classes: int = 0, **fields: Any) -> None:
         super().__init__()
@@ -126,10 +125,7 @@ class TextTransformer(nn.Module):
         return self.forward_head(self.forward_features(input_ids, attention_mask, token_type_ids), positions)
 
     def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
-        """Return random sequences of unequal lengths, the same at every call; a size (1, N) has the length N.
-
-        Shape: -> input_ids and attention_mask (batch, N)
-        """
+        """Return random sequences of unequal lengths up to N, for a size (1, N). Shape: -> ids and mask (batch, N)"""
         N = size[-1] if size else min(64, self.max_length)
         generator = torch.Generator().manual_seed(0)
         vocabulary, padding = self.table.shape[0], getattr(self.body.config, "pad_token_id", None) or 0
@@ -175,10 +171,7 @@ def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
 
 
 def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> dict[str, Tensor]:
-    """Return a checkpoint of transformers, or of this network with another head, in the names of this network.
-
-    Tensors of heads of another kind are left out, and the model's own take their place.
-    """
+    """Convert a checkpoint of transformers or of another head; the model's own head replaces one of another kind."""
     prefix = f"{model.body.base_model_prefix}."
     if not any(name.startswith("body.") for name in state):
         inside = any(name.startswith(prefix) for name in state)

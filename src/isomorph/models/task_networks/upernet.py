@@ -251,10 +251,7 @@ class UPerNet(BackboneNetwork):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: UPerNet) -> dict[str, Any]:
-    """Convert a checkpoint: the network's own is loaded unchanged, a classifier's into the backbone.
-
-    LayerScale and relative positions that a classifier does not have keep the network's values.
-    """
+    """Load the network's own checkpoint unchanged, a classifier's into the backbone; what it lacks keeps its values."""
     return backbone_state(model, state_dict, fresh=("gamma", "relative_bias", "prefix_bias"))
 
 

@@ -34,7 +34,6 @@ ANNOTATION_FILES = {
         *("annotations/test.json", "test.json"),
     ),
 }
-"""Files in a folder where annotations are looked for, first to last."""
 IMAGE_FOLDERS = {"train": ("train2017", "images/train", "train", "images"), "test": ("val2017", "images/val", "val")}
 """Folders where images are looked for, first to last; then `images` and the folder itself."""
 _TOLERANCE = 1.0
@@ -220,10 +219,7 @@ def _box_problem(box: Any, record: ImageRecord) -> str | None:
 
 
 def _outline_problem(outline: Any, record: ImageRecord) -> str | None:
-    """Return what is wrong with an outline, polygons or RLE, or None.
-
-    A polygon may leave its image by up to the image's size; what lies outside is cut off.
-    """
+    """Return what is wrong with polygons, which may leave the image by its size, or RLE."""
     W, H = record.width, record.height
     if outline is None:
         return "has no segmentation"

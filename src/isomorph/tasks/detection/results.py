@@ -31,7 +31,6 @@ from isomorph.tasks.detection.data import (
 from isomorph.training.task import Prediction
 
 KINDS = {"bbox": "box", "segm": "mask"}
-"""What pycocotools compares, and the names of the metrics."""
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 """The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")

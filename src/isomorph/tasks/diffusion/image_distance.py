@@ -26,9 +26,7 @@ from isomorph.layers.eval_mode import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 
 INCEPTION = "inception"
-"""Name of the features of FID."""
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
-"""Name of torch-fidelity's file with the weights of Inception-v3."""
 NO_INCEPTION = (
     f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as --weights, or "
     "the features of another network as --features"
@@ -182,9 +180,8 @@ def open_real_images(
 def _batches(
     source: Source, size: tuple[int, int], batch_size: int, progress: Progress, exact: bool = False
 ) -> Iterator[Tensor]:
-    """Yield the images of a source at a size, cut out as for training, and report the number of batches.
+    """Yield images at a size, cut out as for training. Shape: -> (B, 3, H, W) uint8
 
-    Shape: -> (B, 3, H, W) uint8
     Raises: UserError for images of another size, if it is to be `exact`.
     """
     config = dict(input_size=(3, *size), crop_pct=1.0, crop_mode="center", interpolation="bilinear")
@@ -208,10 +205,9 @@ def compare_folder(
     batch_size: int = 100,
     progress: Callable[[float, int, str], None] = lambda done, total, step: None,
 ) -> dict[str, Any]:
-    """Return the distances of the images of a folder from real ones, as `image_distances` does.
+    """Return `image_distances` of a folder from real images.
 
-    Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite as
-        `image_distances`.
+    Raises: UserError for a folder without images, unreadable images, or images of several sizes; NotFinite.
     """
     own, features = open_folder(folder), []
     width, height = own.image(0).size

@@ -28,7 +28,6 @@ from isomorph.training.task import task_record
 
 Sampler = Literal["ancestral", "ddim"]
 DDIM_STEPS = 50
-"""Steps of the fast sampler by default."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +184,7 @@ def denoise(
     seed: int,
     after_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return the images of these numbers, with values from about -1 to 1. Raises: NotFinite for NaN or infinite ones.
-
-    Shape: (C, H, W) -> (B, C, H, W)
-    """
+    """Return images of these numbers, from about -1 to 1. Shape: (C, H, W) -> (B, C, H, W). Raises: NotFinite."""
     parameter, times = next(net.parameters()), spaced_times(schedule.time_steps, steps)
     generators = [torch.Generator().manual_seed(derive_seed("sample", seed, number)) for number in numbers]
     x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(parameter)
@@ -213,9 +209,8 @@ def write_grid(images: Tensor, path: Path) -> None:
 
 
 def write_folder(images: Tensor, folder: Path) -> None:
-    """Write each image as 000000.png, ... in a new folder, which exists only once it is complete.
+    """Write each image (N, C, H, W, uint8) as 000000.png, ... in a new folder, which exists only once it is complete.
 
-    Shape: (N, C, H, W) uint8
     Raises: UserError when it cannot be written, or a folder of this name, which is replaced, holds other files.
     """
     check_replaceable(folder)

@@ -27,7 +27,6 @@ from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Task
 
 INTERVALS = 5
-"""Number of equal intervals of time steps by which errors are reported."""
 Variance = Annotated[float, Field(gt=0, lt=1)]
 
 

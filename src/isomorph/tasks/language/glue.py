@@ -32,11 +32,9 @@ Column = str | int
 Row = tuple[tuple[str, ...], float]
 """The texts of an example, and its label: the number of its class, or a score."""
 Split = Literal["train", "test"]
-"""Examples to train on, or the development set."""
 HUB_NAME = "nyu-mll/glue"
 """GLUE on the hub; its tasks are folders, with files such as rte/train-00000-of-00001.parquet."""
-MAX_SCORE = 5
-"""Largest score of STS-B."""
+MAX_SCORE = 5  # of STS-B
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ GLUE: dict[str, GlueData] = {
 
 
 def read_file(path: Path, task: GlueData) -> list[Row]:
-    """Return the examples of a published TSV file, or of a parquet file of the hub.
+    """Return the examples of a TSV file, or of a parquet file of the hub.
 
     Raises: UserError, with file and line, for missing columns, unknown labels or an empty file, or without pyarrow.
     """
@@ -129,10 +127,7 @@ def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[A
 
 
 def _label_of(label: Any, task: GlueData, where: str) -> float:
-    """Return the number of a class, given as in the published file or by this number, or a score.
-
-    Raises: UserError for another label.
-    """
+    """Return a class, given as published or by number, or a score. Raises: UserError for another label."""
     if not task.labels:
         with suppress(TypeError, ValueError):
             if 0 <= float(label) <= MAX_SCORE:  # NaN is not
@@ -148,7 +143,7 @@ def _label_of(label: Any, task: GlueData, where: str) -> float:
 
 
 def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
-    """Return the folder of the files: the given one, or that of a name on the hub, downloaded unless it is cached.
+    """Return a folder, or that of a name on the hub, downloaded unless it is cached.
 
     Raises: UserError, which says how to get the files, if the hub does not answer or has no such data set.
     """
@@ -322,10 +317,7 @@ class TextClassification(LanguageTask):
 
 @torch.no_grad()
 def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple[np.ndarray, np.ndarray]:
-    """Return outputs and labels of a process's share of the examples. Raises: NotFinite for outputs that are not.
-
-    Shape: -> (examples, num_classes), (examples,)
-    """
+    """Shape: -> (examples, num_classes), (examples,) of this process. Raises: NotFinite."""
     device, outputs, labels = next(model.parameters()).device, [], []
     with eval_mode(model):
         for inputs, targets, *_ in runtime.pad_batches(loader):

@@ -46,9 +46,7 @@ def find_text_files(root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def pack(texts: Sequence[str], tokenizer: Any, length: int) -> np.ndarray:
-    """Return texts one after another, cut into sequences of one length, which begin with [CLS] and end with [SEP].
-
-    A [SEP] ends every text. Tokens at the end that fill no sequence are left out.
+    """Return texts one after another, as sequences [CLS] ... [SEP] of one length; a [SEP] ends every text.
 
     Shape: -> (sequences, length), int32
     """
@@ -114,10 +112,7 @@ class MaskedLMPart(LanguagePart):
 
 
 class MaskedWordsLoss(LossModule):
-    """Masked language modelling: cross-entropy of the words at masked positions.
-
-    Source: BERT (Devlin et al., 2018), section 3.1
-    """
+    """Cross-entropy of the words at masked positions (BERT, section 3.1)."""
 
     def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
         logits = self.trainable_module(**input)  # (B, K, V)

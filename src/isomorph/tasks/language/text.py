@@ -51,8 +51,8 @@ def read_lines(files: Iterable[Path]) -> list[str]:
 def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> Any:
     """Return a tokeniser of transformers: a vocabulary of BERT (vocab.txt), a folder, or a name on the hub.
 
-    `lower_case` is for vocabulary files alone: a folder says itself what its tokeniser does. Without `fetch`, for names
-    that a checkpoint gives, one on the hub must have been downloaded before. No code of a tokeniser is run.
+    `lower_case` is for vocabulary files alone. Without `fetch`, for names that a checkpoint gives, one on the hub must
+    have been downloaded before. No code of a tokeniser is run.
 
     Raises: UserError if it cannot be opened, or lacks a special token that masked words need.
     """
@@ -79,10 +79,7 @@ def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> 
 
 
 def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> None:
-    """Check that a tokeniser belongs to a network, and that the network takes sequences of this length.
-
-    Raises: UserError saying what to give instead.
-    """
+    """Raises: UserError if a tokeniser does not belong to a network, or sequences are too long for it."""
     if not hasattr(model, "max_length"):
         kind = type(model).__name__
         raise UserError(f"{kind} is not a network for text; give model.name bert_small or text_transformer")
@@ -105,10 +102,7 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
 
 
 class PadBatch:
-    """Collate examples to a batch, padded to its longest sequence, with a mask of the real tokens.
-
-    Shape: -> inputs of (B, N), targets (B, ...), messages
-    """
+    """Collate examples, padded to the longest, with a mask. Shape: -> inputs of (B, N), targets (B, ...), messages"""
 
     def __init__(self, padding: int) -> None:
         self.padding = padding
@@ -157,8 +151,7 @@ class LanguageTask(Task):
     def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
         """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.
 
-        With data.split, or a `default` where there is no test file, a part of the training examples is tested on, the
-        same for every seed.
+        Without a test file, or with data.split, a part of the training examples is tested on, the same for every seed.
         """
         data = recipe.data
         part, split = data.split or (default if test is None else None), None

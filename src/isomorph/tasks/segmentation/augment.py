@@ -78,7 +78,6 @@ class SegmentationPart(Part):
 
 
 CROP_ATTEMPTS = 10
-"""Crops that are tried until no class has too large a share."""
 
 
 def _uniform(low: float, high: float) -> float:

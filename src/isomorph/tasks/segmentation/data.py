@@ -53,10 +53,7 @@ class Files(NamedTuple):
 
 
 def lookup_table(values: Sequence[int], *ignored: int) -> np.ndarray:
-    """Return the class of each value of a mask: values[i] is class i; 255 and `ignored` have none, others are -1.
-
-    Shape: -> (256,)
-    """
+    """Return classes of mask values: values[i] is class i, 255 and `ignored` none, others -1. Shape: -> (256,)"""
     table = np.full(256, -1, np.int64)
     table[[IGNORE, *ignored]] = IGNORE
     table[list(values)] = np.arange(len(values))
@@ -182,7 +179,6 @@ IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "la
 _CAMVID_NAMES = "Sky Building Pole Road Pavement Tree SignSymbol Fence Car Pedestrian Bicyclist"
 _CAMVID_COLOURS = "808080 800000 c0c080 804080 3c28de 808000 c08080 404080 400080 404000 0080c0"
 CAMVID = dict(zip(_CAMVID_NAMES.split(), map(tuple, map(bytes.fromhex, _CAMVID_COLOURS.split())), strict=True))
-"""The classes of CamVid and their colours."""
 ADE_CLASSES = 150
 
 
@@ -191,10 +187,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _pair_by_name(images: Path, masks: Path) -> list[Files]:
-    """Return the images of a folder, and the masks of the same names, ending in .png or as the images.
-
-    Raises: UserError for an image without a mask, or a folder without images.
-    """
+    """Pair images with masks of the same names. Raises: UserError for an image without a mask, or no images."""
     found, named = [], {composed(str(path.relative_to(masks))): path for path in _files(masks)}
     for file in _files(images):
         stem = masks / file.relative_to(images).with_suffix("")
@@ -293,21 +286,17 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
 
 
 FORMATS: dict[str, Callable[[str, Path], MaskedImages | None]] = {"masks": masks, "ade20k": ade20k, "camvid": camvid}
-"""Formats of images with masks, by the name of the data source."""
 
 
 def open_masks(source: str, split: str, root: Path) -> MaskedImages | None:
-    """Return the images and masks of a split, "train" or "test"; None if the data has no such split.
-
-    Raises: UserError for missing folders or files.
-    """
+    """Return the pairs of a split, train or test; None without such a split. Raises: UserError for missing files."""
     if not root.is_dir():
         raise UserError(f"data.root {root} is not a folder")
     return FORMATS[source](split, root)
 
 
 def open_splits(source: str, root: Path, fraction: float | None) -> tuple[MaskedImages, MaskedImages]:
-    """Return training and test images; without test images of its own, a `fraction` of the training images.
+    """Return training and test images; without test images, a `fraction` of the training images.
 
     Raises: UserError without training images, or without test images and a fraction.
     """
@@ -333,9 +322,7 @@ def open_test_pairs(
     """Return the test images of a data source, or evenly spaced ones of them.
 
     They are the part that training left out if `fraction` is given (of a folder with this number of `images`), else the
-    test images, else a whole folder of masks.
-
-    Raises: UserError for an unknown source, or without test images.
+    test images, else a whole folder of masks. Raises: UserError for an unknown source, or without test images.
     """
     if source not in FORMATS:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")

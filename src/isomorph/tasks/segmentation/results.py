@@ -19,7 +19,6 @@ from isomorph.tasks.segmentation.augment import SegmentationPart
 from isomorph.tasks.segmentation.data import IGNORE
 
 WINDOWS = 8
-"""Windows that are computed at once."""
 
 
 def window_starts(side: int, window: int, stride: int) -> list[int]:
@@ -36,9 +35,7 @@ def window_starts(side: int, window: int, stride: int) -> list[int]:
 def slide(
     model: nn.Module, images: Tensor, window: Sequence[int], stride: Sequence[int], batch_size: int = WINDOWS
 ) -> Tensor:
-    """Return the logits of every pixel, the mean over all windows that contain it.
-
-    A side below the window's is taken whole. At most `batch_size` windows are computed at once.
+    """Return the logits of every pixel, the mean over all windows that contain it; a side below the window's is whole.
 
     Shape: images (B, C, H, W) -> (B, K, H, W)
     Source: sliding-window testing as in G2SD's code (mmsegmentation's)
@@ -66,10 +63,7 @@ def slide(
 
 
 class Confusion:
-    """The number of pixels of each true class (rows) that were predicted as each class (columns).
-
-    Shape: counts (K, K) int64
-    """
+    """Pixels of each true class (rows) predicted as each class (columns). Shape: counts (K, K) int64"""
 
     def __init__(self, classes: int) -> None:
         self.counts = torch.zeros(classes, classes, dtype=torch.int64)
@@ -81,10 +75,7 @@ class Confusion:
         self.counts += torch.bincount(pairs.cpu(), minlength=K * K).view(K, K)
 
     def ious(self) -> Tensor:
-        """Return the intersection over union of each class; NaN for one that is neither true nor predicted.
-
-        Shape: -> (K,)
-        """
+        """Return the IoU of each class; NaN for one that is neither true nor predicted. Shape: -> (K,)"""
         hits = self.counts.diagonal().double()
         return hits / (self.counts.sum(0) + self.counts.sum(1) - self.counts.diagonal())
 
@@ -111,11 +102,7 @@ class Confusion:
 
 @torch.no_grad()
 def predict_mask(model: nn.Module, image: Tensor, part: SegmentationPart, size: tuple[int, int]) -> Tensor:
-    """Return the class of every pixel of an image, at the height and width `size` that it had before it was resized.
-
-    Shape: image (1, 3, h, w) -> (H, W)
-    Raises: NotFinite for logits that are NaN or infinite.
-    """
+    """Return each pixel's class, at `size` before resizing. Shape: (1, 3, h, w) -> (H, W). Raises: NotFinite."""
     parameter = next(model.parameters())
     with eval_mode(model):
         logits = slide(model, image.to(parameter.device, parameter.dtype), part.crop, part.test_stride)
@@ -141,13 +128,9 @@ def measure(model: nn.Module, loader: Iterable[Any], part: SegmentationPart, run
 
 
 SHOWN_CLASSES = 25
-"""Classes in the legend, the most frequent ones."""
-_ROW = 28
-"""Height of a row of the legend, in pixels."""
+_ROW = 28  # pixels
 _LONGEST_NAME = 60
-"""Letters of a class in the legend."""
 _OPACITY = 0.55
-"""Opacity of a mask over its image."""
 _GOLDEN = 0.6180339887
 
 
@@ -179,10 +162,7 @@ def overlay(image: Image.Image, mask: np.ndarray, colours: np.ndarray, opacity: 
 
 
 def draw_legend(names: Sequence[str], colours: np.ndarray, pixels: Sequence[float]) -> Image.Image:
-    """Draw colours and names of the classes that have pixels, the most frequent first, of up to SHOWN_CLASSES.
-
-    Shape: colours (K, 3), pixels (K,)
-    """
+    """Draw colours and names of classes with pixels, up to SHOWN_CLASSES. Shape: colours (K, 3), pixels (K,)"""
     order = np.argsort(-np.asarray(pixels), kind="stable").tolist()
     shown = [i for i in order if pixels[i]][:SHOWN_CLASSES]
     size = _ROW - 10

@@ -37,9 +37,7 @@ from isomorph.training.task import EvaluationOptions, Objective, Prediction, Tas
 
 
 def pixel_cross_entropy(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the pixels that have a class, 0 if none has one.
-
-    The logits are enlarged to the mask first.
+    """Return the mean cross-entropy over the pixels that have a class, 0 if none has one; logits are enlarged first.
 
     Shape: logits (B, K, H', W'), mask (B, H, W) -> ()
     """
@@ -65,10 +63,7 @@ def channel_distillation(student: Tensor, teacher: Tensor, temperature: float = 
 
 
 class SegmentationLoss(ClassificationTask):
-    """loss = CE(head) + w CE(auxiliary head) + d distillation; the last two where there is such a head, a teacher.
-
-    The teacher is frozen and in eval mode, and gets images in its own normalisation.
-    """
+    """loss = CE(head) + w CE(auxiliary head) + d distillation; the last two where there is such a head, a teacher."""
 
     def __init__(
         self, model: nn.Module, part: SegmentationPart, device: torch.device, teacher: nn.Module | None = None

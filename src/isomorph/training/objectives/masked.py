@@ -42,7 +42,6 @@ class _HiddenPatches(LossModule):
     """Base class of the losses of hidden patches, which hides by noise that is drawn unless it is given."""
 
     metric: ClassVar[str]
-    """Name of the mean loss on test images."""
 
     def autoencoder(self, module: nn.Module) -> MaskedAutoencoder:
         raise NotImplementedError
@@ -71,9 +70,7 @@ class ReconstructionLoss(_HiddenPatches):
 
 
 class AlignedStudent(nn.Module):
-    """A student, and a linear layer from the features of its decoder to those of the teacher's decoder.
-
-    The student's final norm and pixel head (`decoder_norm`, `decoder_pred`) are unused and frozen.
+    """A student, and a linear layer from its decoder's features to the teacher's; its unused norm and head are frozen.
 
     Shape: images (B, C, h, w), noise (B, N) -> (B, N, teacher's width)
     """
@@ -154,10 +151,7 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
 def build_pretraining(
     part: MaskPart, encoder: nn.Module, device: torch.device
 ) -> ReconstructionLoss | GenericDistillationLoss:
-    """Return the pre-training task that the fields describe, for a ViT encoder.
-
-    Raises: UserError when the encoder is not supported, or the teacher cannot be read or does not fit.
-    """
+    """Return the loss of pre-training. Raises: UserError for an unsupported encoder, or an unfit teacher."""
     depth, width, heads = part.decoder
     autoencoder = MaskedAutoencoder(encoder, depth, width, heads, part.ratio, part.normalise)
     if part.teacher is None:
@@ -182,12 +176,9 @@ def pretraining_objective(part: MaskPart, encoder: nn.Module, device: torch.devi
 def evaluate_pretraining(
     loss: _HiddenPatches, module: nn.Module, loader: Iterable[Any], runtime: Runtime = ALONE, seed: int = 0
 ) -> dict[str, float]:
-    """Return the mean loss of the trained or averaged module in eval mode, over the images of all processes.
+    """Return the mean loss in eval mode over the images of all processes; those with the label -1 do not count.
 
-    An image's mask depends only on its position in the data and the seed. This process's images are at rank, rank +
-    world, ...; those with the label -1 do not count.
-
-    Raises: UserError when the loader is empty.
+    An image's mask depends only on its position in the data and the seed. Raises: UserError when the loader is empty.
     """
     autoencoder, positions, total, seen = loss.autoencoder(module), count(runtime.rank, runtime.world), 0.0, 0
     device = autoencoder.mask_token.device

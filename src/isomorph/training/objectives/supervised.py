@@ -54,9 +54,7 @@ def _squared_length(maps: Tensor) -> Tensor:
 
 
 class PenalisedLoss(ClassificationTask):
-    """Classification with a penalty on similar attention maps: loss = criterion(f(x), y) + weight similarity.
-
-    Without `similarity` there is no penalty, and the model does not return its maps.
+    """Classification, and with `similarity` a penalty: loss = criterion(f(x), y) + weight similarity.
 
     Raises: UserError for a model whose blocks do not pass their maps on, or with a single block.
     """

@@ -27,10 +27,7 @@ def _soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
 
 
 def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
-    """Return scores of all classes from maps that hold the K likeliest; the others are 0, as in the authors' code.
-
-    Shape: (B, 2, K, h, w) -> (B, num_classes, h, w)
-    """
+    """Return scores of all classes, 0 but for the K likeliest. Shape: (B, 2, K, h, w) -> (B, num_classes, h, w)"""
     scores, classes = maps.unbind(1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     dense = scores.new_zeros(len(maps), num_classes, *maps.shape[-2:])
@@ -75,10 +72,7 @@ class MixedLabelMaps(NamedTuple):
 
 
 class LabelMapMixup(Mixup):
-    """timm's mixup and cutmix for images with label maps; returns the label maps with each image's own share.
-
-    Shape: x (B, C, H, W), target -> x, mixed in place, MixedLabelMaps
-    """
+    """timm's mixup and cutmix with label maps. Shape: x (B, C, H, W), target -> x, mixed in place, MixedLabelMaps"""
 
     def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedLabelMaps]:
         # with one class per image, the mixed label of an image holds its own share

@@ -39,10 +39,7 @@ class RecastPart(Part):
         return self
 
     def build_rule(self) -> Rule:
-        """Return the rule that these fields describe.
-
-        Raises: UserError for an unknown rule, or a field that the rule does not have.
-        """
+        """Return the rule. Raises: UserError for an unknown one, or a field that the rule does not have."""
         return build_rule(self.rule, **(self.model_extra or {}))
 
     @classmethod

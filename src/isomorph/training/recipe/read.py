@@ -42,10 +42,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Return a value on a command line: a number such as 1e-3, true, null or None, a list such as [96, 128], or text.
-
-    Raises: UserError for too many levels.
-    """
+    """Return a value on a command line: a number such as 1e-3, true, null or None, a list like [96, 128], or text."""
     try:
         value = _load_yaml(text)
     except RecursionError:
@@ -111,9 +108,8 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
 def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs") -> str:
     """Scale the schedules in a recipe's values by epochs / usual, if that is below 1; return what was changed.
 
-    `usual` is the number of epochs before the overrides, and `given` are the fields that overrides set: they stay as
-    they are. With `unit` iterations, steps take the place of epochs. Values of wrong types stay too; validation reports
-    them.
+    `usual` is the number of epochs (or of another `unit`) before the overrides; fields `given` there, and values of wrong
+    types, stay as they are.
     """
     length = values.get(unit)
     if not _is_number(length) or not _is_number(usual) or not 0 < length < usual:

@@ -1,8 +1,4 @@
-"""Recipes: all fields of a run, their validation, files and command-line overrides.
-
-Files are YAML or TOML, and every field is an option of `isomorph train`. Validation reports all problems at once, and
-suggests the closest name for an unknown field.
-"""
+"""Recipes: all fields of a run, validation that reports all problems at once, and their documentation."""
 
 import difflib
 from collections.abc import Iterator
@@ -193,7 +189,6 @@ CHANGEABLE: dict[str, Any] = {
     "data": {"workers", "root", "unreadable"},
     "model": {"start"},
 }
-"""Fields that may change when a run is resumed."""
 
 
 def identity_json(recipe: Recipe) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from isomorph.errors import UserError
 
 ENTRY_POINTS = "isomorph.tasks"
-"""Group of the entry points by which other packages offer tasks."""
 
 TASKS: dict[str, str | type] = {
     "detection": "isomorph.tasks.detection.task:Detection",

@@ -80,7 +80,7 @@ class StopRequest:
 def stop_requests() -> Iterator[StopRequest]:
     """Record SIGTERM, SIGHUP and the first Ctrl-C instead of ending the process; a second Ctrl-C ends it.
 
-    Ignored signals stay ignored, such as SIGHUP under nohup. Does nothing outside the main thread.
+    Ignored signals stay ignored. Does nothing outside the main thread.
     """
     request = StopRequest()
     before: dict[int, Any] = {}

@@ -24,7 +24,6 @@ from isomorph.terminal_tables import printable
 from isomorph.training.recipe.recipe import Recipe
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
-"""Log files with one JSON object per line."""
 
 _CURVES = {"log.jsonl": "epoch", "steps.jsonl": "step"}
 """Logs that are drawn as curves, and the key of their horizontal axis."""
@@ -43,10 +42,7 @@ class Journal:
             self.tensorboard = optional_module("torch.utils.tensorboard", advice, "track")
 
     def open(self, epoch: int, step: int) -> None:
-        """Write recipe and environment, and remove log rows of steps that will be repeated.
-
-        Raises: UserError when a file cannot be read or written.
-        """
+        """Write recipe and environment; remove log rows of steps that will be repeated. Raises: UserError."""
         if not self.runtime.is_main:
             return
         for name in LOGS:

@@ -165,7 +165,7 @@ def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
 def train_step(run: Run) -> tuple[float, Any]:
     """Train one step on this process's parts of a batch; return the seconds spent loading, and the last inputs.
 
-    Random draws (mixing, dropout) are seeded by seed, step and part, so they do not depend on the number of processes.
+    Random draws are seeded by seed, step and part, so they do not depend on the number of processes.
     """
     recipe, step, parts = run.recipe, run.progress.step, run.share.own
     since = step - recipe.model.recast_epoch * run.order.steps
@@ -328,9 +328,7 @@ def _raise_if_stopped(run: Run, number: int) -> None:
 
 
 def gating_row(run: Run) -> dict[str, Any]:
-    """Return what log.jsonl says of gated layers: {"gating": {layer: {gates, spans, centres}}}, by head.
-
-    Empty for a model without gated layers, or that is recast later. Three decimals are kept, two of spans and centres.
+    """Return {"gating": {layer: {gates, spans, centres}}}, by head, for log.jsonl; empty without gated layers.
 
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
@@ -352,8 +350,7 @@ def _rounded(values: Tensor, decimals: int) -> Any:
 def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
     """Return attention of each layer and the similarity of each pyramid's branches, in eval mode.
 
-    Largest logit and attention are means over images, of the head with the largest. Empty for a CNN that is recast
-    later. Raises: UserError for a model that has neither.
+    Largest logit and attention are means over images, of the largest head. Raises: UserError for a model with neither.
     """
     model, images = run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device)
     row = _branches(model, images)

@@ -213,9 +213,7 @@ class Run:
         """Recast the model in the middle of the run; return a message.
 
         Parameters whose name, shape and values are unchanged keep their optimiser state. Averaged weights are recast
-        too, with the same random draws for new parameters, so that their function is kept as well.
-
-        Source: T-CNN section 5, Table 3: "we keep the same optimizer and learning rate after the reparametrization"
+        too, with the same random draws. Source: T-CNN section 5, Table 3
         """
         before: dict[str, Tensor] = dict(self.trained.named_parameters())
         tensors, values = split_optimizer(self.trained, self.optimizer)
