@@ -90,8 +90,8 @@ def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """Convert a checkpoint: a TDRL-ViT's is loaded unchanged, a plain ViT's (timm, DeiT, MAE) into the pyramids.
 
-    A pre-training's decoder is dropped; a distillation token or tables of positions keep the model's values if it lacks them.
-    The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
+    A pre-training's decoder is dropped; a distillation token or tables of positions keep the model's values if it lacks
+    them. The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {
         n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)

@@ -155,7 +155,7 @@ FIGURE_1_LAYOUTS: dict[str, Fields] = {
     "c_t_t_t": dict(layout="C-T-T-T", depths=[2, 2, 3, 1, 3]),
     "vit_rel": dict(layout="PT", depths=[1, 13], widths=[384, 384]),
 }
-"""The paper has no sizes for Fig. 1: parameters and MACs are within 3% of CoAtNet-0's, but ViT_REL has 20% more MACs."""
+"""Fig. 1 gives no sizes: parameters and MACs are within 3% of CoAtNet-0's, but ViT_REL has 20% more MACs."""
 
 
 def _figure_1() -> dict[str, Fields]:

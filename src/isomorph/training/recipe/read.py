@@ -108,7 +108,7 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
 def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs") -> str:
     """Scale the schedules in a recipe's values by epochs / usual, if that is below 1; return what was changed.
 
-    `usual` is the number of epochs (or of another `unit`) before the overrides; fields `given` there, and values of wrong
+    `usual` is the number of epochs (or of another `unit`) before the overrides; those `given`, and values of wrong
     types, stay as they are.
     """
     length = values.get(unit)
