@@ -243,6 +243,8 @@ class _NormGradients:
         self.p = found.p or torch.split_with_sizes(torch.bmm(pack.z, covariance), rows, 1)
         spread = torch.rsub(found.variances[:, normalised], -2 * form.eps, alpha=2)
         self.slope = pack.scales[:, normalised] / spread  # -gamma / 2 (v + eps)
+        inner = slice(0, self.spans[len(form.widths) - 1].stop)
+        self.scaled = _scale_rows(pack.z[:, inner], self.variance[:, inner], pack.scales[:, inner], zero, form.eps)
         self.scales: list[Tensor] = []
         self.variances: list[Tensor] = []
 
@@ -254,6 +256,11 @@ class _NormGradients:
         self.variances.insert(0, self.slope[:, self.spans[level]] * self.scales[0])
         d[:, :count].addcmul_(self.variances[0].unsqueeze(-1), self.p[level], value=2)
         return d
+
+    def covariance(self) -> Tensor:
+        """Return the gradient of the covariance. Shape: -> (G, C, C)"""
+        factors = self.variances[0] if len(self.variances) == 1 else torch.cat(self.variances, 1)
+        return symmetric_product(self.pack.z * factors.unsqueeze(-1), self.pack.z)
 
 
 def _through_branches(
@@ -281,8 +288,6 @@ def _backward(
     """
     form, z, norms = pack.form, pack.z, _NormGradients(pack, found, covariance, zero)
     G, N, C, out, rows, depth = form.groups, form.pyramids, form.reads, form.out, form.rows, len(form.widths)
-    inner = slice(0, norms.spans[depth - 1].stop)
-    a = _scale_rows(z[:, inner], found.variances[:, inner], pack.scales[:, inner], zero, form.eps)
     d, d_shift = d_weight, d_bias
     if form.rectified:
         d, at = norms.through(depth, d, found.total, slice(-N * out, None)), rows[depth]
@@ -295,7 +300,7 @@ def _backward(
     d_lasts: list[Tensor] = []
     d_shifts: list[Tensor] = []
     for level in reversed(range(depth)):
-        chains = a[:, norms.spans[level]].view(G, form.chains[level], -1, C)
+        chains = norms.scaled[:, norms.spans[level]].view(G, form.chains[level], -1, C)
         own, parts, shifts = _through_branches(pack, level, chains, d, column)
         d_lasts = [*own, *d_lasts]
         if not form.last:
@@ -318,10 +323,8 @@ def _backward(
         d_mean = -d_mean
     dead = [zero[: G * count].view(G, -1) for count in rows[:depth]]
     vectors = [dead[0], *[d_shift] * form.skip, *dead[1:], *[d_shift] * sum(form.ended), *norms.scales, *d_shifts]
-    factors = norms.variances[0] if len(norms.variances) == 1 else torch.cat(norms.variances, 1)
-    d_covariance = symmetric_product(z * factors.unsqueeze(-1), z)
     vectors += [d_bias[:, : rows[depth]]] if form.rectified else []
-    return d_mean.squeeze(-1), d_covariance, [*blocks, *d_inner, *d_lasts], vectors
+    return d_mean.squeeze(-1), norms.covariance(), [*blocks, *d_inner, *d_lasts], vectors
 
 
 def _zeros(form: _Form, like: Tensor) -> Tensor:
