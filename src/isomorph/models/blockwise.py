@@ -41,11 +41,11 @@ class AnySizeViT(VisionTransformer):
                 size, built = [x.shape[1], x.shape[2]], self.patch_embed.grid_size
                 positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
             x = x.flatten(1, 2)
+        x = x + positions if positions is not None and self.no_embed_class else x
+        x = torch.cat([*prefix, x], dim=1) if prefix else x
         if positions is None:
-            return torch.cat([*prefix, x], dim=1)
-        if self.no_embed_class:
-            return self.pos_drop(torch.cat([*prefix, x + positions], dim=1))
-        return self.pos_drop(torch.cat([*prefix, x], dim=1) + positions)
+            return x
+        return self.pos_drop(x if self.no_embed_class else x + positions)
 
 
 class BlockwiseViT(AnySizeViT):
