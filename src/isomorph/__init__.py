@@ -85,7 +85,6 @@ __all__ += ["save_for_hub", "targets", "train", "unstride", "verify"]
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
 
     def __getattr__(name: str) -> Any:
-        """Import a public name from its module, or a subpackage."""
         home = next((module for module, names in _HOMES.items() if name in names.split()), None)
         if home:
             value = getattr(import_module(f"isomorph.{home}"), name)

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from isomorph.errors import UserError, first_line
 from isomorph.terminal_tables import say
 
-REPEATED = -1
-"""Label of an example that a process repeats so that all processes have the same number of batches."""
+REPEATED = -1  # label of an example that a process repeats so that all processes have the same number of batches
 
-_PATIENCE = 5.0
-"""Seconds after which a process says that it waits for others."""
+_PATIENCE = 5.0  # seconds after which a process says that it waits for others
 T = TypeVar("T")
 
 
@@ -101,7 +99,6 @@ class Runtime:
         return self._pad_batches(iter(loader))
 
     def _pad_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches until no process has any left."""
         latest = None
         while True:
             batch = next(batches, None)
@@ -125,8 +122,7 @@ def _repeat_first(inputs: Any, labels: Tensor) -> tuple[Any, Tensor]:
     return first, torch.full_like(labels[:1], REPEATED)
 
 
-ALONE = Runtime(torch.device("cpu"), amp=False)
-"""The runtime of a process by itself, for work that stays on the device of its model."""
+ALONE = Runtime(torch.device("cpu"), amp=False)  # for work that stays on the device of its model
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:

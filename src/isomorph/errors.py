@@ -15,7 +15,6 @@ class UserError(ValueError):
     """
 
     exit_status = 2
-    """The status with which the command line exits."""
 
 
 class NotFinite(UserError):

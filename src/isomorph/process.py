@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt, from glibc's malloc.h."""
-_MMAP_LIMITS = (2**30, 2**25)
-"""Sizes in bytes up to which memory is kept; older versions of glibc accept at most the second."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
+_MMAP_LIMITS = (2**30, 2**25)  # bytes up to which memory is kept; older glibc accepts at most the second
 _SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 
 
@@ -58,8 +56,7 @@ class SafeChildProcesses:
             os.environ[_SAFE_PATH_VARIABLE] = self.before
 
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a command that Ctrl-C has ended."""
+INTERRUPTED = 128 + signal.SIGINT  # exit code of a command that Ctrl-C has ended
 
 _pressed = False
 
@@ -109,7 +106,6 @@ def _handle_interrupt(handler: signal.Handlers | object) -> None:
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    """End the process without running any other code."""
     with suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
     os.write(2, b"isomorph: interrupted\n")
@@ -117,7 +113,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    """Note the interrupt and raise it."""
     global _pressed
     _pressed = True
     raise KeyboardInterrupt

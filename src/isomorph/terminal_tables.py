@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 _SIZES = ("small", "medium", "large")
-METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
+METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {  # label and format
     "top1": ("top-1 (%)", "{:.2f}".format),
     "top5": ("top-5 (%)", "{:.2f}".format),
     "nll": ("NLL (nats)", "{:.4f}".format),
@@ -53,17 +53,14 @@ METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_macs": ("M MACs per pass, whatever the batch", lambda macs: f"{macs / 1e6:,.1f}"),
     "images_per_second": ("images / s", "{:,.0f}".format),
 }
-"""Label and format of every metric."""
 
 POINT_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "suite": ("suite", str),
     "size": ("size", lambda size: " x ".join(map(str, size))),
     "rfc": ("rfc", "{:g}".format),
 }
-"""Label and format of the keys that identify a point of a sweep."""
 
-PIPE_WIDTH = 200
-"""Columns of a table that is not printed in a terminal."""
+PIPE_WIDTH = 200  # columns of a table that is not printed in a terminal
 
 
 _UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -103,7 +100,6 @@ def row_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _plain_text(value: Any) -> str:
-    """Return a value without a format of its own: numbers with three digits."""
     if isinstance(value, list | tuple):
         return " ".join(map(_plain_text, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -24,7 +24,6 @@ from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
-"""Prefixes of the names of tensors outside the encoder."""
 
 
 def save_autoencoder(

@@ -77,7 +77,6 @@ def unpickle(path: Path) -> Any:
 
 
 def _explain(path: Path, error: Exception) -> UserError:
-    """Return the error for a file that torch.load rejects."""
     text = " ".join(str(error).split())
     if rejected := _REJECTED.search(text):
         return UserError(
@@ -132,7 +131,6 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, if asked for, and its metadata."""
     if not path.is_file():
         raise UserError(_describe_missing(path))
     try:
@@ -144,7 +142,6 @@ def _read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Tenso
 
 
 def _describe_missing(path: Path) -> str:
-    """Return why a path that is no file cannot be opened."""
     if not path.is_dir():
         if not path.suffix and is_model(str(path)):
             return f"{path} is a timm model, not a checkpoint; give a checkpoint or the folder of a run"
@@ -175,7 +172,6 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
 
 
 def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
-    """Return the model's tensors among the entries of a file. Raises: UserError when there are none."""
     settings = held.get("args", held.get("hyper_parameters"))
     settings = dict(settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {}))
     if isinstance(held.get("arch"), str):
@@ -204,10 +200,8 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     return within or any(isinstance(each, Tensor) for each in value.values())
 
 
-_WRAPPERS = ("module.", "model.")
-"""Prefixes of all tensor names that DistributedDataParallel and training modules add."""
+_WRAPPERS = ("module.", "model.")  # prefixes of all tensor names that DistributedDataParallel and training modules add
 _COMPILED = "_orig_mod."
-"""Part of tensor names that torch.compile adds."""
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:

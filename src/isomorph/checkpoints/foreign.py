@@ -20,7 +20,6 @@ from isomorph.models.model_kwargs import check_foreign_kwargs, check_model_kwarg
 from isomorph.surgery.record import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-"""Settings of timm's training script that say which images the model expects."""
 
 
 class ModelOptions(NamedTuple):
@@ -94,7 +93,6 @@ def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -> dict[str, Any]:
-    """Return the data config of timm's training script; empty if the file has no such settings."""
     given = {key: settings[key] for key in _IMAGE_SETTINGS if settings.get(key) is not None}
     if not given:
         return {}
@@ -133,7 +131,6 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    """Return the names of layers in an entry of a pretrained_cfg: a name, several, or None."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -160,7 +157,6 @@ def _read_vit(model: Any, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def _image_size(count: int, patch: tuple[int, ...]) -> list[int]:
-    """Return height and width of images of `count` patches. Raises: UserError when it is not a square number."""
     side = math.isqrt(max(count, 0))
     if side**2 != count or not side:
         raise UserError(

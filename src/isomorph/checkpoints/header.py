@@ -17,9 +17,7 @@ from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
 _MAX_PART_LENGTH = 2**24
-"""Maximum number of characters in one part of a header."""
 _MESSAGE_WIDTH = 60
-"""Maximum number of characters of a value in a message."""
 
 _Size = Annotated[int, Field(ge=1, le=2**13)]
 _FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -31,8 +29,6 @@ class _StrictModel(BaseModel):
 
 
 class _BaseSchema(_StrictModel):
-    """The arguments of timm.create_model for the model before its edits."""
-
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue]
 
@@ -57,8 +53,6 @@ class _ModuleSchema(_StrictModel):
 
 
 class _EditSchema(_StrictModel):
-    """An edit: the rule's name, its fields, and the names of the modules it replaced."""
-
     rule: str
     fields: dict[str, JsonValue]
     names: list[str]
@@ -97,8 +91,6 @@ class _ArtefactSchema(_DataSchema):
 
 
 class _DecoderSchema(_StrictModel):
-    """The decoder of a masked autoencoder, its mask ratio, and if its targets are normalised."""
-
     model_config = ConfigDict(extra="forbid")
 
     depth: Annotated[int, Field(ge=0, le=100)]
@@ -108,8 +100,7 @@ class _DecoderSchema(_StrictModel):
     normalise: bool
 
 
-DATA_KEYS = tuple(_DataSchema.model_fields)
-"""Keys of a pretrained_cfg that are saved with the weights."""
+DATA_KEYS = tuple(_DataSchema.model_fields)  # keys of a pretrained_cfg that are saved with the weights
 
 
 class _HeaderSchema(_StrictModel):
@@ -176,7 +167,6 @@ def _parse_parts(header: Mapping[str, str]) -> Header:
 
 
 def _build_edit(edit: _EditSchema, place: str) -> Edit:
-    """Return the edit with its rule. Raises: UserError for an unknown rule, or fields that it does not take."""
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
         raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
@@ -208,7 +198,6 @@ def describe_problems(error: ValidationError, part: str = "") -> str:
 
 
 def _shorten(value: object) -> str:
-    """Return a value for a message, in one line of limited length."""
     text = repr(value)
     return text if len(text) <= _MESSAGE_WIDTH else text[: _MESSAGE_WIDTH - 3] + "..."
 

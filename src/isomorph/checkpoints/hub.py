@@ -22,11 +22,9 @@ from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-"""The files of a model on the hub. Weights are read from safetensors alone, which hold no code."""
+WEIGHTS, CONFIG = "model.safetensors", "config.json"  # weights are safetensors alone, which hold no code
 _MAX_CONFIG_BYTES = 2**24
-LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
-"""What to do without a token of the hub."""
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"  # what to do without a token of the hub
 
 
 def download_model(repository: str, revision: str | None) -> Path:
@@ -47,7 +45,6 @@ class _MissingFile(UserError):
 
 
 def _download(repository: str, file: str, revision: str | None) -> Path:
-    """Download one file. Raises: UserError saying what to do."""
     whose = f"hf-hub:{repository}"
     try:
         return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, library_name="isomorph"))

@@ -28,8 +28,7 @@ from isomorph.surgery.recast import check_model
 from isomorph.surgery.record import add_notes, record, update_record
 from isomorph.surgery.where import joint_candidates
 
-_ALWAYS_ALLOWED_NUMEL = 2**20
-"""Models of up to this many numbers are built however small their file is."""
+_ALWAYS_ALLOWED_NUMEL = 2**20  # models of up to this many numbers are built however small their file is
 _WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
 """Attributes that change neither what a model computes nor how it is trained; grids follow the last image."""
 _OTHER = object()
@@ -115,7 +114,6 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
 
 
 def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
-    """Raise UserError unless base and edits rebuild this model, which is tried on the meta device."""
     with torch.device("meta"):
         twin = rebuild(base, made)
     if difference := find_difference(model, twin):
@@ -126,10 +124,7 @@ def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ..
 
 
 def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
-    """Return the shortest base and edits that rebuild the model: for a fused model, the plain network if possible.
-
-    Raises: UserError as `_check_rebuilds` when none does.
-    """
+    """Return the shortest base and edits that rebuild the model: for a fused model, the plain network if possible."""
     base, made = describe_base(model), edits(model)
     remaining = _drop_fused_edits(made)
     plain = base if remaining == made else {**base, **getattr(model, "fused_arguments", {})}
@@ -179,7 +174,6 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
 
 
 def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
-    """Raise UserError when the edits that `base` lacks do not make the model of it."""
     with torch.device("meta"):
         twin = copy.deepcopy(base).to("meta")
         for edit in edits(model)[len(edits(base)) :]:
@@ -254,7 +248,6 @@ def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
 
 
 def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
-    """Return the first difference between two modules, without the modules in them, or None."""
     if type(module) is not type(other):
         return f"__class__ is {type(module).__name__}, and would be {type(other).__name__}"
     settings, others = _settings(module), _settings(other)
@@ -267,10 +260,7 @@ def _module_difference(module: nn.Module, other: nn.Module) -> str | None:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """Return the public attributes of a module, not of the modules in it, whose values can be compared.
-
-    Those are numbers, strings, functions by their names, and lists of them, which are equal to tuples.
-    """
+    """Return a module's public attributes that can be compared: numbers, strings, functions by name, lists of them."""
     names = (n for n in vars(module) if not n.startswith(("_", "isomorph_")) and n not in _WITHOUT_EFFECT)
     found = {name: _comparable(getattr(module, name)) for name in names}
     return {name: value for name, value in found.items() if value is not _OTHER}
@@ -410,5 +400,4 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
 
 
 def _shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
-    """True if the state has a tensor of this name with another shape."""
     return name in state and getattr(state[name], "shape", None) != own[name].shape

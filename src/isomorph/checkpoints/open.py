@@ -93,7 +93,6 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
 
 
 def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
-    """Open a file, as its header or the options say how to build the model."""
     if options.arch and is_function(options.arch):
         return _load_into_base(contents, build_own(options.arch, options.arguments()))
     if not contents.is_own:
@@ -135,7 +134,6 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
-    """Return a copy of the base with the file's edits and tensors. Raises: UserError when they do not fit."""
     parts, model, done = read_parts(contents) if contents.is_own else None, copy.deepcopy(base), edits(base)
     recorded = parts.edits if parts else ()
     if done != recorded[: len(done)]:
@@ -208,7 +206,6 @@ def open_model(
 
 
 def _pretrained_cfg(name: str) -> Any:
-    """Return timm's config of a model's public weights. Raises: UserError for an unknown tag."""
     try:
         return timm.get_pretrained_cfg(name)
     except RuntimeError:
@@ -254,7 +251,6 @@ def needs_options(name: str) -> bool:
 
 
 def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:
-    """Raise UserError for options that are not those with which a file of isomorph says to build its model."""
     if options._replace(ema=True) == NO_OPTIONS:
         return
     base = describe_base(model)
@@ -268,7 +264,6 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
 
 
 def _open_run(path: Path, options: ModelOptions) -> nn.Module:
-    """Open the current model of a run by its folder, with its averaged weights if asked for and it has any."""
     found = newest_snapshot(path)
     if found and found.damaged:  # an older one is another model
         raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")

@@ -14,9 +14,7 @@ from isomorph.errors import UserError
 _PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])"
 _REPOSITORY = re.compile(f"{_PART}/{_PART}")
 HUB = ("hf-hub:", "hf_hub:")
-"""Prefixes of models on the hub."""
-CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
-"""How names of checkpoints end; a file of another name is one too, if it exists."""
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")  # or any file that exists
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -44,8 +42,7 @@ def require_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-NEW_PATHS: set[Path] = set()
-"""Files and folders that the running command found free and must not replace, should another one write them first."""
+NEW_PATHS: set[Path] = set()  # found free by the command: it must not replace them, should another one write them first
 
 
 def require_new(path: Path, overwrite: bool, option: str) -> None:

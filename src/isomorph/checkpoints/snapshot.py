@@ -32,7 +32,6 @@ from isomorph.errors import UserError
 
 STATE_FILE = "state.json"
 _SNAPSHOTS_TO_KEEP = 2
-"""Number of newest snapshots to keep."""
 
 
 _Count = Annotated[int, Field(ge=0)]
@@ -40,8 +39,6 @@ _Number = bool | int | float
 
 
 class _ClosedSchema(BaseModel):
-    """Base of schemas that reject unknown fields and other types."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -87,18 +84,15 @@ class DamagedSnapshot(UserError):
 
 
 def _folder_name(step: int) -> str:
-    """Return the folder name of a step's snapshot."""
     return f"step-{step:08d}"
 
 
 def _parse_step(path: Path) -> int | None:
-    """Return the step in a snapshot's name; None for another name."""
     digits = re.fullmatch(r"step-([0-9]{8,})", path.name)
     return int(digits[1]) if digits and _folder_name(int(digits[1])) == path.name else None
 
 
 def _named_snapshots(folder: Path) -> list[Path]:
-    """Return every path that is named like a snapshot, newest first, complete or not."""
     named = {path: step for path in folder.glob("step-*") if (step := _parse_step(path)) is not None}
     return sorted(named, key=lambda path: named[path], reverse=True)
 
@@ -181,7 +175,6 @@ def _no_process_group_warning() -> Iterator[None]:
 
 
 def _delete_older(folder: Path) -> None:
-    """Delete all but the newest snapshots, and partial ones that a crash has left."""
     for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
         with suppress(OSError):  # renamed first, so that a half deleted folder is not named like a snapshot
             path.rename(folder / f".{path.name}.partial")
@@ -206,7 +199,6 @@ def _error_reason(error: BaseException) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

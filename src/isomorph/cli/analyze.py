@@ -13,8 +13,7 @@ from isomorph.errors import UserError
 if TYPE_CHECKING:
     from isomorph.report.page_models import PageModel
 
-_CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")
-"""Keys of a data config that decide which pixels a model gets, besides the size; the others normalise them."""
+_CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")  # which decide the pixels that a model gets
 
 
 @opt.group
@@ -95,10 +94,6 @@ def analyze(
 def _open_models(
     names: list[str], opening: opt.OpenOptions, device: str, size: tuple[int, int] | None
 ) -> list["PageModel"]:
-    """Open the models of a page for images of one size.
-
-    Raises: UserError for models of different numbers of image channels, or one that does not take the size.
-    """
     from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
     from isomorph.report.page_models import unique_names
 
@@ -251,7 +246,6 @@ def gating_histories(folders: Sequence[Path], logs: Sequence[Any]) -> dict[str, 
 
 
 def _open_images(log: Any, test: AlongOptions) -> Any:
-    """Open the images for a run. Raises: UserError when its data is unknown or missing."""
     from isomorph.data.formats.registry import open_source
     from isomorph.data.sources import first_classes
     from isomorph.evaluation.model_data import sample_images
@@ -272,10 +266,7 @@ def _measure_along(
     device: str,
     show_step: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure attention on every saved checkpoint of each run; failures are added to the problems of the run's log.
-
-    Raises: UserError when nothing can be measured of any run.
-    """
+    """Measure attention on every saved checkpoint of each run; failures are added to the problems of the run's log."""
     from isomorph.distributed import open_runtime
     from isomorph.report.compare_page import MeasureHistory
     from isomorph.report.page_models import MEASURES
@@ -301,12 +292,7 @@ def _measure_along(
 
 
 def _accuracy_points(folders: Sequence[Path], logs: Sequence[Any], evaluated: Sequence[Path]) -> list[Any]:
-    """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model.
-
-    Failures are added to the problems of a run's log.
-
-    Raises: UserError for two points of one name.
-    """
+    """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model."""
     from isomorph.report.run_files import AccuracyPoint, read_points
     from isomorph.training.history import run_cost
 

@@ -104,7 +104,6 @@ def evaluate_(
 
 
 def _only(sizes: Sequence[tuple[int, int]] | None) -> tuple[int, int] | None:
-    """Return the size that --size gives, or None without one. Raises: UserError for several."""
     if sizes and len(sizes) > 1:
         raise UserError("--size has several values; give this model one height and width")
     return sizes[0] if sizes else None
@@ -132,12 +131,7 @@ def _measure(
     runtime: Any,
     exported: bool,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size.
-
-    The processes share the images; the main one writes the accuracy of every class, and measures the costs.
-
-    Raises: UserError for data of other classes than the model's.
-    """
+    """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
     from isomorph.evaluation.model_data import evaluation_data
     from isomorph.evaluation.suites import NUM_CLASSES, open_located
@@ -165,10 +159,7 @@ def _measure(
 def _show_rows(
     head: dict[str, str], rows: list[dict[str, Any]], costs: list[dict[str, Any]], many: bool, json_: bool
 ) -> None:
-    """Print a metric per line, or a row for each suite, size and rfc ratio; `many` if there are suites or sizes.
-
-    A star marks the best of several rfc ratios alone.
-    """
+    """Print a metric per line, or a row for each suite, size and rfc ratio; a star marks the best of several ratios."""
     model = opt.display_name(head["model"], pretrained="weights" not in head)
     cost = costs[0] if len(costs) == 1 else {}
     if len(rows) == 1 and not many:
@@ -225,10 +216,6 @@ def predict(
 
 
 def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[Path, Any]:
-    """Return what to write to which file: `out` itself, and others next to it with their endings.
-
-    Raises: UserError for another kind of file than the prediction has, or a file that exists without `overwrite`.
-    """
     kinds = [ending for ending in values if ending.startswith(".")]
     if out.suffix not in kinds:
         raise UserError(f"--out {out} must end in {' or '.join(kinds)} for this model")
@@ -239,7 +226,6 @@ def _planned_files(values: dict[str, Any], out: Path, overwrite: bool) -> dict[P
 
 
 def _write(path: Path, value: Any) -> None:
-    """Write an image or plain values, completely or not at all. Raises: UserError when it cannot be written."""
     from PIL import Image
 
     from isomorph.checkpoints.files import write_atomically

@@ -118,10 +118,6 @@ def quantize(
 
 
 def _open_images(net: Any, given: opt.DataOptions, images: int, batch_size: int) -> tuple[Any, Any]:
-    """Return loaders of random training images to calibrate on, and of test images, prepared as for a test.
-
-    Raises: UserError when there are no such images, or the data has other classes than the model.
-    """
     from isomorph.data.loaders import eval_loader
     from isomorph.data.sources import spaced_images
     from isomorph.evaluation.model_data import evaluation_data, open_split, sample_images

@@ -120,12 +120,10 @@ def coverage(
 
 
 def _describe_reasons(reasons: dict[str, int]) -> str:
-    """Return the two most common reasons with their counts."""
     return "; ".join(f"{count} x {reason}" for reason, count in list(reasons.items())[:2])
 
 
 def _norm_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return a table with a line for every model with BatchNorm."""
     body = [
         [r["model"], f"{r['merged']} of {r['norms']}", f"{r['difference']:.0e}", _describe_reasons(r["reasons"])]
         for r in rows
@@ -162,7 +160,6 @@ def doctor(*, json_: Json = False) -> None:
 
 
 def _examine_environment() -> Iterator[tuple[str, str, bool]]:
-    """Yield what was checked, the result, and True if it is good enough to run isomorph."""
     yield "python", platform.python_version(), True
     for package in _PACKAGES:
         try:

@@ -38,7 +38,6 @@ app = App(
 Command = TypeVar("Command", bound=Callable[..., None])
 T = TypeVar("T")
 EXPORTED = (".onnx", ".pt2")
-"""Suffixes of exported models."""
 
 
 def command(function: Command) -> Command:
@@ -67,7 +66,6 @@ def whole(least: int, most: int) -> Parameter:
 
 
 def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
-    """Return heights and widths as typed. Raises: ValueError for what is none, or not from 1 to 8192."""
     sizes = []
     for token in tokens:
         found = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?", token.value)
@@ -90,7 +88,6 @@ def _check_model(kind: type, path: Any) -> None:
 
 
 def _check_data(kind: type, name: str | None) -> None:
-    """Raise ValueError for what is neither a data source nor a folder."""
     sources = tables()["sources"]
     if name is None or name in sources or os.path.isdir(os.path.expanduser(name)):
         return

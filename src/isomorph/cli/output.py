@@ -30,7 +30,6 @@ def show(json_: bool, value: Any, *texts: str | Sequence[Sequence[str]]) -> None
 
 
 def _without_nan(value: Any) -> Any:
-    """Return plain values with None for each number that is not finite."""
     if isinstance(value, dict):
         return {key: _without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

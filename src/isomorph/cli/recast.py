@@ -12,17 +12,11 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
 
-_TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}
-"""Types of the fields of isomorph's rules by name, as they are parsed: without rounding, and sizes as in every
-command."""
+_TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}  # as they are parsed
 
 
 def _with_rule_options(command: opt.Command) -> opt.Command:
-    """Let the parameters `rule` and `fields` of a command take any rule, and the fields of all rules.
-
-    `fields` becomes a dataclass with one option per field, None where it is not given, so that a rule states its
-    options once.
-    """
+    """Let a command take any rule and the fields of all: `fields` becomes a dataclass, None where one is not given."""
     rules, rows = tables()["rules"], tables()["rule_options"]
     kinds = {row["name"]: Annotated[_kind(row), Parameter(help=row["help"])] for row in rows}
     defaults = dict.fromkeys(kinds)
@@ -36,7 +30,6 @@ def _with_rule_options(command: opt.Command) -> opt.Command:
 
 
 def _kind(row: dict[str, Any]) -> Any:
-    """Return the type of an option, or None."""
     kinds: list[Any] = [Literal[tuple(row["choices"])]] if row["choices"] else []
     return reduce(or_, [*kinds, *(_TYPES[name] for name in row["types"])]) | None
 

@@ -29,15 +29,12 @@ from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts,
 from isomorph.terminal_tables import say
 
 _ANOTHER_ENDED = "another process of this run has ended; its error message says why"
-_SIGPIPE = 128 + 13
-"""Exit status when nobody reads the output, as of other programs before `| head`."""
-_PATIENCE = 2.0
-"""Seconds in which torchrun ends a process after another one has failed."""
+_SIGPIPE = 128 + 13  # exit status when nobody reads the output, as of other programs before `| head`
+_PATIENCE = 2.0  # seconds in which torchrun ends a process after another one has failed
 _PYTHON_SHOWS = warnings.showwarning
 
 
 def _error_message(error: Exception) -> str:
-    """Return the line to print for an error."""
     text = " ".join(str(error).split())
     if isinstance(error, CycloptsError):
         return explain_parse_error(error)
@@ -70,7 +67,6 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: objec
 
 
 def _is_main_process() -> bool:
-    """True for the first of the processes that torchrun started, and for a process by itself."""
     rank = os.environ.get("RANK", "")
     return not (rank.isdecimal() and int(rank))
 
@@ -91,11 +87,7 @@ def _end(status: int) -> NoReturn:
 
 
 def _end_with_error(text: str, status: int) -> NoReturn:
-    """Print an error and exit with a status.
-
-    Of several processes, the one that found the error prints it and exits at once, so that torchrun ends the others:
-    they wait for that before they print anything.
-    """
+    """Print an error and exit; of several processes the others wait, and are ended by torchrun before they print it."""
     if not _is_main_process() or text == _ANOTHER_ENDED:
         time.sleep(_PATIENCE)
     _print_error(text)
@@ -103,7 +95,6 @@ def _end_with_error(text: str, status: int) -> NoReturn:
 
 
 def _end_interrupted(command: str) -> NoReturn:
-    """End the process after Ctrl-C, with a line on what is left of the command's work."""
     ignore_interrupts()  # torchrun sends another one
     resumes = "; the same command resumes from the last checkpoint, if there is one" * (command == "train")
     if _is_main_process():

@@ -143,10 +143,6 @@ def revert(
 def _write_converted(
     before: Any, after: Any, out: opt.Out, what: str, json_: bool, atol: float | None = None, merged: Any = None
 ) -> None:
-    """Compare a model with what `what` has made of it, save that, and print both.
-
-    Raises: NotEqual if the outputs differ by more than `atol`, by default that of the rule.
-    """
     from isomorph.evaluation.cost import count_parameters
     from isomorph.evaluation.input_sizes import random_inputs
     from isomorph.surgery import NotEqual, compare_outputs

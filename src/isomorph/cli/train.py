@@ -12,8 +12,7 @@ from isomorph.errors import UserError
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, say
 
-_SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")
-"""An assignment to a size field, as sizes are written in every command: 96 or 96x128."""
+_SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
 
 
 @opt.command

@@ -28,7 +28,6 @@ def library_tables() -> dict[str, Any]:
 
 
 def _model_row(name: str) -> dict[str, Any]:
-    """Return what `isomorph models` prints about a model; the weights are on the hub, or at a URL."""
     with torch.device("meta"):
         model = timm.create_model(name)
     config = timm.get_pretrained_cfg(name)

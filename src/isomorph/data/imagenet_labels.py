@@ -13,8 +13,7 @@ from timm.data import ImageNetInfo
 from isomorph.data.sources import Source, image_name
 from isomorph.errors import UserError
 
-LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")
-"""Written by benchmarks/imagenet_labels.py from the published files."""
+LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")  # written by benchmarks/imagenet_labels.py
 _WNID, _NUMBER = re.compile(r"n\d{8}"), re.compile(r"\d+")
 _NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"
 _IMAGE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
@@ -95,7 +94,6 @@ def with_imagenet_labels(source: Source, title: str) -> Source:
 
 
 def _label_of_wnid(name: str, title: str) -> int:
-    """Return the label of a wnid. Raises: UserError for another name, or a wnid that ImageNet-1k does not have."""
     label = imagenet_labels().label_of.get(name)
     if label is None:
         known = "which ImageNet-1k does not have; remove it, or choose its suite"
@@ -104,10 +102,7 @@ def _label_of_wnid(name: str, title: str) -> int:
 
 
 def _has_english_names(classes: Sequence[str]) -> bool:
-    """True if these are ImageNet's 1000 English names ("tench, Tinca tinca", ...) in label order, up to 2 % of them.
-
-    The whole list is compared because single names are ambiguous: two classes are called crane.
-    """
+    """True for ImageNet's 1000 English names in label order, up to 2 %; single names are ambiguous (two are crane)."""
     if len(classes) != len(imagenet_labels().wnids):
         return False
     english = (name.split(",")[0].lower() for name in ImageNetInfo("imagenet-1k").label_descriptions())
@@ -130,7 +125,7 @@ def real_labels(source: Source, title: str) -> np.ndarray:
 
 
 def _image_index(name: str | None, title: str) -> int:
-    """Return the index (from 0) of an image among the 50,000 by its name. Raises: UserError for another name."""
+    """Return the index (from 0) of an image among the 50,000 by its name."""
     match = _IMAGE_NAME.search(name or "")
     number = int(match[1]) if match else 0
     if not 1 <= number <= len(imagenet_labels().real):

@@ -18,8 +18,7 @@ from isomorph.data.formats.naming import composed
 from isomorph.data.sources import Source, image_name
 from isomorph.errors import UserError, first_line
 
-_LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
-"""The exceptions that `torch.load` may raise for a damaged file."""
+_LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)  # of torch.load
 
 
 class MapLabels(NamedTuple):
@@ -85,10 +84,7 @@ class LabelMapSource(Source):
         self.label_map(0)
 
     def _relative_path(self, index: int) -> str:
-        """Return the path of a label map below the folder: the class, then what follows the class in the image's name.
-
-        The whole name follows the class where the name does not contain it.
-        """
+        """Return CLASS/IMAGE.pt: what follows the class in the image's name, or else the whole name."""
         name, owner = image_name(self.images, index), self.classes[int(self.labels[index])]
         if name is None:
             raise UserError(
@@ -112,7 +108,6 @@ class LabelMapSource(Source):
 
 
 def _check_files_exist(folder: Path, paths: Iterable[str]) -> None:
-    """Raise a UserError with the first missing file and the number of them."""
     if not os.path.isdir(folder):
         raise UserError(f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt")
 
@@ -122,10 +117,7 @@ def _check_files_exist(folder: Path, paths: Iterable[str]) -> None:
 
 
 def _load_label_map(path: Path, num_classes: int) -> Tensor:
-    """Return the scores and classes in a file. Shape: -> (2, K, H, W)
-
-    Raises: UserError when the file cannot be read, or is not a label map of these classes.
-    """
+    """Shape: -> (2, K, H, W)"""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:

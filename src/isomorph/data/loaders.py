@@ -27,8 +27,7 @@ from isomorph.process import SafeChildProcesses
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
 Labels = Tensor | MapLabels
-Example = tuple[Tensor, int | MapLabels, list[str]]
-"""An image, its label, and the error messages of unreadable images that were skipped before it."""
+Example = tuple[Tensor, int | MapLabels, list[str]]  # image, label, errors of unreadable images skipped before it
 
 _NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
 
@@ -268,7 +267,6 @@ def _fix_posterize(transform: Any) -> None:
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """Return the image with this many bits per channel."""
     if bits < 1:
         return Image.new(image.mode, image.size)
     return ImageOps.posterize(image, min(bits, 8))

@@ -14,8 +14,7 @@ from torch.utils.data import Sampler
 from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
 
-SeededIndex = tuple[int, int]
-"""The index of an image, and the seed of its augmentation."""
+SeededIndex = tuple[int, int]  # the index of an image, and the seed of its augmentation
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from torch.utils.data import Dataset
 
 from isomorph.errors import UserError, first_line
 
-ImageLike = Image.Image | np.ndarray | bytes | Path
-"""A PIL image, its pixels (H, W, 3) uint8, the bytes of an image file or the path of one."""
-_TURNS = {
+ImageLike = Image.Image | np.ndarray | bytes | Path  # pixels are (H, W, 3) uint8
+_TURNS = {  # by the orientation in EXIF data
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
     4: Transpose.FLIP_TOP_BOTTOM,
@@ -26,7 +25,6 @@ _TURNS = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
-"""What puts an image upright, by the orientation in its EXIF data."""
 
 
 class ImageSubset(Sequence[ImageLike]):

@@ -26,10 +26,8 @@ from isomorph.errors import UserError
 
 STREAMS = ("huggingface-stream",)
 _ROWS_PER_READ = 16
-"""Number of rows that are fetched at a time."""
 Transform = Callable[[Image.Image], Any]
-StreamSample = tuple[ImageLike, int, int]
-"""An image as stored, its label, its id."""
+StreamSample = tuple[ImageLike, int, int]  # an image as stored, its label, its id
 
 
 class Stream:
@@ -51,7 +49,6 @@ class Stream:
         self.split, self.classes, self.images, self.buffer = split, tuple(classes), images, buffer
 
     def __len__(self) -> int:
-        """Return the number of images of the split. Raises: UserError when it is not known."""
         if self.images is None:
             raise UserError(f"{self.split.title} does not tell how many images it has; give the number as images=")
         return self.images
@@ -77,10 +74,7 @@ class Stream:
         return islice(_shuffle_through_buffer(rows, self.buffer, rng), skip, None)
 
     def image(self, stored: ImageLike, identity: int) -> Image.Image:
-        """Return a sample's image in RGB, before the transform.
-
-        Raises: UserError naming it when it cannot be read.
-        """
+        """Return a sample's image in RGB, before the transform. Raises: UserError naming it when it cannot be read."""
         with explain_decode_errors(lambda: self.name(identity)):
             return decode(stored)
 
@@ -93,7 +87,6 @@ class Stream:
         return self.split.dataset.num_shards
 
     def _rows_of_share(self, files: Iterable[int], share: int, shares: int) -> Iterator[StreamSample]:
-        """Yield one share of the samples, in the order of the given files."""
         files = list(files)
         divided = len(files) // shares * shares
         for file in files[share:divided:shares]:
@@ -102,7 +95,6 @@ class Stream:
             yield from self._rows_of_file(file, share, shares)
 
     def _rows_of_file(self, file: int, first: int, step: int) -> Iterator[StreamSample]:
-        """Yield every step-th sample of a file."""
         image, label, row = self.split.image, self.split.label, 0
         with explain_dataset_errors(self.split.title):
             # Not `iter(dataset)`: in a DataLoader's worker that would divide the rows among workers a second time.
@@ -160,8 +152,7 @@ def open_stream(
     return Stream(found, names, images or found.images)
 
 
-_StreamBatch = tuple[Tensor, Labels, list[str]]
-"""Images, labels, error messages of unreadable images."""
+_StreamBatch = tuple[Tensor, Labels, list[str]]  # images, labels, error messages of unreadable images
 
 
 def workers_of_part(parts: BatchParts, workers: int) -> int:
@@ -170,7 +161,6 @@ def workers_of_part(parts: BatchParts, workers: int) -> int:
 
 
 def _worker_position() -> tuple[int, int]:
-    """Return the index of the current loader worker, and the number of workers."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
 
@@ -185,8 +175,7 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
 
     def __init__(self, stream: Stream, transform: Transform, sampler: TrainSampler, unreadable: int) -> None:
         self.stream, self.transform, self.sampler, self.unreadable = stream, transform, sampler, unreadable
-        self.size = sampler.order.batch // sampler.parts.total
-        """Images of a part of a batch."""
+        self.size = sampler.order.batch // sampler.parts.total  # images of a part of a batch
 
     def __iter__(self) -> Iterator[_StreamBatch]:
         steps, parts, first = self.sampler.order.steps, self.sampler.parts.own, self.sampler.first
@@ -205,7 +194,6 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
                     yield self._batch(samples, step, part)
 
     def _share(self, epoch: int, part: int, step: int, workers: int) -> Iterator[StreamSample]:
-        """Yield the samples of a share of the stream without end."""
         each = workers_of_part(self.sampler.parts, workers)
         index, shares = part * each + step % each, self.sampler.parts.total * each
         for number in count():
@@ -236,8 +224,6 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
 
 
 class _StreamTestImages(IterableDataset[tuple[Any, int]]):
-    """One process's share of a stream, read once in the stored order."""
-
     def __init__(self, stream: Stream, transform: Transform, parts: BatchParts) -> None:
         self.stream, self.transform, self.parts = stream, transform, parts
 

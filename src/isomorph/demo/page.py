@@ -25,7 +25,6 @@ def write_demo_page(demo: Demo, path: Path) -> int:
 
 
 def _equality_section(demo: Demo) -> Section:
-    """Return the section with the comparison of the CNN and its T-CNN."""
     macs = [count_macs(model, demo.config["input_size"]) for model in (demo.tcnn, demo.cnn.model)]
     return Section(
         "The same function",
@@ -40,7 +39,6 @@ def _equality_section(demo: Demo) -> Section:
 
 
 def _attention_section(demo: Demo) -> Section:
-    """Return the section with the attention maps of the T-CNN on the first digits."""
     viewer = _viewer(demo, {"T-CNN": demo.tcnn})
     return Section(
         "What each head attends to",
@@ -54,7 +52,6 @@ def _attention_section(demo: Demo) -> Section:
 
 
 def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
-    """Return the viewer of some models' attention maps of the first digits."""
     batch = demo.images[:SHOWN]
     mean, std = (torch.tensor(demo.config[key])[:, None, None] for key in ("mean", "std"))
     images = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
@@ -67,12 +64,10 @@ def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
 
 
 def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the values of heads by layer as lists of numbers."""
     return {layer: heads.tolist() for layer, heads in values.items()}
 
 
 def _gain_section(demo: Demo) -> Section:
-    """Return the section that compares the ViTs."""
     lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
     conv = demo.vits[-1]
     charts: list[Chart] = [

@@ -26,17 +26,13 @@ from isomorph.training.build import data_config, open_sources
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train
 
-LAYERS = "layer3.*.conv?"
-"""The convolutions that the demo recasts: all six of the CNN's last stage."""
+LAYERS = "layer3.*.conv?"  # the convolutions that the demo recasts: all six of the CNN's last stage
 
-VITS = {"digits_vit": "ViT", "digits_convit": "ViT, convolutional at initialisation"}
-"""Recipes of the last step, which differ in how attention is initialised, and their names on the page."""
+VITS = {"digits_vit": "ViT", "digits_convit": "ViT, convolutional at initialisation"}  # recipe: name on the page
 
-VERIFIED = 100
-"""Number of test images on which outputs are compared, in float32 and float64; predictions are compared on all."""
+VERIFIED = 100  # test images to compare outputs on, in float32 and float64; predictions are compared on all
 
 SHOWN = 4
-"""Number of digits whose attention maps are on the page."""
 
 
 @dataclass
@@ -56,13 +52,10 @@ class Demo:
     cnn: Trained
     tcnn: nn.Module = field(repr=False)
     report: VerifyReport
-    agreeing: int
-    """Test images for which the CNN and its T-CNN predict the same class."""
-    images: Tensor = field(repr=False)
-    """The normalised test images. Shape: (N, 3, H, W)"""
+    agreeing: int  # test images for which the CNN and its T-CNN predict the same class
+    images: Tensor = field(repr=False)  # normalised test images (N, 3, H, W)
     config: dict[str, Any] = field(repr=False)
-    weight: float
-    """Largest attention of a query, as a mean over layers, heads, queries and images of the T-CNN."""
+    weight: float  # largest attention of a query, as a mean over layers, heads, queries and images of the T-CNN
     vits: list[Trained] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -109,7 +102,6 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
 
 
 def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> Demo:
-    """Train the CNN, recast it, compare both on the test images, inspect its heads, and train the ViTs."""
     say = partial(Console(quiet=not show, highlight=False).print, soft_wrap=True)
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -19,5 +19,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
     return sorted(__all__)

@@ -20,9 +20,7 @@ from isomorph.errors import UserError, first_line, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
 
 FORMATS = ("onnx", "pt2")
-"""File formats, by their suffix."""
 METADATA_FILE = "metadata.json"
-"""Name of the metadata inside a .pt2 archive."""
 _KEYS = {*DATA_KEYS, "isomorph_version", "architecture", "num_classes", "class_names", "quantization"}
 _KEYS |= {"dynamic", "size_multiple", "inputs", "length"}
 
@@ -57,7 +55,6 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
 
 
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
-    """Return the values of metadata by key. Raises: UserError when isomorph did not write it, or a value is damaged."""
     if not isinstance(texts, Mapping) or "isomorph_version" not in texts or not {"input_size", "inputs"} & set(texts):
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
     try:
@@ -122,7 +119,6 @@ class Artefact(nn.Module):
         return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
-        """Raise UserError for images or sequences of a size that the artefact was not exported for."""
         known, multiple = self.metadata, self.metadata["size_multiple"] or 1
         own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
         free = "size" in known["dynamic"] and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
@@ -135,7 +131,6 @@ class Artefact(nn.Module):
             raise UserError(f"{name} has the size {shown}; sides differ from {wanted} by multiples of {multiple}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return an artefact that shares the program, which does not change."""
         return type(self)(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
 
 
@@ -175,7 +170,6 @@ def load_artefact(contents: bytes, file_format: str, path: object = "the artefac
 
 
 def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
-    """Return a function that runs an ONNX model, on as many threads as torch has, and its metadata."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -193,7 +187,6 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
 
 
 def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
-    """Return a function that runs an exported program, and its metadata."""
     files = {METADATA_FILE: ""}
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")

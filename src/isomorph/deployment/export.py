@@ -25,10 +25,8 @@ from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import ROUNDING, Difference
 from isomorph.terminal_tables import count_of
 
-ATOL = 1e-4
-"""Largest deviation of an artefact from its model, relative to the largest output."""
-Progress = Callable[[str], None]
-"""Called with the name of each step."""
+ATOL = 1e-4  # largest deviation of an artefact from its model, relative to the largest output
+Progress = Callable[[str], None]  # called with the name of each step
 
 
 @dataclass(frozen=True)
@@ -174,12 +172,7 @@ def encode(
 
 @torch.no_grad()
 def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes, atol: float) -> VerifyReport:
-    """Return the deviation of a file's contents from the model in float32 and in float64, on the inputs to check.
-
-    If it cannot be run on a near size, the deviation is infinite there.
-
-    Raises: UserError when it cannot be run on another.
-    """
+    """Return the deviation from the model on the inputs to check; infinite on a near size that cannot be run."""
     artefact = load_artefact(contents, kind)
     plain = copy.deepcopy(model).cpu().float().eval()
     exact = copy.deepcopy(plain).double()

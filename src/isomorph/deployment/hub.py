@@ -36,8 +36,7 @@ from isomorph.surgery.outputs import largest_difference, relative
 CARD, RECIPE = "README.md", "recipe.yaml"
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
 """Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model."""
-_ATOL = 1e-4
-"""Largest deviation of the model that timm builds, relative to the largest output."""
+_ATOL = 1e-4  # largest deviation of the model that timm builds, relative to the largest output
 
 
 def push(
@@ -97,7 +96,6 @@ def require_token() -> None:
 
 @contextmanager
 def _explain_rejection(name: str) -> Iterator[None]:
-    """Turn errors of the hub's client into a UserError."""
     try:
         yield
     except UserError:

@@ -23,8 +23,7 @@ from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 from isomorph.training.task import task_record
 
-_LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
-"""Fields of a recipe that are about the machine of a run, or about the paper's result."""
+_LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}  # about the machine, or the paper's result
 
 
 def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
@@ -47,7 +46,6 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _without_folders(value: Any) -> Any:
-    """Return plain values with absolute paths cut to the name of their file."""
     if isinstance(value, dict):
         return {key: _without_folders(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -101,7 +99,6 @@ def model_card(
 def _card_data(
     model: nn.Module, architecture: str, name: str, metrics: Mapping[str, Any], in_timm: bool
 ) -> ModelCardData:
-    """Return what the hub reads: tags, and the accuracy of a classifier of images."""
     task = "image-classification"
     classifies = not task_record(model) and architecture not in own_models.networks()
     data, accuracy = describe_data(model).get("source") or "test images", None

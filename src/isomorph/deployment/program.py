@@ -26,14 +26,11 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from onnx_ir import Node
 
-OPSET = 20
-"""Operator set of ONNX files; onnxruntime runs it since 2023."""
-_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
-"""Where torch's exporter notes the modules that a node is from, and its own name."""
+OPSET = 20  # operator set of ONNX files; onnxruntime runs it since 2023
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 """Operators that rearrange a weight: the quantiser rounds weights only if these are computed."""
-_SMALL, _GROWTH = 1024, 2
-"""Elements that a constant may always have, and its largest ratio to the sizes of those that it is computed from."""
+_SMALL, _GROWTH = 1024, 2  # elements that a constant may always have, and its largest ratio to those it is made of
 
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
@@ -138,10 +135,7 @@ def _first_cause(error: BaseException) -> str:
 
 @torch.no_grad()
 def to_onnx(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str, str] = {}) -> "ModelProto":
-    """Convert a traced model to ONNX, with metadata by key.
-
-    Raises: UserError when an operator has no ONNX form.
-    """
+    """Convert a traced model to ONNX, with metadata by key. Raises: UserError when an operator has no ONNX form."""
     from onnx.helper import set_model_props
     from onnxscript.optimizer import optimize_ir
 
@@ -176,10 +170,7 @@ def _should_compute(node: "Node") -> bool | None:
 
 
 def _name_parts(proto: "ModelProto", shapes: ExportShapes) -> None:
-    """Name dynamic axes, such as batch, instead of the tracer's symbols, and nodes by their layers; remove all notes.
-
-    A node of a layer is called "blocks.0.attn.qkv/node_linear".
-    """
+    """Name dynamic axes, not by the tracer's symbols, nodes by layer (blocks.0.attn.qkv/node_linear); drop notes."""
     symbols = {
         value.type.tensor_type.shape.dim[axis].dim_param: name
         for value in proto.graph.input

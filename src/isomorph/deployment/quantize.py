@@ -27,16 +27,13 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
-"""Operators that multiply by weights."""
 _BETWEEN_LAYERS = (
     *("Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "MaxPool", "Relu", "Reshape"),
     *("Squeeze", "Transpose", "Unsqueeze"),
 )
 """Operators between the layers of a convolutional network that runtimes have in 8 bits too."""
-_ATTENTION = ("LayerNormalization", "Softmax")
-"""Operators of networks where only layers are rounded: the sums between their blocks have too wide a range."""
+_ATTENTION = ("LayerNormalization", "Softmax")  # with these only layers are rounded: sums range too widely
 _SPEED_IMAGES = 8
-"""Images of a batch whose speed is measured."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +174,7 @@ def quantize(
 def _measure(
     model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
 ) -> dict[str, Any]:
-    """Return size and speed of both graphs, the share of equal predictions in percent, and the SQNR of the outputs.
-
-    SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels
-
-    Raises: UserError if an output is not finite.
-    """
+    """SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels"""
     both: dict[str, nn.Module] = {
         name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in (("float", before), ("int8", after))
     }
@@ -202,10 +194,6 @@ def _measure(
 
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
-    """Return the images of a loader, batch by batch.
-
-    Raises: UserError if there are none, or they are not normalised images of the size that the model takes.
-    """
     batches: list[Tensor] = []
     for batch in loader:
         images = batch[0] if isinstance(batch, tuple | list) else batch
@@ -218,7 +206,6 @@ def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Te
 
 
 def _check_images(images: object, shapes: ExportShapes) -> None:
-    """Raise UserError for a batch that the model cannot be calibrated on."""
     channels, height, width = shapes.shape
     given = type(images).__name__
     if isinstance(images, Tensor):
@@ -259,7 +246,6 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
 
 
 def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[str, str]) -> tuple[QuantizedLayer, ...]:
-    """Return every layer of the float graph, with its precision in the quantised one. `kept`: reasons by node."""
     now, rows = _layer_nodes(after), []
     rounded = {x for node in after.graph.node if node.op_type == "DequantizeLinear" for x in node.output}
     for name, node in _layer_nodes(before).items():
@@ -272,13 +258,10 @@ def _describe_layers(before: "ModelProto", after: "ModelProto", kept: Mapping[st
 
 
 def _round_all(proto: "ModelProto", kept: Sequence[str], batches: Sequence[Tensor]) -> "ModelProto":
-    """Return a graph with 7-bit weights and 8-bit activations, in ONNX's QDQ form.
+    """Return a graph with 7-bit weights and 8-bit activations, in ONNX's QDQ form; `kept` nodes stay in float.
 
     Weights are signed, with one scale for each output channel. Activations are unsigned, with the range that they have
-    on the batches. In networks with attention or LayerNorm, only the inputs of layers are rounded. `kept` are nodes
-    that stay in float.
-
-    Raises: UserError when temporary files cannot be written.
+    on the batches. In networks with attention or LayerNorm, only the inputs of layers are rounded.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_static

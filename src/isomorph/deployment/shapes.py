@@ -14,13 +14,9 @@ from isomorph.surgery.model_inputs import Inputs
 DYNAMIC = ("batch", "batch,size", "size", "none")
 """What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing."""
 INPUT = "images"
-"""Name of the input of networks of images."""
-_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
-"""Differences to the model's own height and width to try, ascending."""
-_TRACE_STEP = 32
-"""Least difference of height and width in the traced images, so that the tracer does not take them for one size."""
-_MAX_LENGTH = 512
-"""Length of the sequences of a text network without dynamic size, if it takes more."""
+_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)  # differences to the model's own height and width to try, ascending
+_TRACE_STEP = 32  # least difference of the traced heights and widths, else the tracer takes them for one
+_MAX_LENGTH = 512  # length of the sequences of a text network without dynamic size, if it takes more
 NamedTensors = dict[str, Tensor]
 
 

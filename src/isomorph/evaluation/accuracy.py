@@ -14,14 +14,10 @@ from isomorph.layers.eval_mode import eval_mode, require_finite
 
 _ECE_BINS = 15
 _STEP = 2.0**-28
-"""Losses and confidences are rounded to multiples of this, which is below the error of a log-softmax in float32. Their
-sums are then exact in float64 (up to 2**25), so that they do not depend on the order of the images, or on which process
-adds them."""
+"""Losses and confidences are rounded to multiples of this, so their float64 sums are exact up to 2**25 in any order."""
 
 
 class _Counts:
-    """Attributes that add up over batches and processes."""
-
     def __add__(self, other: Self) -> Self:
         both = copy.copy(self)
         vars(both).update({name: value + getattr(other, name) for name, value in vars(self).items()})

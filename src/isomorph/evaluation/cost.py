@@ -22,13 +22,10 @@ from isomorph.evaluation.speed import Step, measure_speeds, restored_afterwards,
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.surgery.model_inputs import run_model
 
-_COUNTED_BATCH = 2
-"""Size of the smaller of the two counted batches: enough for BatchNorm in training mode."""
-_PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
-"""Columns of peak memory; True for a forward and backward pass in training, False for an inference pass."""
+_COUNTED_BATCH = 2  # size of the smaller of the two counted batches: enough for BatchNorm in training mode
+_PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}  # True for a pass of training
 TableRow = dict[str, Any]
-TableProgress = Callable[[float, int, str], None]
-"""Called with the steps done, the number of steps, and the current step's description."""
+TableProgress = Callable[[float, int, str], None]  # steps done, all steps, the current one
 
 
 class MacCount(NamedTuple):
@@ -84,7 +81,6 @@ def has_pyramids(model: nn.Module) -> bool:
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device (shapes without values), in eval mode."""
     return copy.deepcopy(model).to("meta").eval()
 
 

@@ -19,7 +19,6 @@ from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.record import record
 
 ImageSize = tuple[int, int]
-"""Height and width."""
 
 
 def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[str, Any]:
@@ -57,12 +56,7 @@ def training_config(
 def _data_config(
     model: nn.Module, size: Sequence[int] | None, crop: Mapping[str, Any], use_test_size: bool
 ) -> dict[str, Any]:
-    """Return timm's data config for the channels of a model: every one has the average mean and std if they differ.
-
-    Without a size, timm takes that of the pretrained_cfg, which is the architecture's.
-
-    Raises: UserError for a size below 1.
-    """
+    """Every channel has the average mean and std if they differ; without a size, timm takes the pretrained_cfg's."""
     size, number = size or built_size(model), input_channels(model)
     given = {**crop, **({"input_size": (number, *size)} if size else {})}
     config = resolve_data_config(given, model=model, use_test_size=use_test_size)
@@ -91,7 +85,6 @@ def built_size(model: nn.Module) -> ImageSize | None:
 
 
 def _check_size(size: ImageSize) -> None:
-    """Raise a UserError for a size that is not a height and a width of at least 1."""
     if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224)")
 

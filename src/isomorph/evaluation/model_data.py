@@ -26,8 +26,7 @@ from isomorph.evaluation.input_sizes import (
 )
 from isomorph.surgery.record import record, update_record
 
-_WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")
-"""What timm writes as `source` into the config of a model that it has loaded: where its weights came from."""
+_WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
 
 
 def default_data(model: nn.Module) -> str:
@@ -100,7 +99,6 @@ def open_split(
 
 
 def _open(model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None) -> Source:
-    """Open a split of a data source or folder, by default of the model's own. Raises: UserError when it is missing."""
     try:
         return open_source(data or default_data(model), split, data_root(model, data, root), fraction)
     except UserError as error:
@@ -116,10 +114,7 @@ def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
 
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
-    """Raise UserError for more images of the folder that a model was trained on than those that were left out.
-
-    Those of a smaller fraction are among those of a larger one (`split_classes`).
-    """
+    """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
     fraction, images = _recorded_split(model)
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
@@ -160,7 +155,6 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
 
 def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the classes in the config of a model of transformers, if the data has one of them."""
     names = getattr(getattr(model, "config", None), "id2label", None)
     own = tuple(composed(str(name)) for name in names.values()) if isinstance(names, Mapping) else ()
     return own if set(own) & set(classes) else ()

@@ -82,7 +82,6 @@ def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: I
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the time of some work, with the device idle before and after it."""
     wait = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else lambda: None
     wait()
     start = time.perf_counter()

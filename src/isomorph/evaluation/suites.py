@@ -19,7 +19,6 @@ from isomorph.evaluation.sweep import Scoring, Sweep, TestSet, check_num_classes
 
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 Location = tuple[Path, str]
-"""A folder, or a name on the hub, and its format."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class Suite:
         return Scoring(self.name, np.searchsorted(indices, labels), classes, self.class_indices, NUM_CLASSES)
 
     def _check_complete(self, count: int, expected: int, noun: str, title: str, partial: bool) -> None:
-        """Raise UserError if there are more images or classes than the suite has or, unless `partial`, fewer."""
         if count > expected or (count < expected and not partial):
             hint = "; to evaluate on a part of it, give --partial (partial=True)" if count < expected else ""
             raise UserError(f"{title} has {count:,} {noun}, {self.name} has {expected:,}{hint}")
@@ -88,7 +86,6 @@ _V2_FOLDERS = {
     "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
     "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
 }
-"""Folders in the archives of the three test sets of ImageNet-V2."""
 _SKETCH_FOLDERS = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
 SUITES = {
     suite.name: suite
@@ -102,7 +99,6 @@ SUITES = {
         Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
     )
 }
-"""Suites by name."""
 NUM_CLASSES = 1000
 
 

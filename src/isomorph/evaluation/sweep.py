@@ -22,8 +22,7 @@ from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
 from isomorph.evaluation.speed import throughput
 
 Size = tuple[int, int]
-BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
-"""Iterates over batches and shows progress: (batches, title, number of batches) -> batches."""
+BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # batches, title, number of batches
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,7 @@ def run_sweep(
 def _score_predictions(
     model: nn.Module, batches: Iterable[Any], scorings: Sequence[Scoring], runtime: Runtime
 ) -> list[PredictionCounts | MultiLabelCounts]:
-    """Count the predictions of a model for every scoring, in one pass over batches of images and their indices.
-
-    The batches are this process's share; the counts are those of all processes.
-    """
+    """Count predictions for every scoring in one pass over this process's share; counts are of all processes."""
     counts = [MultiLabelCounts() if s.labels.ndim > 1 else PredictionCounts(len(s.classes)) for s in scorings]
     labels = [torch.as_tensor(scoring.labels) for scoring in scorings]
 

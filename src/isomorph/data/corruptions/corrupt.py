@@ -29,7 +29,6 @@ CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "weather": ("snow", "frost", "fog", "brightness"),
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 }
-"""The corruptions of ImageNet-C by category."""
 IMAGENET_C_CORRUPTIONS = [name for names in CORRUPTION_CATEGORIES.values() for name in names]
 """The 15 corruptions of ImageNet-C. Severities use its constants, also at 32 px, where CIFAR-10-C has others."""
 EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
@@ -38,10 +37,8 @@ _CORRUPTIONS = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_SCALE = "ImageNet-C's constants"
 MIN_IMAGE_SIDE = 32
-CLEAN = "clean"
-"""Name of the images without corruption, at severity 0."""
-CORRUPTION_VERSION = 3
-"""Increased when the pixels of a corruption change: results and cached images of other versions are not reused."""
+CLEAN = "clean"  # name of the images without corruption, at severity 0
+CORRUPTION_VERSION = 3  # increased when pixels change: results and cached images of other versions are not reused
 
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
 
@@ -136,8 +133,7 @@ class CorruptedSource(Source):
 
 
 ImageTransform = Callable[[Image.Image], Image.Image]
-IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
-"""The crop of ImageNet-C's files before corruption: shorter side to 256, bilinear, then the central 224 x 224."""
+IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")  # of ImageNet-C's files
 
 
 def image_transform(config: Mapping[str, Any]) -> ImageTransform:

@@ -18,12 +18,9 @@ from numpy.random import RandomState
 from scipy.ndimage import gaussian_filter1d, map_coordinates
 from torch.nn.functional import interpolate
 
-_GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
-"""Sigma, largest distance, rounds."""
-_MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
-"""Radius and sigma."""
-_ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
-"""End and step of the zoom factors, which start at 1."""
+_GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))  # sigma, largest distance, rounds
+_MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))  # radius and sigma
+_ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))  # end and step of the factors from 1
 
 
 def to_uint8(image: np.ndarray) -> np.ndarray:
@@ -133,10 +130,8 @@ _SNOW = (
     (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
 )
 """Mean and deviation of the flakes, zoom, threshold, radius and sigma of their motion blur, weight of the image."""
-_FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
-"""Weights of the image and of the texture."""
-FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
-"""The reference has a sixth, which its randint(5) never draws."""
+_FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))  # weights of the image and of the texture
+FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # randint(5) draws no sixth
 _BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
 
 
@@ -169,7 +164,6 @@ def frost_texture(number: int) -> np.ndarray:
 
 
 def _enlarge_to_fit(texture: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the texture, enlarged where the image would not fit into it (never at 224 px)."""
     scale = max((height + 1) / texture.shape[0], (width + 1) / texture.shape[1])
     if scale <= 1:
         return texture
@@ -193,8 +187,7 @@ def _brightness_table(severity: int) -> np.ndarray:
 
 _ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
 """Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side."""
-_REFERENCE_SCALE = 244 / 224
-"""The reference uses 244 for its images of 224 px."""
+_REFERENCE_SCALE = 244 / 224  # the reference uses 244 for its images of 224 px
 
 
 def elastic_transform(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:

@@ -15,7 +15,6 @@ from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line, install_hint
 
 _PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
-"""Column names of the image and of its label in parquet files."""
 
 
 def digits(split: str, root: Path) -> Source:
@@ -51,7 +50,6 @@ def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Sourc
 
 
 def _read_parquet(files: Sequence[Path]) -> Source:
-    """Open parquet files of Hugging Face datasets: `image` (or `img`) `{bytes, path}` and `label` (or `fine_label`)."""
     try:
         from pyarrow import ArrowException, concat_tables
         from pyarrow.parquet import read_table

@@ -19,7 +19,6 @@ _COLUMN_NAMES = {
     "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
     "label": ("label", "fine_label", "labels", "cls"),
 }
-"""Column names of the image and of its label in data sets."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,6 @@ def huggingface(split: str, root: Path) -> Source:
 
 
 def _read_labels(split: DatasetSplit) -> np.ndarray:
-    """Return all labels of a split. Shape: -> (n,). Raises: UserError when they are not whole numbers."""
     with explain_dataset_errors(split.title):
         table = split.dataset.select_columns([split.label]).with_format("arrow")[:]
         labels = table.column(split.label).to_numpy()
@@ -108,10 +106,7 @@ def _read_labels(split: DatasetSplit) -> np.ndarray:
 
 
 def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
-    """Return the first split with a matching name that has labels.
-
-    Raises: UserError when there is none.
-    """
+    """Return the first split with a matching name that has labels. Raises: UserError when there is none."""
     unlabelled = None
     for candidate in _matching_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
@@ -126,10 +121,6 @@ def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
 
 
 def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """Yield the splits with a matching name, their images undecoded.
-
-    Raises: UserError as `huggingface`.
-    """
     try:
         from datasets import Image
     except ImportError:
@@ -148,7 +139,6 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
 
 
 def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """Yield the matching splits of a data set on the hub."""
     from datasets import load_dataset
 
     name, _, config = root.as_posix().partition(":")
@@ -163,7 +153,6 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
 
 
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """Yield the matching splits in a folder of parquet files."""
     from datasets import load_dataset
     from pyarrow.parquet import read_metadata
 

@@ -102,7 +102,7 @@ def _class_names(top: Path) -> list[str]:
 
 
 def _open_classes(top: Path, train: Path) -> Source:
-    """Open the class folders of `top`, numbered as those of `train`. Raises: UserError when there are no images."""
+    """Number the class folders of `top` as those of `train`."""
     classes = _class_names(train)
     check_known_classes(top, _class_names(top), train, classes)
     left_out = Counter[str]()
@@ -118,7 +118,7 @@ def _open_classes(top: Path, train: Path) -> Source:
 
 
 def _images_below(top: Path, below: str, left_out: Counter[str], above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield the names of the image files below a folder, in no order, and count the others; `above` are around it."""
+    """Yield the names of the image files below a folder, in no order; `above` are the folders around it."""
     place = os.path.realpath(top / below)
     if place in above:
         left_out["in a folder that links to itself"] += 1

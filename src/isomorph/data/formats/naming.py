@@ -22,9 +22,7 @@ SPLITS = {
 }
 """The two splits, and the words that name them, alone or in a longer name; the first that exists is used."""
 SPLIT_NAMES = {"train": "train", "test": "test, val or validation"}
-"""The usual names of the splits, for messages."""
-MAX_UNNAMED_CLASSES = 1_000_000
-"""Labels from this number on are taken for mistakes where no list names the classes."""
+MAX_UNNAMED_CLASSES = 1_000_000  # labels from this number on are taken for mistakes where no list names the classes
 
 
 class PackedStrings(Sequence[str]):

@@ -33,10 +33,8 @@ from isomorph.data.formats.naming import (
 from isomorph.data.sources import ImageLike, ImageSubset, Source
 from isomorph.errors import UserError, first_line
 
-_COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""The first bytes of files compressed by gzip, bzip2, xz and zstandard."""
-_MAX_DEPTH = 4
-"""Tars inside tars that are read as folders."""
+_COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstandard
+_MAX_DEPTH = 4  # tars inside tars that are read as folders
 _MAX_LABEL_BYTES = 2**20
 
 
@@ -50,8 +48,6 @@ class TarMember(NamedTuple):
 
 
 class _FileStamp(NamedTuple):
-    """Path, size and modification time of a tar when it was indexed."""
-
     path: str
     size: int
     modified: int
@@ -125,10 +121,7 @@ class TarImages(Sequence[ImageLike]):
 
 
 def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
-    """Return the index of each tar.
-
-    Raises: UserError when a tar cannot be read, is cut short or compressed.
-    """
+    """Return the index of each tar. Raises: UserError when a tar cannot be read, is cut short or compressed."""
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(_index_tar, paths))
 
@@ -152,10 +145,7 @@ def _index_tar(path: Path) -> TarIndex:
 
 
 def _iter_members(file: BinaryIO, prefix: str = "", end: float = math.inf, depth: int = 0) -> Iterator[TarMember]:
-    """Yield every file but hidden ones in a tar that starts where `file` stands; a tar inside is read as a folder.
-
-    Raises: tarfile.TarError when it is damaged, has no end, or a member cannot be read in place.
-    """
+    """Yield every file but hidden ones in a tar that starts where `file` stands; a tar inside is read as a folder."""
     if depth > _MAX_DEPTH:
         raise tarfile.ReadError(f"{prefix[:60]} is in more than {_MAX_DEPTH} tars inside each other")
     with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -261,12 +251,10 @@ class _Archives:
 
     @cached_property
     def indices(self) -> list[TarIndex]:
-        """The index of each tar."""
         return index_tars(self.files)
 
     @cached_property
     def names(self) -> list[str]:
-        """The name of every image, from the folder of its class on."""
         if self.path in self.files:
             return _below_split(list(self.indices[0].names))
         tars = zip(self.files, self.indices, strict=True)
@@ -341,7 +329,6 @@ def _shards_by_split(root: Path) -> dict[str, list[Path]]:
 
 
 def _listed_classes(path: Path) -> list[str]:
-    """Return the names of the classes in a file, one a line; none without it. Raises: UserError for other content."""
     try:
         lines = path.read_text("utf-8-sig").split("\n") if path.is_file() else []
     except (ValueError, OSError) as error:

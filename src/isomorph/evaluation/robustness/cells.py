@@ -32,7 +32,6 @@ from isomorph.layers.eval_mode import eval_mode
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
-"""Keys that must be equal in two results that are compared."""
 
 
 def measure_classifier(model: nn.Module, source: Source | None, options: RobustnessOptions) -> dict[str, Any]:
@@ -87,7 +86,6 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
 def _measure_group(
     model: nn.Module, images: CorruptedImages, inputs: RobustnessInputs, report: Callable[[float], None]
 ) -> list[dict[str, float]]:
-    """Return the metrics at every severity of the images, and report how many severities are done."""
     options, together = inputs.options, len(images.severities)
     batches = batch_ranges(len(images), max(1, options.batch_size // together))[options.runtime.share]
     report(0)

@@ -44,8 +44,7 @@ from isomorph.evaluation.input_sizes import (
 from isomorph.evaluation.model_data import with_model_labels
 
 PUBLISHED_SIZE = (224, 224)
-ProgressCallback = Callable[[float, int, str], None]
-"""Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
+ProgressCallback = Callable[[float, int, str], None]  # finished cells, all cells, corruption
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,7 @@ def open_published(options: RobustnessOptions) -> Published | None:
 
 
 def _imagenet_c(root: Path, corruption: str, severity: int, num_classes: int) -> Source:
-    """Open the images of a cell of ImageNet-C.
-
-    For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the sorted folders.
-    """
+    """For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the sorted folders."""
     folder = _imagenet_c_folder(root, corruption, severity)
     source = imagefolder("test", folder)
     if num_classes == 1000:

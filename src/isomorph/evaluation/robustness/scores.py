@@ -32,13 +32,8 @@ ALEXNET = {
     "pixelate": 71.7840,
     "jpeg_compression": 60.6500,
 }
-"""AlexNet's top-1 error (%) on ImageNet-C, mean over severities.
-
-Source: ImageNet-C's authors (github hendrycks/robustness, issue 10: by severity; these are the means); the model is
-torchvision's (issue 38).
-"""
-ALEXNET_CLEAN = 43.478
-"""AlexNet's top-1 error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5."""
+"""Top-1 error (%), mean over severities. Source: github hendrycks/robustness, issues 10 (by severity) and 38 (net)."""
+ALEXNET_CLEAN = 43.478  # top-1 error (%) on ImageNet: torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5
 
 
 def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
@@ -72,7 +67,6 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
 
 
 def _group_means(values: CellValues, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Return the mean of each group of corruptions, over the means of their severities; omit empty groups."""
     group_means = {}
     for group, names in groups.items():
         rows = [[value for (name, _), value in values.items() if name == member] for member in names]
