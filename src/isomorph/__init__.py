@@ -101,10 +101,7 @@ def __dir__() -> list[str]:
 
 
 def prepare() -> None:
-    """Add isomorph's models to timm's registry.
-
-    The command line calls this when it has parsed its arguments; elsewhere `import isomorph` does.
-    """
+    """Add isomorph's models to timm's registry, as `import isomorph` does; the command line calls this itself."""
     import isomorph.models  # noqa: F401 (registers them)
 
 

@@ -27,10 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Runtime:
-    """The device, the precision of the forward pass, and this process's rank among those that torchrun started.
-
-    `amp` is True for bfloat16 autocast; `world` is the number of processes.
-    """
+    """Device, precision of the forward pass (`amp`: bfloat16 autocast), rank and number (`world`) of processes."""
 
     device: torch.device
     amp: bool
@@ -90,10 +87,7 @@ class Runtime:
         return result
 
     def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Return the batches of a loader, inputs and labels first, padded to the same number in every process.
-
-        A process with fewer batches repeats an example with the label -1.
-        """
+        """Return a loader's batches; a process with fewer than others repeats an example with the label -1."""
         if self.world == 1:
             return loader
         return self._pad_batches(iter(loader))
@@ -132,9 +126,7 @@ def resolve_device(device: str, local_rank: int) -> torch.device:
 
 
 def open_runtime(device: str, amp: bool = False) -> Runtime:
-    """Return the runtime for a device name, and join the other processes if torchrun started this one.
-
-    `auto` is a GPU if there is one.
+    """Return the runtime for a device name (`auto`: a GPU if there is one), and join torchrun's other processes.
 
     Raises: UserError if the device is unknown or not available.
     """
@@ -162,10 +154,7 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
 
 
 def torchrun_place() -> tuple[int, int, int]:
-    """Return the rank of this process, the number of processes, and its rank on its machine, as torchrun sets them.
-
-    Raises: UserError for other values.
-    """
+    """Return rank, number of processes, and rank on its machine from torchrun. Raises: UserError for other values."""
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     given = [os.environ.get(name) or alone for name, alone in names.items()]
     if all(map(str.isdecimal, given)) and int(given[0]) < int(given[1]):

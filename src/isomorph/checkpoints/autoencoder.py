@@ -35,8 +35,7 @@ def save_autoencoder(
     """Save encoder and decoder as one safetensors file, from which `load_autoencoder` rebuilds them.
 
     Tensor names are those of MAE's published checkpoints, so `load_weights` loads the file into a `tdrl_vit_*`; for any
-    other ViT, save the encoder with `save(model.encoder, path)`. The file is written completely or not at all. A run
-    gives the encoder's header and the model's gathered tensors.
+    other ViT, save the encoder with `save(model.encoder, path)`. A run gives the encoder's header and gathered tensors.
 
     Raises: UserError when the encoder cannot be rebuilt, or the file cannot be written.
     """

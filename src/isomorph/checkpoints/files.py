@@ -64,7 +64,7 @@ _REJECTED = re.compile(r"GLOBAL ([\w.]+)|(?:but got|function|class) <(?:class|fu
 def unpickle(path: Path) -> Any:
     """Return the content of a PyTorch file: tensors, plain values and harmless classes such as argparse.Namespace.
 
-    Raises: UserError when the file is damaged, or holds a class that could run code.
+    Raises: UserError when it is damaged, or holds a class that could run code.
     """
     allowed = get_safe_globals()
     try:
@@ -205,10 +205,7 @@ _COMPILED = "_orig_mod."
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
-    """Return the tensors without the prefixes of DistributedDataParallel, torch.compile and training modules.
-
-    `own` are the names in the model that the tensors are for: a prefix that it has itself is kept.
-    """
+    """Remove the prefixes of DistributedDataParallel, torch.compile and training modules, but those of `own` names."""
     stripped = {name: tensor for name, tensor in tensors.items() if name != "n_averaged"}  # of AveragedModel
     if not any(_COMPILED in name for name in own):
         stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}

@@ -124,9 +124,7 @@ class Header(NamedTuple):
 
 
 def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save") -> Header:
-    """Return the parts of a header as plain values of the right types.
-
-    `whose` and `todo` are the file or model, and the advice, in messages.
+    """Return the parts of a header as plain values; `whose` and `todo` are the file and the advice in messages.
 
     Raises: UserError for a missing part, or a field of another type or size.
     """
@@ -137,10 +135,7 @@ def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the
 
 
 def parse_data(values: Mapping[str, JsonValue], whose: object, part: str = "data") -> dict[str, Any]:
-    """Return checked values of the images that a model expects, or of an exported file, from the file `whose`.
-
-    Raises: UserError for a value of another type or size.
-    """
+    """Check the values on the images that a model or exported file expects. Raises: UserError for other values."""
     schema = _ArtefactSchema if part == "artefact" else _DataSchema
     try:
         found = schema.model_validate_json(json.dumps(values))

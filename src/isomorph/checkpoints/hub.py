@@ -28,10 +28,7 @@ LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"  # what to do without a 
 
 
 def download_model(repository: str, revision: str | None) -> Path:
-    """Download the weights of a model on the hub, unless the cache has them, and timm's config.json if it has one.
-
-    Raises: UserError saying what to do.
-    """
+    """Download a model's weights, unless cached, and timm's config.json if any. Raises: UserError saying what to do."""
     with impatient_hub():
         weights = _download(repository, WEIGHTS, revision)
         if not is_own(read_header(weights)):
@@ -77,12 +74,9 @@ def describe_hub_error(error: Exception) -> str:
 
 
 def read_config(weights: Path) -> dict[str, Any]:
-    """Return what timm's config.json next to a file of weights says about their model.
+    """Return the settings in timm's config.json next to a file of weights; empty if there is none, or it is not timm's.
 
-    These are settings as `ModelOptions` and timm's training script have them: model, model_kwargs, and the images that
-    it expects. They are empty without such a file, or if it is not timm's.
-
-    Raises: UserError for values that no model has.
+    These are model, model_kwargs, and the images that it expects. Raises: UserError for values that no model has.
     """
     path = weights.with_name(CONFIG)
     try:

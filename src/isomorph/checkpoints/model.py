@@ -60,10 +60,7 @@ def _describe_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
-    """Return the timm.create_model arguments of the model before its edits.
-
-    They are those of `record_base`, else name, number of classes and input channels.
-    """
+    """Return the arguments of `record_base`, else name, number of classes and channels for timm.create_model."""
     if recorded := record(model).base:
         return dict(recorded)
     config = getattr(model, "pretrained_cfg", None) or {}
@@ -230,8 +227,7 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
 def find_difference(model: nn.Module, twin: nn.Module) -> str | None:
     """Return the first difference between a model and its twin in words, or None if they are the same network.
 
-    Compared are tensors by name and shape, what modules print, and their attributes that are plain values, such as
-    num_heads; dropout rates are among them. Values of tensors, buffers that are not saved, and hooks are not compared.
+    Compared are tensors by name and shape, what modules print, and their plain attributes, dropout rates among them.
     """
     shapes = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
     for name in {**shapes[0], **shapes[1]}:

@@ -78,9 +78,7 @@ def load(
 
 
 def local_file(name: str | Path, revision: str | None = None) -> Path:
-    """Return the file of a checkpoint: the path itself, or of a model on the hub the path of its downloaded weights.
-
-    `revision` is a branch, tag or commit of a model on the hub.
+    """Return the path of a checkpoint, or of the weights of a model on the hub (`revision`: branch, tag or commit).
 
     Raises: UserError when there is no such model or revision, it is private, or the hub does not answer.
     """
@@ -111,9 +109,7 @@ def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
 def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Return the model that `package.module:function` builds with these arguments, or that it is; in eval mode.
 
-    Modules are looked for in the working folder too, after all others.
-
-    Raises: UserError when it cannot be imported or called, or is not a module.
+    The working folder is searched last. Raises: UserError when it cannot be imported or called, or is not a module.
     """
     module, _, function = name.partition(":")
     sys.path.append(os.getcwd())
@@ -155,9 +151,7 @@ def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
 
 
 def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
-    """Open a checkpoint with other arguments of timm.create_model, and a new classifier if they ask for other classes.
-
-    Returns the model and the names of its new tensors.
+    """Open a checkpoint with other arguments of timm.create_model; return the model and the names of its new tensors.
 
     Raises: UserError when the file cannot be opened, or does not fit with these arguments.
     """
@@ -226,10 +220,7 @@ def is_checkpoint_or_run(name: str) -> bool:
 
 
 def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
-    """Open a checkpoint, or the current model of a run by its folder; in eval mode.
-
-    For masked pre-training this is the encoder. The averaged weights are used if the file or run has any, and the last
-    ones with `options.ema` False.
+    """Open a checkpoint, or the current model (the encoder of pre-training) of a run; in eval mode, averaged if any.
 
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """

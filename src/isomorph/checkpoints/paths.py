@@ -58,10 +58,7 @@ def must_be_new(path: Path) -> bool:
 
 
 def move_into_place(partial: Path, path: Path, new: bool = False) -> None:
-    """Give a finished file or folder its name; in the place of an old one, unless it must be `new`.
-
-    Raises: UserError for a new one whose name was taken since, OSError.
-    """
+    """Give a finished file or folder its name. Raises: UserError if it must be `new` and the name is taken, OSError."""
     try:
         if not new and not must_be_new(path):
             os.replace(partial, path)

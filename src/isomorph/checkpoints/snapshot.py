@@ -204,10 +204,7 @@ def _checksum(path: Path) -> str:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the values of a snapshot that are not tensors, after checking every file.
-
-    Raises: DamagedSnapshot when a file is missing, changed or added.
-    """
+    """Return a snapshot's plain values, after checking every file. Raises: DamagedSnapshot when one has changed."""
     try:
         found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
         values = SnapshotValues.model_validate(found)
@@ -235,10 +232,7 @@ def _find_problem(path: Path, values: SnapshotValues, digest: str) -> str:
 
 
 def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the full shape and dtype of every tensor of a snapshot.
-
-    Raises: DamagedSnapshot for shards that cannot be read, or that are smaller than the tensors that they name.
-    """
+    """Return the full shape and dtype of every tensor. Raises: DamagedSnapshot for shards unreadable or too small."""
     try:
         about = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
         layout = {name: (entry.size, entry.properties.dtype) for name, entry in about.items()}  # type: ignore[union-attr]
@@ -285,10 +279,7 @@ def rename_damaged(found: IntactSnapshot) -> list[str]:
 
 
 def newest_snapshot(folder: Path) -> IntactSnapshot | None:
-    """Return the newest intact snapshot, or None if there are no snapshots.
-
-    Raises: DamagedSnapshot when there are snapshots and all are damaged.
-    """
+    """Return the newest intact snapshot, or None without any. Raises: DamagedSnapshot when all are damaged."""
     damaged: list[tuple[Path, str]] = []
     for path in _named_snapshots(folder):
         try:

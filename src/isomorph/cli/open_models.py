@@ -31,8 +31,8 @@ def open_given(
 ) -> nn.Module:
     """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken.
 
-    `pretrained` replaces that of the options. `among` are all models of the command, the first of which has the
-    weights: if some are checkpoints of other programs, the options are about these alone.
+    `pretrained` replaces that of the options. `among` are all models of the command: the first has the weights, and the
+    options are about checkpoints of other programs alone, if there are any.
 
     Raises: UserError when there is no such model.
     """
@@ -66,11 +66,7 @@ def _on_disk(name: str) -> str:
 
 
 def open_deployable(name: str, opening: OpenOptions) -> nn.Module:
-    """Open a model as `open_given` does.
-
-    Raises: UserError for --no-pretrained with weights, or a run of masked pre-training, whose classifier is not
-        trained.
-    """
+    """Open a model for deployment. Raises: UserError for --no-pretrained with weights, or a pre-training run."""
     check_pretrained_option([name], opening.weights, opening.pretrained)
     if (find_recipe(Path(name)) or {}).get("mask"):
         raise UserError(
@@ -81,10 +77,7 @@ def open_deployable(name: str, opening: OpenOptions) -> nn.Module:
 
 
 def open_classifier(name: str, opening: OpenOptions, device: torch.device | str = "cpu") -> nn.Module:
-    """Open a model as `open_deployable` does, or an exported one, to measure its accuracy on a device.
-
-    Raises: UserError for an exported model with options on weights, or of other inputs than images.
-    """
+    """Open a classifier, also an exported one. Raises: UserError for options that it does not take, or other inputs."""
     if Path(name).suffix not in EXPORTED:
         return open_deployable(name, opening).to(device)
     from isomorph.deployment.artefact import open_artefact
@@ -123,10 +116,7 @@ def _print_notes(model: nn.Module) -> nn.Module:
 def comparison_inputs(
     model: nn.Module, images: DataOptions, batch: int, sizes: Sequence[tuple[int, int]] = ()
 ) -> list[Inputs]:
-    """Return batches of test images of a data source or folder, by default one batch; without data, random inputs.
-
-    They are of every size, or of the model's own.
-    """
+    """Return test images, by default one batch, of every size or the model's own; random inputs without data."""
     if not images.data:
         return [random_inputs(batch, model, size) for size in sizes or (None,)]
     fraction = None if images.split == 1 else images.split

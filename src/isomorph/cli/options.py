@@ -269,8 +269,7 @@ def check_out(
 ) -> None:
     """Check that a command can write its file, if it has one; `source` is the file that it is made from.
 
-    Raises: UserError for another suffix than these, the file it is made from, one that exists without `overwrite`, or
-        that cannot be written.
+    Raises: UserError for another suffix than these, the source, one that exists without `overwrite` or is not writable.
     """
     if out is None:
         return

@@ -73,11 +73,7 @@ class ProgressLines:
 
 @contextmanager
 def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int, str], None]]:
-    """Show a progress bar, if `show`.
-
-    Yields a function that takes the number of finished steps, the number of all steps, 0 if it is not known, and the
-    name of the current one.
-    """
+    """Show a progress bar; yields a function of steps done, all steps (0 if unknown) and the current one's name."""
     if not show:
         yield lambda done, total, step: None
         return

@@ -83,10 +83,7 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
 
 
 def with_imagenet_labels(source: Source, title: str) -> Source:
-    """Return the same images with ImageNet-1k's 1000 labels instead of the source's own, matched by class name.
-
-    Raises: UserError for a class that ImageNet-1k does not have.
-    """
+    """Replace the labels by ImageNet-1k's, matched by class name. Raises: UserError for another class."""
     relabelled = copy.copy(source)
     relabelled.labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
     relabelled.classes = imagenet_labels().wnids

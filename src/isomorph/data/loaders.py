@@ -109,10 +109,7 @@ def loader_of_share(
 
 
 def batch_ranges(images: int, batch_size: int) -> list[Sequence[int]]:
-    """Return the images of every batch in order, by their indices; the last batch may be smaller.
-
-    Raises: UserError for a batch size below 1.
-    """
+    """Return the indices of every batch; the last may be smaller. Raises: UserError for a batch size below 1."""
     if batch_size < 1:
         raise UserError(f"the batch size, {batch_size}, must be at least 1")
     return [range(start, min(start + batch_size, images)) for start in range(0, images, batch_size)]
@@ -155,8 +152,8 @@ def train_loader(
 ) -> DataLoader[Any]:
     """Return a loader of training batches: images, labels, and error messages of images that cannot be read.
 
-    Each of up to `unreadable` such images is replaced by the next that can be read. The loader runs to the end of the
-    training, not of an epoch, so that at the start of an epoch too its workers are ahead of the model.
+    Each of up to `unreadable` such images is replaced by the next. The loader runs to the end of the training, so that
+    at the start of an epoch too its workers are ahead of the model.
 
     Shape: yields images (B, C, H, W), labels (B,), messages
     Raises: UserError naming the image when more cannot be read.
@@ -173,10 +170,7 @@ def seeded_loader(
     unreadable: int = 0,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Return a loader of training batches of anything with a length and an index, by default collated by `collate`.
-
-    Every example is drawn with the seed that the sampler deals for it. Raises: as `train_loader`.
-    """
+    """Return a loader of batches of anything with a length and an index, each drawn with the sampler's seed for it."""
     return IsolatedDataLoader(
         SeededDataset(examples, unreadable),
         batch_sampler=sampler,

@@ -52,7 +52,7 @@ class BatchOrder:
 
 @dataclass(frozen=True)
 class BatchParts:
-    """The parts of every batch that one process takes, one after another: those numbered `own`, of `total` parts.
+    """The parts of every batch that one process takes: those numbered `own`, of `total` parts.
 
     Part p of n is every n-th image of the batch from the p-th on, so it is the same whichever process takes it.
     """

@@ -191,20 +191,14 @@ class Source(Dataset[tuple[Any, int]]):
 
 
 def drawn_once(examples: Any, count: int | None) -> Any:
-    """Return `count` random examples in their order, the same ones at every call; all for None, or where it has fewer.
-
-    `examples` is anything with a length and a method `subset`.
-    """
+    """Draw `count` examples in their order, the same at every call; all for None, or if there are fewer."""
     if count is None or count >= len(examples):
         return examples
     return examples.subset(np.sort(random_indices(len(examples), count)))
 
 
 def drawn_fraction(examples: Any, fraction: float, seed: int | None) -> Any:
-    """Return a fraction of the examples in their order, at least one: drawn with `seed`, or the first for None.
-
-    `examples` is anything with a length and a method `subset`.
-    """
+    """Draw a fraction of the examples in their order, at least one, with `seed`; the first ones for None."""
     if fraction == 1:
         return examples
     count = max(1, int(fraction * len(examples)))
@@ -222,9 +216,7 @@ def random_indices(length: int, count: int, seed: int = 0) -> np.ndarray:
 
 
 def spaced_indices(labels: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` indices in ascending order, evenly spaced over the images of each class in turn.
-
-    So every class has its share, also in data whose classes take turns.
+    """Return `count` ascending indices, evenly spaced over each class in turn, so that each has its share.
 
     Shape: labels (n,) -> (count,)
     Raises: UserError for a count below 1.
@@ -291,9 +283,7 @@ def hash_to_unit(name: str) -> float:
 
 
 def first_classes(source: Source, number: int) -> Source:
-    """Return the images of the first `number` classes only.
-
-    Raises: UserError when the source has fewer.
+    """Return the images of the first `number` classes only. Raises: UserError when the source has fewer.
 
     >>> iso.data.first_classes(iso.data.open_source("digits", "test"), 3).classes
     ('0', '1', '2')

@@ -58,10 +58,9 @@ class Stream:
     ) -> Iterator[StreamSample]:
         """Yield one of `shares` shares of an epoch, from sample `skip` on: (image as stored, label, id).
 
-        Every image is in exactly one share. A share is made of whole files, as many as divide evenly; the remaining
-        files are read by all, each taking every n-th row, so shares differ in length by as much as files do. The order
-        depends on seed and epoch, not on `skip`; with seed None it is the stored one. Skipped samples are read, but not
-        decoded.
+        A share is made of whole files, as many as divide evenly; the remaining files are read by all, each taking
+        every n-th row. The order depends on seed and epoch, not on `skip`; with seed None it is the stored one.
+        Skipped samples are read, but not decoded.
 
         Raises: UserError for a share that is not in 0 to shares - 1, a label that is not a class, unreadable data.
         """

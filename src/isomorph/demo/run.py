@@ -86,10 +86,7 @@ class Demo:
 
 
 def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> Demo:
-    """Run the demo and save its models and some digits in a folder, for commands to try next.
-
-    `overrides` are applied to every recipe, for example `epochs=1`.
-    """
+    """Run the demo, with `overrides` of every recipe; save its models and some digits in a folder, to try next."""
     start, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other come to a standstill next to other busy processes
     try:

@@ -121,10 +121,7 @@ def export(
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
-    """Return the model without wrappers, after checking all that can be known before the work.
-
-    Raises: UserError when the file exists or cannot be written, or a package is missing; for what is not a model.
-    """
+    """Return the model without wrappers. Raises: UserError for a file that exists or cannot be written."""
     if path.is_file() and not overwrite:
         raise UserError(f"{path} exists; give overwrite to replace it, or another file")
     require_writable(path)

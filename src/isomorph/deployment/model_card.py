@@ -27,9 +27,7 @@ _LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}  # about 
 
 
 def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the recipe of a run, less its defaults, and its last metrics, given its folder or one of its checkpoints.
-
-    Only the folder and its model.safetensors have metrics: those of other files are not known.
+    """Return a run's recipe, less its defaults, and its last metrics (of the folder and its model.safetensors only).
 
     Raises: UserError when there is no readable run.
     """
@@ -68,10 +66,7 @@ def _block(text: str, language: str = "yaml") -> str:
 def model_card(
     model: nn.Module, name: str, recipe: Mapping[str, Any] | None, metrics: Mapping[str, Any], in_timm: bool
 ) -> str:
-    """Return the text of a model card, with the metadata that the hub reads at its head.
-
-    Names that others chose stand in blocks of code, where they have no meaning in Markdown or HTML.
-    """
+    """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
     config, made = getattr(model, "pretrained_cfg", None) or {}, edits(model)
     architecture = (config.get("architecture") or "").partition(".")[0]
     facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": version("isomorph")}

@@ -34,10 +34,7 @@ _SMALL, _GROWTH = 1024, 2  # elements that a constant may always have, and its l
 
 
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
-    """Return a copy to export and what was fused: in eval mode, on the CPU, in float32, without gradients.
-
-    Norms, scales and branches are merged as by `fuse`, tried on the shapes of the export.
-    """
+    """Return a copy to export (fused, eval mode, CPU, float32, no gradients) and what was fused."""
     plain = copy.deepcopy(unwrap(model)).cpu().float().eval().requires_grad_(False)
     prepared, report = fuse_with_report(plain, shapes.examples()[0][1])
     return prepared.requires_grad_(False), report
@@ -90,10 +87,7 @@ def _same_padding(size: int, kernel_size: int, stride: int, dilation: int) -> in
 
 @torch.no_grad()
 def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
-    """Trace a prepared model with torch.export, with the dynamic axes of the shapes.
-
-    Raises: UserError that names the operator when the model cannot be traced, or returns several tensors.
-    """
+    """Trace a prepared model with torch.export. Raises: UserError naming the operator, or for several outputs."""
     inputs = shapes.checks[1]
     positional, named = ((), inputs) if shapes.named else (tuple(inputs.values()), {})
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}

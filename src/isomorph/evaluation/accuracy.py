@@ -50,11 +50,7 @@ class PredictionCounts(_Counts):
         self.nll = torch.zeros((), dtype=torch.float64)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch; images with label -1 do not count.
-
-        Shape: logits (B, num_classes), labels (B,)
-        Raises: UserError when a label is outside the model's classes.
-        """
+        """Add a batch; label -1 does not count. Shape: (B, num_classes), (B,). Raises: UserError for other labels."""
         classes = logits.shape[1]
         if len(labels) and labels.max() >= classes:
             raise UserError(
@@ -145,11 +141,7 @@ def class_logits(outputs: Any) -> Tensor:
 
 @torch.no_grad()
 def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]) -> None:
-    """Call `handle(logits, labels)` for every batch; labels are as the loader yields them.
-
-    The model runs in eval mode on its own device and in its own precision; every module gets its mode back. Logits and
-    errors: `class_logits`.
-    """
+    """Call `handle(logits, labels)` for every batch, in eval mode, which is then undone. Raises: as `class_logits`."""
     parameter = next(model.parameters())
     with eval_mode(model):
         for images, labels in loader:
@@ -157,10 +149,7 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:
-    """Return the counts from which `evaluate` computes its metrics; those of several processes can be added.
-
-    Raises: UserError when the loader yields no batch, or a label is outside the model's classes.
-    """
+    """Count the predictions for `evaluate`. Raises: UserError without a batch, or for labels outside the classes."""
     counts: list[PredictionCounts] = []
 
     def handle(logits: Tensor, labels: Tensor) -> None:
@@ -177,7 +166,7 @@ def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCoun
 def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
     """Return the accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
 
-    `loader` yields images and labels. Images labelled -1 do not count. Memory does not grow with the number of images.
+    `loader` yields images and labels; images labelled -1 do not count.
 
     Raises: UserError when the loader yields no batch, no image has a label, a label is outside the model's classes, or
     the outputs are not logits; NotFinite for NaN or infinite ones.

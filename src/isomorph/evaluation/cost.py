@@ -65,8 +65,7 @@ def count_pass(model: nn.Module, input_size: tuple[int, ...], training: bool = F
 def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
     """Return the multiply-accumulates of a training forward pass for one image, with pyramids run branch by branch.
 
-    Every token passes through every layer of every branch, as TDRL counts it in Table 8. isomorph trains pyramids in
-    closed form; for its count use `count_pass(model, input_size, training=True)`.
+    As TDRL counts in Table 8. For the closed form that isomorph trains: `count_pass(model, input_size, training=True)`.
     """
     branched = _meta_copy(model)
     for module in branched.modules():

@@ -71,8 +71,7 @@ def _data_config(
 def built_size(model: nn.Module) -> ImageSize | None:
     """Return the image size (height, width) that a model was built for, if its pretrained_cfg has another one.
 
-    It is the `img_size` of timm.create_model or set_input_size. A size in the pretrained_cfg of a model that takes any
-    size counts for more where isomorph recorded it, since the model was trained with it (`record_data`).
+    It is the `img_size` of timm.create_model or set_input_size; a size that `record_data` recorded counts for more.
     """
     size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
     if (side := getattr(getattr(model, "config", None), "image_size", None)) and not size:  # of transformers
@@ -133,8 +132,7 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
 def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
     """Return why the model does not take an image of this size (channels, height, width); empty if it does.
 
-    Patches that do not fill the image are a problem too, since timm silently drops the edge that they leave out; not at
-    the model's native size, where it was trained that way.
+    Patches must fill the image, since timm drops the edge that they leave out; not at the model's native size.
     """
     parameter = next(model.parameters())
     if inputs := getattr(model, "example_inputs", None):
@@ -174,10 +172,7 @@ def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
 
 
 def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -> Inputs:
-    """Return inputs that the model takes: its own `example_inputs(batch, size)` if it has them, else random images.
-
-    The images are standard normal noise at the given height and width or the model's own, the same at every call.
-    """
+    """Return the model's own `example_inputs(batch, size)`, else standard normal noise, the same at every call."""
     if batch < 1:
         raise UserError(f"a batch of {batch} has no inputs; give at least 1")
     if own := getattr(model, "example_inputs", None):
@@ -187,10 +182,7 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
 
 
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:
-    """Return inputs for timing and counting, of the model's dtype, on a device.
-
-    Shape: input_size is (channels, height, width)
-    """
+    """Return inputs of (channels, height, width) for timing and counting, of the model's dtype, on a device."""
     dtype = next(model.parameters()).dtype
     own = getattr(model, "example_inputs", None)
     if own is None:
@@ -201,20 +193,14 @@ def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], devic
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's classes, as its checkpoint recorded them; an empty list without any.
-
-    Names that are not as many as the classes are of the architecture's public weights, and not of this model.
-    """
+    """Return the names of a model's classes; empty without any, or if their number is another (of public weights)."""
     names = list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
 @torch.no_grad()
 def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
-    """Return the number of a classifier's classes: its `num_classes`, else that of its outputs for an image.
-
-    Raises: UserError as `class_logits`, and for a model that does not run on images of this size or its own.
-    """
+    """Return a classifier's `num_classes`, else that of its outputs for an image. Raises: UserError without logits."""
     known = getattr(model, "num_classes", None)
     if isinstance(known, int):
         return known
@@ -226,10 +212,7 @@ def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
 def check_own_classes(
     model: nn.Module, classes: Sequence[str], where: str = "", more: str = "", size: ImageSize | None = None
 ) -> None:
-    """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps.
-
-    `size` is that of the images, of a model that does not tell how many classes it has.
-    """
+    """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
     own = len(label_names(model)) or class_count(model, size)
     if len(classes) != own:
         raise UserError(

@@ -47,10 +47,7 @@ def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
 
 
 def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
-    """Return the folder of the data: the given one or, of the model's own data, the one that its run was trained on.
-
-    None if that is unknown or no longer there.
-    """
+    """Return the given folder or, of the model's own data, the one its run was trained on; None if unknown or gone."""
     own: Any = None if data or root else record(model).data_root
     return Path(own) if own and Path(own).is_dir() else root
 
@@ -82,8 +79,7 @@ def open_split(
 ) -> Source:
     """Open the `train` or `test` images of a data source or folder, by default of the model's own.
 
-    Of a folder that the model's training split, they are those of the same side, unless another `test_fraction` is
-    given; with 1 all images of a folder are on both sides.
+    A folder that training split is split alike, unless another `test_fraction` is given (1: all images on both sides).
 
     Raises: UserError when the data is missing.
     """
@@ -125,9 +121,7 @@ def _check_unseen(source: Source, model: nn.Module) -> None:
 
 
 def with_model_labels(source: Source, model: nn.Module) -> Source:
-    """Return the source with labels by the names of the model's classes, where both are known.
-
-    A source of other names, or of a model without names, is returned unchanged if the number of classes is right.
+    """Return the source with labels by the names of the model's classes, where both are known, else unchanged.
 
     Raises: UserError when a model has classes of other names than a folder of images, or a name stands for several.
     """
@@ -199,10 +193,7 @@ def evaluate_classifier(
     batch_size: int = 100,
     workers: int = 0,
 ) -> dict[str, float]:
-    """Return the accuracy of a classifier as `iso.evaluate` does.
-
-    Raises: UserError when the data is missing, empty, or has not the model's classes.
-    """
+    """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
     if data is None or isinstance(data, str | Path):
         source, config = evaluation_data(model, str(data) if data else None, size=size, test_fraction=test_fraction)
     elif test_fraction is not None:

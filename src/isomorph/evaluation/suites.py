@@ -36,10 +36,7 @@ class Suite:
         return imagenet_labels().subsets.get(self.name)
 
     def find(self, folder: str, root: str | Path | None, form: str | None) -> Location:
-        """Return where the suite is: `folder`, or the first usual name in `root` ($ISOMORPH_DATA, else ./data).
-
-        Raises: UserError when it is missing, or for an unknown format.
-        """
+        """Return where the suite is: `folder`, or a usual name in `root`. Raises: UserError when it is missing."""
         if form is not None and form not in _FORMS:
             raise UserError(f"suites are read as {', '.join(_FORMS)}, not {form!r}")
         if folder:
@@ -128,10 +125,7 @@ def open_suites(
 def find_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
 ) -> dict[Location, list[Suite]]:
-    """Find the folders of suites without opening them. imagenet and real share a folder if only one of them has one.
-
-    Raises: UserError for an unknown suite or a missing folder, and for a suite that is given twice.
-    """
+    """Find the folders of suites; imagenet and real share one. Raises: UserError if unknown, missing, or doubled."""
     pairs = [item.strip().partition("=")[::2] for text in wanted for item in text.split(",")]
     folders = dict(pairs)
     if len(folders) < len(pairs):

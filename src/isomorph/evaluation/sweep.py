@@ -161,8 +161,7 @@ def measure_costs(
 ) -> list[dict[str, Any]]:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
-    With fewer than 32 `images` to evaluate, speed is measured with batches of that many. Nothing counts the parameters
-    and MACs of an `exported` model.
+    Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.
     """
     rows = []
     for size in sizes or (None,):

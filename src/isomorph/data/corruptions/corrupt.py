@@ -103,8 +103,7 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
 class CorruptedSource(Source):
     """A source whose images have one of ImageNet-C's corruptions, seeded by image, corruption and severity.
 
-    Raises: UserError for an unknown corruption or severity, an image under 32 px, or when the package imagecorruptions
-    is missing.
+    Raises: UserError for an unknown corruption or severity, an image under 32 px, or without imagecorruptions.
 
     >>> source = iso.data.open_source("digits", "test")
     >>> foggy = iso.data.CorruptedSource(source, "fog", severity=3)

@@ -37,8 +37,7 @@ def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
 def glass_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Blur, replace pixels by nearby ones, and blur again.
 
-    The reference is meant to swap pixels, but its tuple assignment of NumPy views copies one over the other; so does
-    this function.
+    The reference means to swap pixels; its tuple assignment of views copies one over the other, as here.
     """
     sigma, reach, rounds = _GLASS[severity - 1]
     softened = (gaussian_smooth(image / 255, sigma) * 255).astype(np.uint8)
@@ -50,8 +49,7 @@ def glass_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarr
 def copy_nearby_pixels(image: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
     """Overwrite every pixel, from the last to the first, by the current value of one at most `reach` away.
 
-    Computed for all pixels together: each points at the pixel that it copies, and pointers to pixels that were
-    overwritten earlier are followed to their end.
+    At once: each points at the pixel that it copies; pointers to pixels overwritten earlier are followed to their end.
     """
     height, width = image.shape[:2]
     rows, columns = np.arange(height - reach, reach, -1), np.arange(width - reach, reach, -1)

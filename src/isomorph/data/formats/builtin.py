@@ -29,9 +29,7 @@ def digits(split: str, root: Path) -> Source:
 
 
 def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Source:
-    """Open CIFAR from `root/NAME/{train,test}-*.parquet` (as on the Hugging Face hub), else torchvision's files.
-
-    Labels of CIFAR-100 are the fine ones.
+    """Open CIFAR (labels are the fine ones) from `root/NAME/{train,test}-*.parquet`, else torchvision's files.
 
     Raises: UserError when `root` has neither.
     """

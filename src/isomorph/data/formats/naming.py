@@ -94,10 +94,7 @@ def split_words(name: str) -> list[str]:
 
 
 def named_for(paths: Collection[Path], split: str) -> list[Path]:
-    """Return the files or folders that are named for a split: one for each of its words, in their order.
-
-    Raises: UserError when several have the same word, and none just this word for its name.
-    """
+    """Return the files or folders named for a split, one per word. Raises: UserError for several of one word."""
     found = []
     for word in SPLITS[split]:
         named = sorted(path for path in paths if split_words(path.stem) == [word])
@@ -112,7 +109,7 @@ def named_for(paths: Collection[Path], split: str) -> list[Path]:
 
 
 def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
-    """Return the folders in a folder, or the files with a suffix, sorted; hidden ones and missing folders are left out.
+    """Return the folders in a folder, or the files with a suffix, sorted, without hidden ones; none if it is missing.
 
     Raises: UserError when the folder cannot be read.
     """

@@ -121,7 +121,7 @@ class TarImages(Sequence[ImageLike]):
 
 
 def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
-    """Return the index of each tar. Raises: UserError when a tar cannot be read, is cut short or compressed."""
+    """Return the index of each tar. Raises: UserError when one cannot be read, is cut short or compressed."""
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(_index_tar, paths))
 

@@ -37,8 +37,7 @@ _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictur
 def measure_classifier(model: nn.Module, source: Source | None, options: RobustnessOptions) -> dict[str, Any]:
     """Measure the cells of an image classifier that are not in the result file yet, and return the result.
 
-    Raises: UserError as `iso.robustness`, and when a file cannot be read, is of another model or other images, or has
-    no cell to compare.
+    Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
     """
     if options.batch_size < 1 or options.workers < 0 or (options.limit is not None and options.limit < 1):
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
@@ -136,11 +135,9 @@ def weights_hash(model: nn.Module) -> str:
 class CellFile:
     """The finished cells of one evaluation, appended to a file one by one; without a path in memory only.
 
-    Every line is on disk before the next cell begins; an incomplete last line, which a killed process leaves, is cut
-    off. One command at a time writes a file.
+    Every line is on disk before the next cell begins; an incomplete last line, of a killed process, is cut off.
 
-    Raises: UserError when the file holds cells of another model or other images, is not a result file, or cannot be
-        written.
+    Raises: UserError when the file is of another model or other images, is not a result file, or cannot be written.
     """
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
@@ -183,10 +180,7 @@ class SavedResult(NamedTuple):
 
 
 def read_result(path: Path) -> SavedResult:
-    """Read an --out file, without an incomplete last line.
-
-    Raises: UserError when the file cannot be read, or is not a result file.
-    """
+    """Read an --out file, without an incomplete last line. Raises: UserError for a file that is not one."""
     try:
         content = path.read_bytes()
         complete = content.rfind(b"\n") + 1

@@ -86,10 +86,7 @@ class RobustnessOptions:
 
 
 class Published(NamedTuple):
-    """A published data set, by its reader: corruption, severity and number of classes -> images.
-
-    The texts are part of the identity of saved results: they must not change.
-    """
+    """A published data set. Its texts are part of the identity of saved results: they must not change."""
 
     cell: Callable[[str, int, int], Source]
     pictures: str
@@ -194,10 +191,7 @@ class RobustnessInputs:
         return height, width
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must be equal for two results to be comparable, and the constants in words.
-
-        Results are compared by the text of `pictures`, so it must not change.
-        """
+        """Return what must be equal for two results to be comparable; the text of `pictures` must not change."""
         if self.published:
             source = f"published {Path(self.options.folder or '').expanduser().resolve()}"
             pictures, constants = self.published.pictures, self.published.constants
@@ -221,10 +215,7 @@ class RobustnessInputs:
         }
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[CorruptedImages]:
-        """Yield the images of a corruption: of all severities together, or of one at a time from published folders.
-
-        For `CLEAN` the clean images, if there are any.
-        """
+        """Yield the images of a corruption (or `CLEAN`), severities together or, of published folders, one by one."""
         crop = image_transform(self.config)
         if corruption == CLEAN or not self.published:
             if self.source is not None:
