@@ -35,5 +35,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
     return __all__

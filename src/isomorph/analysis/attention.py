@@ -25,11 +25,10 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
     Shape: batch (B, C, H, W) -> {name: (B or windows, heads, queries, keys)}
     Raises: UserError if `where` selects no layer with an attention map, with the reason.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> maps = iso.attention_maps(vit, torch.randn(4, 3, 32, 32))
-        >>> {name: tuple(value.shape) for name, value in maps.items()}
-        {'blocks.0.attn': (4, 3, 5, 5), 'blocks.1.attn': (4, 3, 5, 5)}
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> maps = iso.attention_maps(vit, torch.randn(4, 3, 32, 32))
+    >>> {name: tuple(value.shape) for name, value in maps.items()}
+    {'blocks.0.attn': (4, 3, 5, 5), 'blocks.1.attn': (4, 3, 5, 5)}
     """
     return capture_attention(model, batch, lambda _, applied: applied.map(), where)
 
@@ -41,12 +40,7 @@ def _measure_on_grid(
     where: Where,
     windows: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return `measure(name, attention, grid)` for the layers whose queries and keys have known grid positions.
-
-    Those of the layers in `windows` are known to `measure`.
-
-    Raises: UserError if there is no such layer, with the reason for the first.
-    """
+    """Return `measure(name, attention, grid)` of layers with known positions; `measure` knows those of `windows`."""
     check_inputs(batch, Tensor)
     grid, reasons = image_grid(model, batch), list[str]()
 
@@ -73,22 +67,18 @@ def attention_from(
     """Return the attention of one query in every head, on the grid of the layer without padding and prefix tokens.
 
     `position`: row and column of the query, as fractions of height and width from 0 to 1. Layers whose queries and keys
-    have no common grid are left out. A query in a window attends to nothing outside it. Of a recast convolution, only
-    what this query attends to is computed.
+    have no common grid are left out. A query in a window attends to nothing outside it.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
     Raises: UserError as in `attention_maps`, for a position outside of the image, or if the grid of no layer is known.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> attention = iso.analysis.attention_from(vit, torch.randn(4, 3, 32, 32), position=(0.25, 0.75))
-        >>> tuple(attention["blocks.0.attn"].shape)
-        (4, 3, 2, 2)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> attention = iso.analysis.attention_from(vit, torch.randn(4, 3, 32, 32), position=(0.25, 0.75))
+    >>> tuple(attention["blocks.0.attn"].shape)
+    (4, 3, 2, 2)
     """
-
     if not isinstance(position, Sequence) or len(position) != 2 or not all(0 <= part <= 1 for part in position):
         raise UserError(f"position {position} must be two fractions of height and width, from 0 to 1")
-
     windows = attention_windows(model, batch)
 
     def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
@@ -111,10 +101,9 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     Source: ConViT eq. 8; differs: each layer receives its own input, the authors' code uses the patch embedding
     Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> tuple(iso.nonlocality(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
-        (3,)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> tuple(iso.nonlocality(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
+    (3,)
     """
 
     def measure_batch(batch: Tensor) -> dict[str, Tensor]:

@@ -26,11 +26,10 @@ def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     Source: TDRL Fig. 2 (c)
     Raises: UserError if the model has no pyramid.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S", init="paper"), where="linear")
-        >>> tuple(iso.analysis.branch_similarity(wide, torch.randn(4, 3, 32, 32))["linear"].shape)
-        (3, 3)
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S", init="paper"), where="linear")
+    >>> tuple(iso.analysis.branch_similarity(wide, torch.randn(4, 3, 32, 32))["linear"].shape)
+    (3, 3)
     """
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid))
     if not layers:

@@ -22,10 +22,9 @@ class CKA(NamedTuple):
 
     Shape: matrix (rows, columns)
 
-    Example:
-        >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
-        >>> iso.cka(a, b, torch.randn(8, 3, 32, 32)).rows
-        ['act1', 'layer1', 'layer2', 'layer3']
+    >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
+    >>> iso.cka(a, b, torch.randn(8, 3, 32, 32)).rows
+    ['act1', 'layer1', 'layer2', 'layer3']
     """
 
     matrix: Tensor
@@ -43,9 +42,8 @@ def pool_features(output: Tensor) -> Tensor:
 
     Shape: (B, N, C) or (B, C, H, W) -> (B, C)
 
-    Example:
-        >>> tuple(iso.analysis.pool_features(torch.randn(8, 64, 4, 4)).shape)
-        (8, 64)
+    >>> tuple(iso.analysis.pool_features(torch.randn(8, 64, 4, 4)).shape)
+    (8, 64)
     """
     return output.mean(1) if output.ndim == 3 else output.flatten(2).mean(2) if output.ndim == 4 else output.flatten(1)
 
@@ -65,8 +63,7 @@ def cka(
     either side, where the biased form is high. Only the Gram matrices of one batch are in memory.
 
     Args:
-        a: a model, for the rows.
-        b: a model, for the columns.
+        a, b: models, for the rows and the columns.
         data: images (B, C, H, W), or a loader of such; batches of fewer than 4 images (the last one) are skipped.
         where: layers of both models, by default those of timm's `feature_info`.
         other_where: layers of `b`, if they differ.
@@ -75,10 +72,9 @@ def cka(
     Source: Nguyen, Raghu, Kornblith (2021), eq. 2 to 4; HSIC1: Song et al. (2012), eq. 5
     Raises: UserError if no batch has 4 images, or a model has no such layer.
 
-    Example:
-        >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
-        >>> tuple(iso.cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
-        (4, 4)
+    >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
+    >>> tuple(iso.cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
+    (4, 4)
     """
     return cka_of_pairs(a, b, ((batch, batch) for batch in batches(data)), where, other_where, read)
 
@@ -132,11 +128,9 @@ def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module],
 
 
 def hsic(k: Tensor, m: Tensor) -> Tensor:
-    """Return unbiased HSIC between all pairs of Gram matrices with zero diagonals.
+    """Return unbiased HSIC of all pairs of Gram matrices with zero diagonals. Shape: (p, n, n), (q, n, n) -> (p, q)
 
     [tr(KM) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'KM1 / (n-2)] / (n (n-3))
-
-    Shape: k (p, n, n), m (q, n, n) -> (p, q)
     """
     n = k.shape[-1]
     traces = k.flatten(1) @ m.flatten(1).T
@@ -153,16 +147,14 @@ def _hsic_own(k: Tensor) -> Tensor:
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     """Return the linear CKA of two sets of features of the same samples: 1 equal up to rotation and scale, 0 unrelated.
 
-    |Y^T X|^2 / (|X^T X| |Y^T Y|), with centred columns.
-
+    |Y^T X|^2 / (|X^T X| |Y^T Y|), with centred columns
     Shape: x (samples, p), y (samples, q) -> ()
     Source: Kornblith et al. (2019) eq. 3; TDRL Fig. 2 (c) uses it for branches
     Raises: UserError if the numbers of samples differ.
 
-    Example:
-        >>> x = torch.randn(100, 8)
-        >>> round(iso.analysis.linear_cka(x, 3 * x).item(), 6)
-        1.0
+    >>> x = torch.randn(100, 8)
+    >>> round(iso.analysis.linear_cka(x, 3 * x).item(), 6)
+    1.0
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise UserError(f"CKA needs (samples, features) of the same samples, not {tuple(x.shape)} and {tuple(y.shape)}")

@@ -33,21 +33,18 @@ def random_draw_indices(images: int) -> Tensor:
 def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Where | None = None) -> dict[str, float]:
     """Return the similarity of every layer's features to the final ones: F_k = CKA(f_k, f_out) / CKA(f_in, f_out).
 
-    f_k are the features of layer k, f_in those of the first layer, f_out those of the last. F_k is 1 for the first
-    layer; the larger it is for the last, the less alike are the first and the last features. It is the mean over
-    batches: the paper uses 10 batches of 32 images, and CKA of fewer images is biased upwards.
-
-    Layers are those of timm's `feature_info` (the blocks of a ViT, the stages of a CNN), or those of `where`.
+    f_k are the features of layer k, f_in those of the first layer, f_out those of the last. The mean is over batches:
+    the paper uses 10 batches of 32 images, and CKA of fewer images is biased upwards. Layers are those of timm's
+    `feature_info` (the blocks of a ViT, the stages of a CNN), or those of `where`.
 
     Shape: batch (B, C, H, W) or a loader of such -> {name: F_k}, in order
     Source: Refiner eq. 2
     Raises: UserError if there is no batch, a batch of one image, or fewer than two layers.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> evolution = iso.analysis.feature_evolution(vit, torch.randn(8, 3, 32, 32))
-        >>> list(evolution), evolution["blocks.0"]
-        (['blocks.0', 'blocks.1'], 1.0)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> evolution = iso.analysis.feature_evolution(vit, torch.randn(8, 3, 32, 32))
+    >>> list(evolution), evolution["blocks.0"]
+    (['blocks.0', 'blocks.1'], 1.0)
     """
     layers, count = feature_layers(model, where), 0
     sums: dict[str, float] = {}
@@ -67,27 +64,20 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
 def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> Tensor:
     """Return the similarity between the attention maps of all layers: mean over images, heads, queries.
 
-    It is the correlation of a query's weights, as in `head_similarity`.
-
-    The maps of one image are in memory at a time.
+    It is the correlation of a query's weights, as in `head_similarity`. Maps of one image are in memory at a time.
 
     Shape: batch (B, C, H, W) or a loader of such -> (layers, layers), NaN between layers with maps of different shapes
     Raises: UserError as in `attention_maps`.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> tuple(iso.analysis.map_similarity(vit, torch.randn(4, 3, 32, 32)).shape)
-        (2, 2)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> tuple(iso.analysis.map_similarity(vit, torch.randn(4, 3, 32, 32)).shape)
+    (2, 2)
     """
 
     def measure(image: Tensor) -> dict[str, Tensor]:
         maps = [centred_rows(layer_maps.float()) for layer_maps in attention_maps(model, image, where).values()]
-        rows = [[_mean_cosine(a, b) for b in maps] for a in maps]
+        nan = maps[0].new_tensor(torch.nan)
+        rows = [[(a * b).sum(-1).mean() if a.shape == b.shape else nan for b in maps] for a in maps]
         return {"": torch.stack([torch.stack(row) for row in rows])}
 
     return mean_over((image for batch in batches(data) for image in batch.split(1)), measure)[""]
-
-
-def _mean_cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the mean cosine of the rows of two normalised maps, NaN if they have different shapes."""
-    return (a * b).sum(-1).mean() if a.shape == b.shape else a.new_tensor(float("nan"))

@@ -1,6 +1,7 @@
 """Feature layers of a model and their outputs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,7 @@ from isomorph.surgery.where import Where, matches_where, nearest_names
 
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:
-    """Return the modules whose outputs are features: those of timm's `feature_info`, or those that `where` selects.
-
-    Raises: UserError if there are fewer than `least`.
-    """
+    """Return the modules of timm's `feature_info`, or those of `where`. Raises: UserError for fewer than `least`"""
     modules = dict(model.named_modules())
     if where is None:
         names = [info["module"] for info in getattr(model, "feature_info", [])]
@@ -28,27 +26,17 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
     return layers
 
 
-def _channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tensor:
-    """Return a feature map as (B, C, H, W), also from models whose layers output (B, H, W, C), such as Swin."""
-    last = output.ndim == 4 and getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
-    return output.movedim(-1, 1) if last else output
-
-
 @torch.no_grad()
 def features(
     model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return `read(output)` of every layer, in eval mode; feature maps are passed as (B, C, H, W).
-
-    Shape: batch (B, C, H, W) -> {name: (B, features)}
-    """
+    """Return `read(output)` of every layer in eval mode, maps as (B, C, H, W). Shape: -> {name: (B, features)}"""
     values: dict[str, Tensor] = {}
 
-    def read_as(name: str) -> Any:
-        def hook(layer: nn.Module, _: Any, output: Any) -> None:
-            values[name] = read(_channels_second(model, layer, output[0] if isinstance(output, tuple) else output))
+    def hook(name: str, layer: nn.Module, _: Any, output: Any) -> None:
+        x = output[0] if isinstance(output, tuple) else output
+        last = x.ndim == 4 and getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
+        values[name] = read(x.movedim(-1, 1) if last else x)
 
-        return hook
-
-    run_with_hooks(model, batch, [layer.register_forward_hook(read_as(name)) for name, layer in layers.items()])
+    run_with_hooks(model, batch, [layer.register_forward_hook(partial(hook, name)) for name, layer in layers.items()])
     return {name: values[name] for name in layers if name in values}

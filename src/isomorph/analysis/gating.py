@@ -16,10 +16,6 @@ _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the gated attention layers by name, pruned ones too.
-
-    Raises: UserError if the model has none.
-    """
     layers = outermost_modules(model, lambda module: isinstance(module, _GATED))
     if not layers:
         raise UserError("the model has no gated attention layer; recast it first")
@@ -29,35 +25,27 @@ def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
 def gates(model: nn.Module) -> dict[str, Tensor]:
     """Return the weight of positional attention in every head: sigmoid(gate), 1 for position only, 0 for content only.
 
-    `gate` is the logit, which is trained: the parameter of a layer, and the argument of a rule.
-
     Shape: -> {name: (heads,)}
     Source: ConViT eq. 7
     Raises: UserError if the model has no gated attention layer.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="paper"), where="layer3.0.conv1")
-        >>> round(iso.gates(tcnn)["layer3.0.conv1"][0].item(), 3)
-        0.731
+    >>> tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="paper"), where="layer3.0.conv1")
+    >>> round(iso.gates(tcnn)["layer3.0.conv1"][0].item(), 3)
+    0.731
     """
     return {name: layer.position_share.detach() for name, layer in _gated_attention_layers(model).items()}
 
 
 def attention_spans(model: nn.Module) -> dict[str, Tensor]:
-    """Return the attention span of every head, 1 / locality; NaN if the locality is 0 or negative.
-
-    A locality of 0 or below means that the head no longer attends to its centre.
+    """Return the attention span of every head, 1 / locality; NaN if it is not positive: the head has no centre then.
 
     Shape: -> {name: (heads,)}
     Source: T-CNN Fig. 4B
     Raises: UserError if the model has no gated attention layer.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=4.0), where="layer3.0.conv1")
-        >>> iso.analysis.attention_spans(tcnn)["layer3.0.conv1"][0].item()
-        0.25
+    >>> tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(locality=4.0), where="layer3.0.conv1")
+    >>> iso.analysis.attention_spans(tcnn)["layer3.0.conv1"][0].item()
+    0.25
     """
     localities = {name: layer.locality.detach() for name, layer in _gated_attention_layers(model).items()}
     return {name: torch.where(locality > 0, 1 / locality, torch.nan) for name, locality in localities.items()}
@@ -70,11 +58,9 @@ def centres(model: nn.Module) -> dict[str, Tensor]:
     Source: ConViT eq. 5
     Raises: UserError if the model has no gated attention layer.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> iso.analysis.centres(tcnn)["layer3.0.conv1"][0].tolist()
-        [-1.0, -1.0]
+    >>> tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), where="layer3.0.conv1")
+    >>> iso.analysis.centres(tcnn)["layer3.0.conv1"][0].tolist()
+    [-1.0, -1.0]
     """
     return {name: layer.centre.detach().clone() for name, layer in _gated_attention_layers(model).items()}
 
@@ -87,17 +73,16 @@ def track(
 ) -> tuple[Tensor, dict[Key, Tensor]]:
     """Return `measure(model)` at several epochs, stacked by layer; NaN where a model does not have the layer.
 
-    `models`: pairs of an epoch and the model at that epoch. An iterator may load them from disk one by one.
+    `models`: pairs of an epoch and the model at that epoch; an iterator may load them one by one.
 
     Shape: {name: (...)} of each model -> epochs (T,), {name: (T, ...)}
     Raises: UserError if there is no model, or `measure` raises it for every model.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> epochs, gates = iso.analysis.track([(0, cnn), (10, tcnn)], iso.gates)
-        >>> epochs.tolist(), tuple(gates["layer3.0.conv1"].shape)
-        ([0, 10], (2, 9))
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+    >>> epochs, gates = iso.analysis.track([(0, cnn), (10, tcnn)], iso.gates)
+    >>> epochs.tolist(), tuple(gates["layer3.0.conv1"].shape)
+    ([0, 10], (2, 9))
     """
     epochs, measured = list[float](), list[dict[Key, Tensor]]()
     problem = UserError("no model was given; give at least one pair of an epoch and a model")
@@ -120,12 +105,10 @@ class GatingHistory(NamedTuple):
 
     Shape: epochs (T,), gates and spans {name: (T, heads)}, centres {name: (T, heads, 2)}
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> history = iso.analysis.track_gating([(0, cnn), (10, tcnn)])
-        >>> tuple(history.centres["layer3.0.conv1"].shape)
-        (2, 9, 2)
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+    >>> tuple(iso.analysis.track_gating([(0, cnn), (10, tcnn)]).centres["layer3.0.conv1"].shape)
+    (2, 9, 2)
     """
 
     epochs: Tensor
@@ -135,27 +118,19 @@ class GatingHistory(NamedTuple):
 
 
 def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
-    """Return gates, centres and spans at several epochs.
-
-    `models`: pairs of an epoch and the model at that epoch, as in `track`.
+    """Return gates, centres and spans at several epochs, of pairs of an epoch and a model as in `track`.
 
     Raises: UserError if no model has a gated attention layer.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> history = iso.analysis.track_gating([(0, cnn), (10, tcnn)])
-        >>> tuple(history.gates["layer3.0.conv1"].shape)
-        (2, 9)
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+    >>> tuple(iso.analysis.track_gating([(0, cnn), (10, tcnn)]).gates["layer3.0.conv1"].shape)
+    (2, 9)
     """
     measures = {"gates": gates, "centres": centres, "spans": attention_spans}
 
     def measure(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-        return {
-            (kind, name): value.cpu()
-            for kind, measure_kind in measures.items()
-            for name, value in measure_kind(model).items()
-        }
+        return {(kind, name): value.cpu() for kind, of in measures.items() for name, value in of(model).items()}
 
     epochs, values = track(models, measure)
     return GatingHistory(epochs, *({name: v for (k, name), v in values.items() if k == kind} for kind in measures))

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
-from isomorph.layers import (
-    GPSA,
-    PSA,
-    GPSA2d,
-    PostRelativeAttention,
-    RelativeAttention,
-    ViTRelativeAttention,
-)
+from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk
@@ -84,7 +77,6 @@ class MethodMap(NamedTuple):
 
 
 def _check_size(name: str, layer: Any, x: Tensor) -> None:
-    """Raise UserError if the maps of a recast convolution take more than `MAX_MAP_BYTES`. Shape: x (B, C, H, W)"""
     queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
     keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
     size = x.element_size() * len(x) * layer.num_heads * queries * keys
@@ -98,10 +90,7 @@ def _check_size(name: str, layer: Any, x: Tensor) -> None:
 
 @singledispatch
 def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> AppliedAttention:
-    """Return the scores of a layer for its inputs; registered for layers whose softmax gets only scores.
-
-    Raises: TypeError for another layer.
-    """
+    """Return the scores of a layer, for x (B, N, C) where nothing else is said. Raises: TypeError for other layers."""
     raise TypeError(f"the queries and keys of {type(layer).__name__} are not known")
 
 
@@ -109,7 +98,6 @@ def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> AppliedAttention
 def _timm_scores(
     layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
 ) -> AppliedAttention:
-    """Return the scores of timm's Attention and its subclasses, with masks. Shape: x (B, N, C)"""
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
     return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
@@ -129,14 +117,12 @@ def _relative_scores(layer: RelativeAttention, x: Tensor) -> AppliedAttention:
 def _vit_relative_scores(
     layer: ViTRelativeAttention, x: Tensor, *_: Any, grid_size: tuple[int, int] | None = None, **__: Any
 ) -> AppliedAttention:
-    """Return the scores of relative attention on tokens. Shape: x (B, N, C)"""
     q, k, _v = layer.queries_keys_values(x)
     return AppliedAttention(q * layer.scale, k, layer.position_bias(grid_size or layer.grid_size, q.dtype))
 
 
 @scores.register
 def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> AppliedAttention:
-    """Return the scores of the content attention of GPSA. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
     return AppliedAttention(q * q.shape[-1] ** -0.5, k)
 
@@ -149,13 +135,11 @@ def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> AppliedAttention:
 
 @scores.register
 def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> AppliedAttention:
-    """Return the scores of PSA, with position as bias. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
     return AppliedAttention(q * q.shape[-1] ** -0.5, k, layer.position_bias(layer.check_grid(x, grid_size), q.dtype))
 
 
 def has_attention_method(layer: nn.Module) -> bool:
-    """True if the layer has a method `attention`."""
     return callable(getattr(type(layer), "attention", None))
 
 
@@ -169,7 +153,6 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
-        """Return the call of a layer, whose tokens may be a named argument."""
         first = next((key for key in ("x", *kwargs) if key in kwargs), "x")
         named = {key: value for key, value in kwargs.items() if args or key != first}
         return cls(name, layer, args or (kwargs.get(first),), named)
@@ -211,13 +194,10 @@ def capture_inputs(
     """Return `measure(layer, *inputs)` for every layer, on the inputs that it receives in the model, in eval mode."""
     results: dict[str, Any] = {}
 
-    def measure_as(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            results[name] = measure(layer, *args, **kwargs)
+    def hook(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        results[name] = measure(layer, *args, **kwargs)
 
-        return hook
-
-    handles = [layer.register_forward_pre_hook(measure_as(name), with_kwargs=True) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()]
     run_with_hooks(model, batch, handles)
     return results
 
@@ -237,7 +217,6 @@ class _Capture:
         self.reasons: list[str] = []
 
     def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a layer."""
         inside = self.calls and (self.calls[-1] is None or has_attention_method(self.calls[-1].layer))
         facts = facts_of(layer)
         reason = facts and facts.no_map
@@ -248,7 +227,6 @@ class _Capture:
         self.mode.enter(heads_of(layer, facts), layout, ignore=self.calls[-1] is None or has_attention_method(layer))
 
     def leave(self, name: str, layer: nn.Module) -> None:
-        """Measure the attention of a layer that ends."""
         call = self.calls.pop()
         attention: AppliedAttention | MethodMap | None = self.mode.leave()
         if call and has_attention_method(layer):
@@ -268,7 +246,6 @@ class _Capture:
             self.results[name] = result
 
     def hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Register the hooks on every layer."""
         for name, layer in model.named_modules():
             if not isinstance(layer, _TRANSPARENT):
                 enter, leave = partial(self.enter, name), partial(self.leave, name)
@@ -276,7 +253,6 @@ class _Capture:
                 yield layer.register_forward_hook(lambda layer, _, __, leave=leave: leave(layer))
 
     def missing(self) -> str:
-        """Return the error message where no layer was measured."""
         if self.reasons:
             return self.reasons[0]
         if self.others:
@@ -288,8 +264,8 @@ class _Capture:
 def capture_attention(model: nn.Module, batch: Tensor, measure: _Measure, where: Where = "*") -> dict[str, Any]:
     """Return `measure(call, attention)` for every selected attention layer, in the order of the forward, in eval mode.
 
-    It is called as soon as the layer has run, and nothing else of the layer is stored. Of a layer that runs several
-    times the last call counts. Layers for which `measure` returns None are left out.
+    It is called as soon as the layer has run. Of a layer that runs several times the last call counts. Layers for which
+    `measure` returns None are left out.
 
     Raises: UserError if no selected layer has an attention map, with the names of layers that have, or the reason.
     """

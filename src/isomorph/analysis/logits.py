@@ -21,11 +21,9 @@ class LogitStats(NamedTuple):
 
     Shape: (heads,) each
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> stats = iso.analysis.logit_stats(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"]
-        >>> bool((stats.entropy > 0).all())
-        True
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> bool((iso.analysis.logit_stats(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].entropy > 0).all())
+    True
     """
 
     max_logit: Tensor
@@ -36,20 +34,17 @@ class LogitStats(NamedTuple):
 def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, LogitStats]:
     """Return the largest attention logit, the largest attention and the attention entropy of every layer, in eval mode.
 
-    Logits are the inputs of the softmax: scaled, with masks and relative positions. A logit of 1,000 means that
-    training has diverged; an entropy of 0 is one-hot attention, one of log(N) uniform attention. Every layer with a
-    softmax over keys is measured; for gated attention (GPSA, GPSA2d) the content attention is.
-    Operations on the map after the softmax are not included. No attention map is stored.
+    Logits are the inputs of the softmax: scaled, with masks and relative positions. Layers with a softmax over keys are
+    measured; for gated attention (GPSA, GPSA2d) the content attention is. An entropy of 0 is one-hot attention, one
+    of log(N) uniform attention. No attention map is stored.
 
     Shape: batch (B, C, H, W) or a loader of such -> {name: LogitStats of (heads,) each}
     Source: TDRL Fig. 3
     Raises: UserError if the model has no such layer.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> stats = iso.analysis.logit_stats(vit, torch.randn(4, 3, 32, 32))
-        >>> tuple(stats["blocks.0.attn"].max_logit.shape)
-        (3,)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> tuple(iso.analysis.logit_stats(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].max_logit.shape)
+    (3,)
     """
 
     def measure(batch: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""Statistics of attention maps by head: entropy, and similarity of heads.
-
-All are means over the images of a batch or a loader. Maps are computed for a few images of one layer at a time.
-"""
+"""Entropy and similarity of heads, as means over images; maps are computed for a few images of a layer at a time."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,17 +31,14 @@ def _mean_of_maps(
 def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
     """Return the attention entropy of every head: -sum a log a in nats, mean over queries and images.
 
-    It is 0 for attention to one key and log N for uniform attention. The map is the one that the layer applies;
-    `logit_stats` uses the output of the softmax. NaN for a map with negative weights.
+    The map is the one that the layer applies; `logit_stats` uses the output of the softmax. NaN for negative weights.
 
     Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
     Raises: UserError as in `attention_maps`.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> entropies = iso.analysis.attention_entropy(vit, torch.randn(4, 3, 32, 32))
-        >>> tuple(entropies["blocks.0.attn"].shape)
-        (3,)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> tuple(iso.analysis.attention_entropy(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
+    (3,)
     """
     return _mean_of_maps(model, data, where, lambda maps: entropy(maps).mean(-1))
 
@@ -58,18 +52,15 @@ def entropy(weights: Tensor) -> Tensor:
 def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
     """Return the similarity between the heads of every layer: correlation of attention, mean over images and queries.
 
-    It is the cosine of a query's weights after subtracting their mean over keys: weights that are all positive have a
-    cosine above 0 whatever they attend to, refined ones of either sign have not. Uniform attention is similar to
+    It is the cosine of a query's weights after subtracting their mean over keys. Uniform attention is similar to
     uniform attention alone.
 
     Shape: batch (B, C, H, W) or a loader of such -> {name: (maps, maps)}
     Raises: UserError as in `attention_maps`.
 
-    Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> similarity = iso.analysis.head_similarity(vit, torch.randn(4, 3, 32, 32))
-        >>> tuple(similarity["blocks.0.attn"].shape)
-        (3, 3)
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> tuple(iso.analysis.head_similarity(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
+    (3, 3)
     """
 
     def cosines(maps: Tensor) -> Tensor:

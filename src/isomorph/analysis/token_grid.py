@@ -40,10 +40,7 @@ class TokenGrid(NamedTuple):
         return self.prefix + row * self.queries[1] + column
 
     def on_map(self, attention: Tensor) -> Tensor:
-        """Return the attention of one query on the grid of the unpadded keys.
-
-        Shape: attention (B, nh, prefix + Nk) -> (B, nh, H, W)
-        """
+        """Return a query's attention on the grid of unpadded keys. Shape: (B, nh, prefix + Nk) -> (B, nh, H, W)"""
         attention = attention[..., self.prefix :].unflatten(-1, self.keys)
         (ph, pw), (Hk, Wk) = self.padding, self.keys
         return attention[..., ph : Hk - ph, pw : Wk - pw]
@@ -72,8 +69,6 @@ def find_token_grid(
 ) -> TokenGrid:
     """Return the grid of a layer's queries and keys, for its inputs.
 
-    It is known for GPSA2d, pruned or not, if queries and keys are the same tokens, of patches, a feature map or
-    windows, and if the keys are pooled on a coarser grid, as in PVT and MViT.
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 
     Raises: UserError if the grid is not known, or the tokens do not fill it.
@@ -107,7 +102,6 @@ def find_token_grid(
 
 
 def _pooled_grid(layer: Any, given: dict[str, Any], queries: int, keys: int, grid: tuple[int, int] | None) -> TokenGrid:
-    """Return the grids of queries and of pooled keys on the same image. Raises: UserError if they are not known."""
     shapes = own_shapes(layer, given) + ([grid] if grid else [])
     problem = f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid"
     if not shapes or facts_of(layer) is None or position_reason(layer):

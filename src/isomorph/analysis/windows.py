@@ -25,10 +25,7 @@ class Windows(NamedTuple):
     members: Tensor
 
     def on_grid(self, maps: Tensor) -> Tensor:
-        """Return the maps of all windows with queries in the order of their positions, and the keys of each window.
-
-        Shape: maps (B * windows, nh, N, N) -> (B, nh, H W, N)
-        """
+        """Return maps with queries in order of position. Shape: (B * windows, nh, N, N) -> (B, nh, H W, N)"""
         positions = self.members.flatten()
         inside = (positions >= 0).nonzero().flatten()
         order = torch.empty_like(inside)
@@ -39,9 +36,7 @@ class Windows(NamedTuple):
     def distances(self, numbers: Iterable[int]) -> tuple[Tensor, int]:
         """Return the distances between the tokens of some windows, and the number of tokens that are not padding.
 
-        Distances are in steps of the grid, 0 from and to padding. `numbers` count windows over all images of a batch.
-
-        Shape: -> (n, N, N)
+        In steps of the grid, 0 from and to padding; `numbers` count windows over a batch. Shape: -> (n, N, N)
         """
         members = self.members[torch.tensor(list(numbers)) % len(self.members)]
         inside = members >= 0
@@ -53,12 +48,9 @@ class Windows(NamedTuple):
         return self.members[(self.members == position).any(1)][0]
 
     def map_from(self, position: tuple[float, float], row: Callable[[int], Tensor]) -> Tensor:
-        """Return the attention of one query on the whole map, 0 outside its window.
+        """Return the attention of one query on the whole map, 0 outside its window. Shape: -> (B, nh, H, W)
 
-        `position` is its row and column as fractions of height and width; `row` returns the attention of one token in
-        every window, (B * windows, nh, N).
-
-        Shape: -> (B, nh, H, W)
+        `position`: fractions of height and width; `row`: the attention of a token in every window, (B * windows, nh, N)
         """
         H, W = self.grid
         high, wide = (min(int(part * size), size - 1) for part, size in zip(position, self.grid, strict=True))
@@ -71,19 +63,14 @@ class Windows(NamedTuple):
 
 
 class _InputRecorder(nn.Module):
-    """Module that records its input and returns it, in place of an attention layer."""
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.recorded = x
         return x
 
 
 def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
-    """Return the windows of a block for an input of this shape, by running its partition on position numbers.
-
-    Shape: (B, H, W, C), or (B, C, H, W) for MaxViT's attention by convolutions
-    """
-    first = isinstance(block, PartitionAttention2d)
+    """Return the windows of a block for inputs (B, H, W, C), by running its partition on position numbers."""
+    first = isinstance(block, PartitionAttention2d)  # (B, C, H, W)
     H, W = shape[2:] if first else shape[1:3]
     numbers = torch.arange(1.0, H * W + 1).view((1, 1, H, W) if first else (1, H, W, 1))
     attn, recorder = block.attn, _InputRecorder()
@@ -99,25 +86,19 @@ def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
 
 @torch.no_grad()
 def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
-    """Return the windows of the layers of timm's Swin, MaxViT, DaViT and Twins, for images of this size.
-
-    Models without windows give an empty dict.
+    """Return the windows of the layers of timm's Swin, MaxViT, DaViT and Twins, for images of this size; {} if none.
 
     Shape: batch (B, C, H, W) -> {name: Windows}
 
-    Example:
-        >>> swin = timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(1,), num_heads=(2,))
-        >>> windows = iso.analysis.attention_windows(swin, torch.randn(1, 3, 224, 224))
-        >>> windows["layers.0.blocks.0.attn"].grid, tuple(windows["layers.0.blocks.0.attn"].members.shape)
-        ((56, 56), (64, 49))
+    >>> swin = timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(1,), num_heads=(2,))
+    >>> windows = iso.analysis.attention_windows(swin, torch.randn(1, 3, 224, 224))
+    >>> windows["layers.0.blocks.0.attn"].grid, tuple(windows["layers.0.blocks.0.attn"].members.shape)
+    ((56, 56), (64, 49))
     """
-    blocks = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "attn", None), nn.Module)
-        and any(hasattr(module, way) for way in _PARTITION_METHODS)
-    }
-    layers = {name: module for name, module in model.named_modules() if set(names_of(module)) & set(_PLAIN_WINDOWS)}
+    named = dict(model.named_modules())
+    around = {name: module for name, module in named.items() if isinstance(getattr(module, "attn", None), nn.Module)}
+    blocks = {name: m for name, m in around.items() if any(hasattr(m, way) for way in _PARTITION_METHODS)}
+    layers = {name: module for name, module in named.items() if set(names_of(module)) & set(_PLAIN_WINDOWS)}
     calls = {**blocks, **layers}
     found = capture_inputs(model, batch[:1], _map_size, calls) if calls else {}
     windows = {}
@@ -145,7 +126,6 @@ def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> Windows:
-    """Return the windows of a feature map that is padded at its right and lower borders to whole windows."""
     (H, W), (h, w) = size, window
     numbers = F.pad(torch.arange(H * W).view(H, W), (0, -W % w, 0, -H % h), value=-1)
     rows = numbers.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)

@@ -80,11 +80,7 @@ def _millions(row: CostRow, key: str) -> str:
 
 
 def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
-    """Return rows of `iso.cost_table` as text: the costs of one image, of a pass if any, and of batches if measured.
-
-    The costs of a pass are the MACs in inference, and in training in closed form and branch by branch, of models with
-    pyramids, or whose pass has a fixed cost in addition to the cost per image.
-    """
+    """Return rows of `iso.cost_table` as text: the costs of one image, of a pass if any, and of batches if measured."""
     by_size = {(row["model"], f"{row['height']}x{row['width']}"): row for row in rows}
     image = [
         [*key, f"{row['parameters']:,}", _millions(row, "macs"), _mebibytes(row["saved_bytes"])]
@@ -133,15 +129,8 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
 
 
 def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float]]]) -> str:
-    """Return in how many heads the attention of two models differs; empty without comparable layers.
-
-    `differences` are the largest ones of each layer by image and head, as `largest_differences` returns them.
-    """
-    heads = {
-        (layer, i + 1): max(of)
-        for layer, images in differences.items()
-        for i, of in enumerate(zip(*images, strict=True))
-    }
+    """Return in how many heads two models differ, from `largest_differences` by layer; empty without any."""
+    heads = {(name, i): max(of) for name, own in differences.items() for i, of in enumerate(zip(*own, strict=True), 1)}
     if not heads:
         return ""
     (layer, head), largest = max(heads.items(), key=lambda item: item[1])
@@ -159,9 +148,8 @@ def cost_finding(rows: Sequence[CostRow]) -> str:
     """Return parameters and MACs of one model, or how much the second differs from the first."""
     first, last = rows[0], rows[-1]
     if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
-        return (
-            f"{first['model']} has {first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image."
-        )
+        cost = f"{first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image"
+        return f"{first['model']} has {cost}."
     parameters, macs = (100 * (last[key] / first[key] - 1) for key in ("parameters", "macs"))
     return f"{last['model']} compared with {first['model']}: parameters {parameters:+.3g} %, MACs {macs:+.3g} %."
 
@@ -169,7 +157,6 @@ def cost_finding(rows: Sequence[CostRow]) -> str:
 def _measure_charts(
     measures: Sequence[HeadMeasure], models: Sequence[PageModel], *arguments: Mapping[str, Any]
 ) -> list[Dots]:
-    """Return a chart for each measure, of the models that have it; `arguments` are further ones by model."""
     charts = []
     for measure in measures:
         series = {}
@@ -184,22 +171,14 @@ def _measure_charts(
 
 
 def _gating_section(charts: Sequence[Dots]) -> Section:
-    """Return the section of gates and spans, with the number of heads that have no span."""
-    lost = {
-        name: sum(value != value for heads in layers.values() for value in heads)
-        for chart in charts[1:]
-        for name, layers in chart.series.items()
-    }
-    texts = [
-        f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
-        for name, count in lost.items()
-        if count
-    ]
+    spans = {name: layers.values() for chart in charts[1:] for name, layers in chart.series.items()}
+    lost = {name: sum(value != value for heads in layers for value in heads) for name, layers in spans.items()}
+    why = "without a centre (locality not positive), and so without a span"
+    texts = [f"Heads of {name} {why}: {count}." for name, count in lost.items() if count]
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
 def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
-    """Return the cost of each model at the page's image size, and that of a pass where it has one."""
     height, width = models[0].config["input_size"][-2:]
     costs = {m.name: static_cost(m.model, m.config["input_size"]) for m in models}
     rows = [{"model": name, "height": height, "width": width, **cost} for name, cost in costs.items()]
@@ -209,7 +188,6 @@ def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
 
 
 def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None:
-    """Return the layers that are not drawn, grouped by reason, from {model: {layer: reason}}; None without any."""
     layers_of: dict[str, list[str]] = {}
     for model, reasons in problems.items():
         for layer, reason in reasons.items():
@@ -223,9 +201,8 @@ def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None
 class AnalyzeOptions:
     """Optional content of `analyze_sections`.
 
-    `layers` are globs over the attention layers to show, all by default. `cka_batches` are loaders by model of the same
-    images for CKA, `cka_images` names them in words; `evolution` is F_k of every layer by model
-    (`iso.analysis.feature_evolution`). Attention maps are thinned to `max_map_characters` characters.
+    `layers` selects attention layers, all by default. `cka_batches` are loaders by model of the same images for CKA,
+    `cka_images` names them in words; `evolution` is F_k of every layer by model (`iso.analysis.feature_evolution`).
     `report_progress` is called with what is being computed.
 
     >>> images = [(torch.randn(8, 3, 32, 32), None)]
@@ -242,7 +219,6 @@ class AnalyzeOptions:
 
 
 def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
-    """Return the sections of CKA between two models (or within one) and of feature evolution, if they are asked for."""
     sections = []
     if options.cka_batches:
         options.report_progress("CKA between layers")
@@ -269,7 +245,6 @@ def _attention_section(
     gates_of: Mapping[str, Any],
     options: AnalyzeOptions,
 ) -> Section:
-    """Return the attention viewer, or images and predictions where no map can be drawn; with the page's finding."""
     shown, outputs, problems = list[ViewerModel](), list[Tensor | None](), dict[str, dict[str, str]]()
     for m in models:
         options.report_progress(f"attention of {m.name}")

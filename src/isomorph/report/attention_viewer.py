@@ -32,9 +32,7 @@ MAX_MAP_CHARACTERS = 7_300_000
 class LayerMaps:
     """The attention maps of one layer, rounded to levels between the smallest and the largest value of each row.
 
-    Keys are the prefix tokens, then the grid positions without padding; attention to padding is left out. In a layer
-    with window attention, the keys of a query are those of its window.
-
+    Keys are the prefix tokens, then the grid positions without padding; with windows, those of the query's window.
     `exact` are the maps before rounding, where they are needed to compare two models.
 
     Shape: levels and exact (B, heads, queries, keys), ranges (B, heads, queries, 2)
@@ -60,10 +58,8 @@ class LayerMaps:
 
     def stored_positions(self, step: tuple[int, int]) -> list[list[int]]:
         """Return rows and columns of the stored queries: the middle of every block of step[0] x step[1] queries."""
-        return [
-            list(range(min(each // 2, size - 1), size, each))
-            for size, each in zip(self.where.queries, step, strict=True)
-        ]
+        sides = zip(self.where.queries, step, strict=True)
+        return [list(range(min(each // 2, size - 1), size, each)) for size, each in sides]
 
     def stored_queries(self, step: tuple[int, int]) -> list[int]:
         """Return the stored queries: the prefix tokens, and those of `stored_positions`."""
@@ -96,11 +92,9 @@ def drop_padded_keys(maps: Tensor, where: TokenGrid) -> Tensor:
 
 
 def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[float]] | None:
-    """Return the largest difference of two layers' exact maps in every head that both have.
+    """Return the largest difference of two layers' exact maps in every head that both have. Shape: -> (B, heads)
 
     None if the maps are not comparable, or not finite.
-
-    Shape: -> (B, heads)
     """
     if a is None or b is None or a.exact is None or b.exact is None:
         return None
@@ -114,11 +108,10 @@ def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[f
 def capture_layer_maps(
     model: nn.Module, batch: Tensor, layers: Where | None = None, keep_exact: bool = False
 ) -> tuple[dict[str, LayerMaps], dict[str, str]]:
-    """Return the maps of the attention layers for a batch of images, and for other layers why they have none.
+    """Return the maps of the attention layers for images (B, C, H, W), and for other layers why they have none.
 
     `keep_exact` also stores the maps before rounding, up to `MAX_EXACT_BYTES`.
 
-    Shape: batch (B, C, H, W)
     Raises: UserError when `layers` is given and selects no layer with a map.
     """
     problems: dict[str, str] = {}
@@ -155,10 +148,7 @@ def capture_layer_maps(
 def pack_layer_maps(
     layers: Sequence[LayerMaps], images: int, max_characters: int = MAX_MAP_CHARACTERS
 ) -> tuple[tuple[int, int], dict[tuple[int, int], str]]:
-    """Pack all maps into at most `max_characters`: every query, or every second row, then column, and so on.
-
-    Returns the steps along rows and columns, and the text of every (layer, image).
-    """
+    """Return steps along rows and columns with which maps fit in `max_characters`, and texts by (layer, image)."""
     step = (1, 1)
     while True:
         packed = {(i, b): layer.pack(b, step) for i, layer in enumerate(layers) for b in range(images)}

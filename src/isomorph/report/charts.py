@@ -60,7 +60,6 @@ class Line(NamedTuple):
     high: Sequence[float] | None = None
 
     def values(self) -> list[float]:
-        """Return all values along the y axis."""
         return [*self.y, *(self.low or ()), *(self.high or ())]
 
 
@@ -106,9 +105,8 @@ class Panel(Chart):
 class Dots(Chart):
     """A chart of one value per head and layer, such as gates or spans: {series: {layer: a value for each head}}.
 
-    Layers run along the x axis; each dot is a head, and a line joins the means of the layers. Layers that a series does
-    not have are left empty. `limit` is the top of the y axis, by default that of the values. Values that differ by no
-    more than `resolution` are equal: a page writes them instead of a chart.
+    Layers run along the x axis; a line joins their means. `limit` is the top of the y axis, by default that of the
+    values. Values that differ by no more than `resolution` are equal: a page writes them instead of a chart.
 
     >>> gates = {name: values.tolist() for name, values in iso.gates(timm.create_model("t_cifar_resnet20")).items()}
     >>> iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": gates}, limit=1.0).layers[0]
@@ -122,7 +120,6 @@ class Dots(Chart):
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers of all series, in order of appearance."""
         return _names(self.series)
 
     def parts(self) -> dict[str, Any]:
@@ -163,7 +160,6 @@ class Bars(Chart):
 
     @property
     def groups(self) -> list[str]:
-        """Names of the groups of all series, in order of appearance."""
         return _names(self.series)
 
     def parts(self) -> dict[str, Any]:
@@ -179,9 +175,7 @@ class Bars(Chart):
 
 @dataclass(frozen=True)
 class Matrix(Chart):
-    """A heat map of numbers in rows and columns, coloured from `low` to `high`.
-
-    With a negative `low` the colours diverge from the middle of the range.
+    """A heat map coloured from `low` to `high`; with a negative `low` the colours diverge from the middle.
 
     >>> values = [[1.0, 0.6], [0.6, 1.0]]
     >>> iso.report.Matrix("CKA", "layers of a", "layers of b", ["0", "1"], ["0", "1"], values).high
@@ -264,10 +258,7 @@ class Scatter(Chart):
     def parts(self) -> dict[str, Any]:
         stops = [point for points in self.series.values() for point in points.values()]
         x, y = _axis(self.x_label, [0, *(1.05 * x for x, _ in stops)]), _axis(self.y_label, [y for _, y in stops])
-        series = [
-            _series(name, [], [(*point, label) for label, point in points.items()])
-            for name, points in self.series.items()
-        ]
+        series = [_series(name, [], [(*at, label) for label, at in of.items()]) for name, of in self.series.items()]
         return {"kind": "plane", "x": x, "y": y, "series": series, "stops": stops, "labelled": True}
 
     def table(self) -> Table:
@@ -305,7 +296,6 @@ def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = (
 
 
 def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
-    """Return an axis with the range of its values, widened where they differ by rounding only."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if high - low <= ROUNDING * max(abs(low), abs(high)):
@@ -315,10 +305,7 @@ def _axis(label: str, values: Iterable[float]) -> dict[str, Any]:
 
 
 def _constant_sentence(title: str, series: Mapping[str, Iterable[float]], where: str, resolution: float) -> str:
-    """Return a sentence with the constant value of each series; empty if any has none, or too many differ.
-
-    Values are constant if they differ by no more than the resolution, or rounding.
-    """
+    """Return a sentence with each series' constant value; empty if one varies beyond the resolution, or many differ."""
     found = {}
     for name, values in series.items():
         known = [value for value in values if math.isfinite(value)]

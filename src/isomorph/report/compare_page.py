@@ -40,7 +40,6 @@ def head_range_line(epochs: Tensor, heads: Tensor) -> Line:
 
 
 def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Tensor]) -> Panel:
-    """Return a chart of a number of each head along training: a line for each layer, with the range of its heads."""
     lines = {layer: head_range_line(epochs, heads) for layer, heads in layers.items()}
     return Panel(title, "epoch", unit, lines, ordered=True, resolution=1e-3)
 
@@ -50,10 +49,10 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
     tables = []
     for key, runs in histories.items():
         for run, history in runs.items():
-            head = [f"{run}: {MEASURES[key].title.lower()} ({MEASURES[key].unit})"]
+            head = f"{run}: {MEASURES[key].title.lower()} ({MEASURES[key].unit})"
             epochs = [f"epoch {epoch:g}" for epoch in history.epochs.tolist()]
             rows = [[layer, *map(format_number, heads.nanmean(1).tolist())] for layer, heads in history.values.items()]
-            tables.append([[*head, *epochs], *rows])
+            tables.append([[head, *epochs], *rows])
     return tables
 
 
@@ -97,10 +96,7 @@ CURVES = (
 
 
 def curve(rows: LogRows, x: str, y: str) -> Line | None:
-    """Return the values of `y` by `x` where both are finite numbers, thinned to means; None without any.
-
-    Of values by layer, the largest is taken if `y` is a maximum, else the mean.
-    """
+    """Return `y` by `x` where finite, thinned to means; of values by layer the largest of a maximum, else the mean."""
 
     def number(row: dict[str, Any], key: str) -> Any:
         value = row.get(key)
@@ -119,7 +115,6 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
 
 
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
-    """Return a chart of each logged value, one line for each run; values logged only once are in the table."""
     charts: list[Chart] = []
     for title, rows, key, unit in CURVES:
         x = "epoch" if rows == "epochs" else "step"
@@ -146,7 +141,6 @@ def runs_finding(best: Mapping[str, float | None]) -> str:
 
 
 def _results_table(logs: Sequence[RunLog]) -> Table:
-    """Return a table of recipe, model, epochs, best top-1, and the last value of each metric."""
     measured = {key for log in logs for row in log.epochs for key, value in row.items() if is_number(value)}
     keys = [key for key in METRIC_FORMATS if key in measured and key != "images"]
     rows = []
@@ -167,11 +161,8 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
 def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
     """Return the fields of a recipe by dotted name, as JSON text."""
     if isinstance(values, Mapping) and values:
-        return {
-            dotted: text
-            for key, value in values.items()
-            for dotted, text in flatten_recipe(value, f"{name}.{key}" if name else str(key)).items()
-        }
+        inner = (flatten_recipe(value, f"{name}.{key}" if name else str(key)) for key, value in values.items())
+        return {dotted: text for fields in inner for dotted, text in fields.items()}
     return {name: json.dumps(values)}
 
 
@@ -182,11 +173,8 @@ def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
 
 
 def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
-    """Return the section of gates, spans and centres along each run; of a run with one saved model, centres only."""
-    charts, texts = (
-        list[Chart](),
-        ["Before training and after every epoch; centres from the first (ring) to the last (dot)."],
-    )
+    charts = list[Chart]()
+    texts = ["Before training and after every epoch; centres from the first (ring) to the last (dot)."]
     for run, history in gating.items():
         when = "along training" if len(history.epochs) > 1 else "at the end"
         if len(history.epochs) > 1:
@@ -208,7 +196,6 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
 
 
 def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
-    """Return the section of attention measures along training, a chart for each measure and run; none without any."""
     charts = [
         _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
         for key, runs in histories.items()
@@ -220,7 +207,6 @@ def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
 
 
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
-    """Return the section of top-1 against MACs and parameters, coloured by test set; none for fewer than two models."""
     if len(points) < 2:
         return []
     costs = {"MACs": ("GMACs per image", "macs", 1e9), "parameters": ("parameters (M)", "parameters", 1e6)}
@@ -239,7 +225,6 @@ def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
 
 
 def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
-    """Return the section of differing recipe fields (a missing one is equal to null); none for a single run."""
     if len(logs) < 2:
         return []
     recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
@@ -264,9 +249,8 @@ def compare_sections(
 ) -> list[Section]:
     """Return the sections of the compare page for some runs.
 
-    `gating` are gates, spans and centres along the runs with gated layers (`iso.training.gating_history`); `histories`
-    are attention measures along training, on the images that `images` names in words; `points` are models by accuracy
-    and cost.
+    `gating` are those of `iso.training.gating_history` by run; `histories` attention measures along training, on images
+    that `images` names in words; `points` models by accuracy and cost.
 
     >>> from pathlib import Path
     >>> for run, lr in (("a", 0.1), ("b", 0.2)):

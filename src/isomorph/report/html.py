@@ -16,20 +16,8 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.report.attention_viewer import Viewer
 from isomorph.report.charts import Chart
 
-SCRIPTS = (
-    "elements.js",
-    "scales.js",
-    "charts.js",
-    "saving.js",
-    "chart_view.js",
-    "attention_maps.js",
-    "differences.js",
-    "canvas.js",
-    "head_tile.js",
-    "readout.js",
-    "viewer.js",
-    "start.js",
-)
+_DRAWING = ("elements.js", "scales.js", "charts.js", "saving.js", "chart_view.js", "attention_maps.js")
+SCRIPTS = (*_DRAWING, "differences.js", "canvas.js", "head_tile.js", "readout.js", "viewer.js", "start.js")
 """The files of the page's script, in the order in which they use each other."""
 MAX_CHART_COLUMNS = 3
 """Charts side by side on a wide screen."""
@@ -56,7 +44,7 @@ class Section:
 
     `finding` is its result in a sentence with a number, `guide` says how to read it and explains its terms. `table` are
     rows of cells, the first one the head; `listing` is preformatted text; `charts` are drawn side by side, those with
-    constant values as a line of text. With `wide`, each image has the width of the page.
+    constant values as a line of text.
 
     >>> gates = iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": {"layer3.0.conv1": [0.5, 0.7]}})
     >>> iso.report.Section("Gates", "Of every head.", charts=[gates]).title
@@ -73,7 +61,6 @@ class Section:
     details: Details | None = None
     finding: str = ""
     guide: str = ""
-    wide: bool = False
 
 
 @cache
@@ -82,10 +69,9 @@ def _read_asset(name: str) -> str:
 
 
 def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
-    """Return the page as HTML.
+    """Return the page as HTML, all texts escaped.
 
-    All texts are escaped. The Content-Security-Policy lets the browser run only the page's own script, known by its
-    hash, and forbids every request.
+    Its Content-Security-Policy lets the browser run only the page's script, known by its hash, and request nothing.
     """
     charts: list[dict[str, Any]] = []
     viewers: list[dict[str, Any]] = []

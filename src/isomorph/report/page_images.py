@@ -1,11 +1,11 @@
-"""Images of a page: read and resized as the models take them, as data: URIs, and below each other."""
+"""Images of a page: read and resized as the models take them, as data: URIs."""
 
 import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,28 +17,7 @@ from isomorph.data.sources import read_image
 
 MAX_PNG_SIDE = 96
 """Images with larger sides are embedded as JPEG, others as PNG."""
-_GAP = 6
-"""Pixels between images below each other."""
 _JPEG_QUALITY = 88
-
-
-def image_uri(image: Image.Image, kind: Literal["png", "jpeg"] = "jpeg") -> str:
-    """Return an image as a data: URI."""
-    file = io.BytesIO()
-    image.save(file, kind, quality=_JPEG_QUALITY)
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def stack_images(images: Sequence[Image.Image], width: int) -> Image.Image:
-    """Return images of one size below each other on white, each reduced to at most a width."""
-    first = images[0]
-    size = min(width, first.width), max(1, round(first.height * min(width, first.width) / first.width))
-    reduced = [image if image.size == size else image.resize(size, Image.Resampling.LANCZOS) for image in images]
-    step = size[1] + _GAP
-    canvas = Image.new("RGB", (reduced[0].width, step * len(reduced) - _GAP), "white")
-    for row, image in enumerate(reduced):
-        canvas.paste(image, (0, row * step))
-    return canvas
 
 
 @dataclass(frozen=True)
@@ -55,11 +34,11 @@ class PageImage:
     pixels: Tensor = field(repr=False)
 
     def data_uri(self) -> str:
-        """Return the image as a data: URI."""
         pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
         colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
-        small = max(pixels.shape[1:]) <= MAX_PNG_SIDE
-        return image_uri(Image.fromarray(np.ascontiguousarray(colour)), "png" if small else "jpeg")
+        kind, file = "png" if max(pixels.shape[1:]) <= MAX_PNG_SIDE else "jpeg", io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(colour)).save(file, kind, quality=_JPEG_QUALITY)
+        return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def normalise_images(images: Sequence[PageImage], config: dict[str, Any]) -> Tensor:

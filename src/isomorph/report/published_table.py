@@ -18,11 +18,10 @@ Row = dict[str, Any]
 
 
 def published_rows(table: str, recipes: Mapping[str, Mapping[str, Any]], logs: Sequence[RunLog]) -> list[Row]:
-    """Return a row for each run of a published table, and for each of its recipes without a run.
+    """Return a row for each run of a published table (`ConViT Table 2`, `TDRL B.8`), and each recipe without a run.
 
-    `table` is a paper and a table, figure or appendix: `ConViT Table 2`, `TDRL B.8`. Keys: recipe, run, fraction of the
-    data, expected (the recipe's text), and by metric expected_* and what the run's last evaluation measured;
-    train_top1, loss, epochs and hours of the run.
+    Keys: recipe, run, fraction of the data, expected (the recipe's text), and by metric expected_* and what the run's
+    last evaluation measured; train_top1, loss, epochs and hours of the run.
 
     Raises: UserError when no recipe is of this table.
     """
@@ -78,10 +77,7 @@ def _text(value: Any) -> str:
 
 
 def published_charts(table: str, rows: Sequence[Row]) -> list[Chart]:
-    """Return top-1 by the fraction of the data where it varies, else against the time of training; none without any.
-
-    Expected results are lines or charts of their own: a paper's times are multiples of one of its runs.
-    """
+    """Return top-1 by the fraction of the data where it varies, else by time: a paper's are multiples of one run's."""
     if len({row["fraction"] for row in rows}) > 1:
         lines = {}
         for key, what in (("expected_top1", "expected"), ("top1", "measured")):

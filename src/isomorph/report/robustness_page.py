@@ -18,25 +18,21 @@ CellValues = Mapping[tuple[str, int], float]
 
 
 def _corrupted(cells: CellValues) -> CellValues:
-    """Return the cells without the clean images, in the order of the corruptions."""
     order = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
     corrupted = (cell for cell in cells if cell[0] != CLEAN)
     return {cell: cells[cell] for cell in sorted(corrupted, key=lambda cell: order.index(cell[0]))}
 
 
 def _keys(cells: CellValues, axis: int) -> list[Any]:
-    """Return the corruptions (axis 0) or the severities (axis 1)."""
     found = dict.fromkeys(cell[axis] for cell in cells)
     return sorted(found) if axis else list(found)
 
 
 def _means(cells: CellValues, axis: int) -> dict[Any, float]:
-    """Return the mean of the cells of each corruption (axis 0) or severity (axis 1)."""
     return {key: fmean(v for cell, v in cells.items() if cell[axis] == key) for key in _keys(cells, axis)}
 
 
 def _suite(cells: CellValues) -> CellValues:
-    """Return the cells of the suite's 15 corruptions; the extra ones if there are no others."""
     corrupted = _corrupted(cells)
     return {cell: value for cell, value in corrupted.items() if cell[0] in IMAGENET_C_CORRUPTIONS} or corrupted
 

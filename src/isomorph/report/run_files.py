@@ -39,7 +39,6 @@ def _parse(text: str) -> Any:
 
 
 def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
-    """Return the readable rows of a log, and append a sentence on what is missing or damaged to the problems."""
     try:
         lines = list(filter(str.strip, path.read_text(errors="replace").split("\n")))
     except OSError as error:
@@ -123,8 +122,7 @@ def _read_point(path: Path) -> AccuracyPoint:
             f"{path} is not a result of isomorph evaluate --json; "
             "--evaluated takes results of one model at one size on one test set"
         )
-    missing = [key for key in ("macs", "parameters") if not is_number(result.get(key))]
-    if missing:
+    if missing := [key for key in ("macs", "parameters") if not is_number(result.get(key))]:
         raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
     name = short_name(result["model"]) + " (random weights)" * (result.get("weights") == "random")
     data = str(result.get("data", "test set"))

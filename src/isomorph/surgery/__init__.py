@@ -24,8 +24,7 @@ from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
-    RULES,
-    {"Fuse": Fuse, "Insert": Insert, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride},
+    RULES, {"Fuse": Fuse, "Insert": Insert, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
 )
 """Rules by name, as checkpoints store them: those registered, and those of `fuse`, `insert`, `prune` and the like."""
 
@@ -77,5 +76,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
     return __all__

@@ -55,7 +55,6 @@ class Window(NamedTuple):
 
     @property
     def is_pointwise(self) -> bool:
-        """True if every output is a linear map of all channels of one position."""
         sides = (*self.kernel, *self.stride)
         return self.groups == 1 and not self.transposed and set(sides) <= {1} and not any(self.padding)
 
@@ -97,8 +96,7 @@ class Affine:
 class Group:
     """What is written together: parts and a shift into the first of the carriers, or into all readers, or a chain.
 
-    A chain is two layers, of which the first becomes the product. Two groups of two calls are the same if their `key`
-    is. `windows` are those of the carriers.
+    A chain is two layers, of which the first becomes the product. `windows` are those of the carriers.
     """
 
     kind: str
@@ -116,7 +114,6 @@ class Group:
 
 
 def _bind(operation: Operation) -> dict[str, Any]:
-    """Return the arguments of a layer or norm by name."""
     names = (_LAYERS | _NORMS)[operation.name]
     return dict(zip(names, operation.args, strict=False)) | operation.kwargs
 
@@ -214,7 +211,6 @@ class Plan:
         return Affine(value, axis, (Part(layer, window, ones),), torch.zeros_like(ones))
 
     def _follow(self, operation: Operation) -> Affine | None:
-        """Return the output of an operation as an affine function, or None where it is not one."""
         name, x = operation.name, next((v for v in operation.inputs if v not in self.flow.constant), None)
         if x is None:
             return None
@@ -307,7 +303,6 @@ class Plan:
         return base.scaled(gain, shift, ("identity", name))
 
     def _not_alone(self, name: str) -> str:
-        """Return why a norm cannot be changed, or ""."""
         attached = describe_attachments(self.model.get_submodule(name))
         twice = "it is called more than once" if len(self.flow.inputs[name]) > 1 else ""
         return f"it has {attached}" if attached else twice
@@ -319,7 +314,6 @@ class Plan:
         return self._refused.get(value) or (f"it follows {maker.name}" if maker else "it reads the model's input")
 
     def _follow_scale(self, operation: Operation, x: Value) -> Affine | None:
-        """Follow the product or sum of a module, such as LayerScale, with a vector of channels made of parameters."""
         (constant,) = set(operation.inputs) - {x}
         shape, base = self._shape(x), self._take(x)
         turned = operation.name in _SUB | _DIV and operation.inputs[1] != constant
@@ -337,7 +331,6 @@ class Plan:
         return None
 
     def _follow_sum(self, operation: Operation) -> Affine | None:
-        """Follow the sum of two functions of one source, or of the source and a function of it."""
         if operation.name not in _ADD or operation.inputs[0] == operation.inputs[1]:
             return None
         one, other = (self._take(value) for value in operation.inputs)
@@ -430,14 +423,12 @@ class Plan:
 
 
 def _child_of(parent: str, name: str) -> str | None:
-    """Return the child of a module that contains the module of a name, or None if the module does not contain it."""
     if parent and not name.startswith(f"{parent}."):
         return None
     return name.removeprefix(f"{parent}." if parent else "").partition(".")[0]
 
 
 def _new_axis(operation: Operation, axis: int, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
-    """Return where a view moves an axis, or None if the axis is not kept."""
     if operation.name in ("permute", "transpose", "swapaxes"):
         given = [*operation.args[1:], *operation.kwargs.values()]
         order = [int(d) % len(before) for d in (given[0] if isinstance(given[0], list | tuple) else given)]

@@ -40,7 +40,6 @@ def altered_class(mixin: type[Altered], kind: type[nn.Module]) -> type[nn.Module
 
 
 def _new_altered(mixin: type[Altered], kind: type[nn.Module]) -> nn.Module:
-    """Return an altered layer without its state."""
     altered = altered_class(mixin, kind)
     return altered.__new__(altered)
 

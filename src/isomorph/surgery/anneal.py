@@ -1,8 +1,4 @@
-"""Schedule that moves localities and gates from their exact initialisation to the paper's during training.
-
-A T-CNN with exact initialisation keeps the CNN's accuracy, but its gates are closed and learn little; one with the
-paper's initialisation has to regain the accuracy. Annealing opens the layers while the rest of the network adapts.
-"""
+"""Schedule that moves localities and gates from their exact initialisation to the paper's during training."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +26,13 @@ class Anneal:
 
     Raises: UserError for a number of steps below 1, or a locality or gate out of bounds.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.0.conv1")
-        >>> anneal = iso.Anneal(steps=100)
-        >>> anneal.at(0), anneal.at(100)
-        ((20.0, 15.0), (1.0, 1.0))
-        >>> anneal.apply(tcnn, step=100)  # call it before every step of training
-        >>> tcnn.layer3[0].conv1.gate[0].item()
-        1.0
+    >>> tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="exact"), where="layer3.0.conv1")
+    >>> anneal = iso.Anneal(steps=100)
+    >>> anneal.at(0), anneal.at(100)
+    ((20.0, 15.0), (1.0, 1.0))
+    >>> anneal.apply(tcnn, step=100)  # call it before every step of training
+    >>> tcnn.layer3[0].conv1.gate[0].item()
+    1.0
     """
 
     steps: int
@@ -85,10 +79,7 @@ class Anneal:
 
 
 def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:
-    """Return the gated attention layers, and the annealed ReLUs and attention with windows, of a model.
-
-    Raises: UserError if there is neither.
-    """
+    """Return the gated layers, and annealed ReLUs and windows, of a model. Raises: UserError if there is neither."""
     gated = [module for module in model.modules() if isinstance(module, GatedAttention)]
     others: list[Any] = [module for module in model.modules() if isinstance(module, AnnealedReLU | WindowAttention)]
     if not (gated or others):

@@ -35,8 +35,6 @@ def _mask_argument(_: nn.Module, given: dict[str, Any]) -> Any:
 def mask_unit_order(count: int, units: GridSize) -> Tensor:
     """Return the places of `count` tokens in each mask unit of Hiera, in the order of its tokens.
 
-    The places in a unit are numbered with four digits of two bits each, the finest first; the unit comes last.
-
     Shape: -> (count units, 2)
     Raises: ValueError if the units are not halved on both sides by every pooling.
     """
@@ -95,7 +93,6 @@ class AttentionFacts(NamedTuple):
 
 
 def _interface_reason(layer: Any) -> str | None:
-    """Return why the map of an attention layer of transformers cannot be edited, or None if it can."""
     name, config = type(layer).__name__, cast(Any, getattr(layer, "config", None))
     if not hasattr(config, "_attn_implementation"):
         return f"{name} has no config that says how its attention is computed"
@@ -206,7 +203,6 @@ def functions_of(kind: type) -> Iterator[Any]:
 
 @cached_by_class
 def _names_used(kind: type) -> set[str]:
-    """Return the names that the forward of a class uses, and "@" if it multiplies matrices."""
     names: set[str] = set()
     for function in functions_of(kind):
         names.update(function.__code__.co_names)
@@ -256,10 +252,7 @@ def heads_of(layer: Any, facts: AttentionFacts | None) -> int:
 
 
 def gating_reason(layer: nn.Module) -> str | None:
-    """Return why position attention is not defined between the queries and keys of a layer, or None if it is.
-
-    A class token that is the only query is in the middle of the image.
-    """
+    """Return why a layer cannot attend by position, or None; a class token alone is in the middle of the image."""
     facts = facts_of(layer)
     return None if facts is None or facts.places else facts.grid_reason(layer)
 

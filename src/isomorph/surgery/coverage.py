@@ -19,27 +19,16 @@ from isomorph.surgery.rule import Rule
 
 
 def _count_reasons(reasons: Iterable[str]) -> dict[str, int]:
-    """Return how often each reason occurs, with N in place of every number, the most common first."""
     return dict(Counter(re.sub(r"\d+(\.\d+)?", "N", reason) for reason in reasons).most_common())
 
 
 def family_of(name: str) -> str:
-    """Return the family of a timm model: the module that defines it.
-
-    >>> family_of("resnet50d")
-    'resnet'
-    """
+    """Return the family of a timm model: the module that defines it."""
     return timm.model_entrypoint(name).__module__.rpartition(".")[2]
 
 
 def timm_models(names: Sequence[str] = ()) -> list[str]:
-    """Return timm's own architectures, or those of given names or globs.
-
-    Raises: UserError if there is none.
-
-    >>> timm_models(["resnet1*t"])
-    ['resnet10t', 'resnet14t']
-    """
+    """Return timm's own architectures, or those of given names or globs. Raises: UserError if there is none."""
     if unknown := [glob for glob in names if not timm.list_models(glob)]:
         raise UserError(f"{unknown[0]!r} matches no model of timm; give a name or a glob, for example 'resnet*'")
     if names:
@@ -48,10 +37,10 @@ def timm_models(names: Sequence[str] = ()) -> list[str]:
 
 
 def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[dict[str, Any]]:
-    """Yield a row for every timm model: its name, family, parameters, and what every rule accepts of its kind.
+    """Yield a row for every timm model: its name, family and parameters, or the `error` that it raises.
 
     Under `rules`: the number of accepted modules, of how many, and the reasons for the others with their counts, N in
-    place of numbers. A model that cannot be created has the reason under `error` instead.
+    place of numbers.
     """
     for name in names:
         row: dict[str, Any] = {"model": name, "family": family_of(name)}
@@ -74,7 +63,7 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 
     Models without BatchNorm are skipped. A row has the number of BatchNorms, how many are `merged`, how many of those
     left follow one layer `directly`, the reasons for all of them, the largest difference in float64, and parameters
-    before, after and after timm's own method. For a model that cannot be created or run it has the reason as `error`.
+    before, after and after timm's own method; or the `error` of the model.
     """
     for name in names:
         row: dict[str, Any] = {"model": name, "family": family_of(name)}
@@ -107,7 +96,6 @@ _NOT_ALONE = ("it follows", "it reads the model's input", "the output of the lay
 
 @torch.no_grad()
 def _randomised(model: nn.Module) -> nn.Module:
-    """Give the norms of a model other weights and statistics, in place, and return it."""
     generator = torch.Generator().manual_seed(0)
     for norm in (module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine):
         for tensor, middle in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
@@ -119,8 +107,7 @@ def _randomised(model: nn.Module) -> nn.Module:
 def summarise_coverage(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the coverage of every family: its models, and for each rule the modules, reasons and models it covers.
 
-    `some` counts the models in which the rule accepts a module, `every` those in which it accepts all of its kind, and
-    `having` those that have a module of the kind.
+    `some` counts models in which it accepts a module, `every` all of its kind, `having` those with one of the kind.
     """
     families: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -25,7 +25,6 @@ SIZE_NAMES = ("feat_size", "size", "resolution")
 
 
 def _as_pair(size: Any) -> GridSize | None:
-    """Return a size as (height, width), or None if it is not one."""
     if isinstance(size, int | torch.SymInt) and not isinstance(size, bool):
         return (size, size)  # type: ignore[return-value]
     pair = isinstance(size, tuple | list | torch.Size) and len(size) == 2
@@ -66,16 +65,13 @@ class AlteredAttention(Altered):
         return facts.form or kind, {"facts": facts, "argument_names": names}
 
     def shapes(self, grid_size: GridSize | None, given: dict[str, Any]) -> list[GridSize]:
-        """Return the sizes that the tokens of a call may cover, from its arguments by name."""
         grid = grid_size or self.grid_size
         return own_shapes(cast(Any, self), given) + ([grid] if grid else [])
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
         return dict(zip(self.argument_names, args, strict=False)) | kwargs
 
     def plain(self) -> nn.Module:
-        """Return a copy of the layer in its original class."""
         plain = copy_as(cast(Any, self), self.original)
         if self.fused_before is not None:
             plain.fused_attn = self.fused_before
@@ -110,10 +106,7 @@ class EditedAttention(AlteredAttention):
     added = (*AlteredAttention.added, "edited_heads", "recompute", "map_edit")
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
-        """Return mask, grid and prefix tokens of a call, from its arguments by name.
-
-        Raises: ValueError for is_causal.
-        """
+        """Return mask, grid and prefix tokens of a call, from its arguments by name. Raises: ValueError if causal."""
         if given.get("is_causal"):
             raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
         shapes = [] if self.facts.square else self.shapes(grid_size, given)
@@ -137,7 +130,6 @@ class EditedAttention(AlteredAttention):
         return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer's own forward with its map edited."""
         mode = EditMaps(partial(self._edit, call))
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -155,8 +147,7 @@ class EditedAttention(AlteredAttention):
     def to_attention(self, atol: float = 1e-3) -> nn.Module:
         """Return the layer of the original class, without the edit.
 
-        Raises: ValueError with the measured deviation (largest |difference| of random maps, relative to their largest
-        value) if it is above `atol`: the edit has been trained.
+        Raises: ValueError if the largest |difference| of random maps, relative to the largest, is above `atol`.
         """
         weight = next(self.map_edit.parameters())
         atol = max(atol, torch.finfo(weight.dtype).eps)
@@ -172,8 +163,6 @@ class EditedAttention(AlteredAttention):
 
 
 class _AnyAttention(type):
-    """Metaclass by which `isinstance` recognises attention of any class."""
-
     def __instancecheck__(cls, module: Any) -> bool:
         return isinstance(module, Attention | AlteredAttention) or attention_facts(type(module)) is not None
 

@@ -40,25 +40,18 @@ class Fuse(Rule):
 
     Raises: UserError from `build` if the module has no `fuse()`.
 
-    Example:
-        >>> pyramid = iso.layers.PyramidLinear(4, 8).eval()
-        >>> type(iso.surgery.Fuse().build(pyramid)).__name__
-        'Linear'
+    >>> type(iso.surgery.Fuse().build(iso.layers.PyramidLinear(4, 8).eval())).__name__
+    'Linear'
     """
 
     atol: ClassVar[float] = 1e-4
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the module has no method by which it merges itself, or one that cannot handle a layer in it."""
         layers = [part for part in module.modules() if type(part).__module__.startswith("isomorph.layers.")]
         known = _is_own(module) or all(isinstance(part, _FUSED_FIRST) for part in layers)
         return None if known and _method(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the fused form of a copy of the module in eval mode.
-
-        Raises: UserError if the module has none, or overrides the forward that its method is for.
-        """
         self.check(module)
         kind, method = type(module), _method(module)
         kinds = kind.__mro__[: next((i for i, base in enumerate(kind.__mro__) if method in vars(base)), 0)]
@@ -91,7 +84,6 @@ class Fuse(Rule):
 
 
 def _method(module: nn.Module) -> str:
-    """Return the name of the method by which a module merges itself, or "" where it has none."""
     return next((name for name in _METHODS if callable(getattr(module, name, None))), "")
 
 
@@ -141,11 +133,10 @@ def fuse(
 ) -> nn.Module:
     """Return a copy of the model with all merged that is exactly one layer; in eval mode the function is the same.
 
-    First every layer with a method `fuse()`, such as a pyramid, or `reparameterize()` is replaced by its result: the
-    outermost ones, which may be the model itself. Then norms, scales, sums of branches, and chains of linear layers
-    whose product is not larger are written into the layer before them, or into all layers after them. They are found
-    by what the model computes, whatever its classes, in all its entry points and at two sizes; the result is compared
-    at three sizes in float64, and what changes the outputs is left out. What is left, and why, says `fuse_with_report`.
+    First the outermost layers with a method `fuse()`, such as a pyramid, or `reparameterize()` are replaced by its
+    result. Then norms, scales, sums of branches, and chains of linear layers whose product is not larger are written
+    into the layer before them, or into all layers after them. They are found by what the model computes, at all entry
+    points and two sizes; what changes the outputs in float64 is left out; `fuse_with_report` says what, and why.
 
     A layer that converts back only under a condition, such as GPSA2d, is left as it is; see `revert`. A compiled model
     is unwrapped and not compiled again. Hooks and tied parameters are treated as in `recast`.
@@ -160,12 +151,10 @@ def fuse(
     Raises: UserError if the model is in train mode, where BatchNorm uses the statistics of a batch, if hooks would be
         lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> wide = iso.recast(cnn, iso.LinearToPyramid(), where="linear")
-        >>> thin = iso.fuse(wide)
-        >>> type(wide.linear).__name__, type(thin.linear).__name__, type(thin.bn1).__name__
-        ('PyramidLinear', 'Linear', 'Identity')
+    >>> wide = iso.recast(timm.create_model("cifar_resnet20").eval(), iso.LinearToPyramid(), where="linear")
+    >>> thin = iso.fuse(wide)
+    >>> type(wide.linear).__name__, type(thin.linear).__name__, type(thin.bn1).__name__
+    ('PyramidLinear', 'Linear', 'Identity')
     """
     with usual_defaults(check_model(model)):
         return fuse_with_report(model, example, norms, affine)[0]
@@ -176,10 +165,8 @@ def fuse_with_report(
 ) -> tuple[nn.Module, FuseReport]:
     """Return what `fuse` returns, and what was merged, what was left and why, and how far both models differ.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> iso.surgery.fuse_with_report(cnn)[1].merged["bn1"]
-        'conv1'
+    >>> iso.surgery.fuse_with_report(timm.create_model("cifar_resnet20").eval())[1].merged["bn1"]
+    'conv1'
     """
     plain = check_model(model)
     training = next((name for name, module in plain.named_modules() if module.training), None)
@@ -215,10 +202,7 @@ def fuse_with_report(
 
 
 def _cases(exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None) -> tuple[Cases | None, str]:
-    """Return the calls by which a model in float64 is compared, or why there are none.
-
-    Raises: an error of the model in its own precision, which is the user's.
-    """
+    """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
     if tried is None:
         return None, "give an example, a batch as the model reads it"
@@ -238,10 +222,9 @@ def _fused(model: nn.Module, names: Sequence[str]) -> nn.Module:
 def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]:
     """Return the names of the modules that `fuse` would replace; with `branches` those with `reparameterize()` too.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
-        ('linear',)
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
+    ('linear',)
     """
     rule = Fuse()
 

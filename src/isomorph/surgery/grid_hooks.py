@@ -56,12 +56,10 @@ class _Grids:
             self.thread.image = grid, _backward_pass()
 
     def before_block(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the tokens that enter a block, or read their mark."""
         if not torch.compiler.is_compiling():
             self.of_tokens(args[0] if args else kwargs.get("x"))
 
     def before_layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass the grid of its tokens to a layer, unless the call does."""
         if kwargs.get("grid_size"):
             return None
         if torch.compiler.is_compiling():
@@ -75,8 +73,7 @@ class _Grids:
     def of_tokens(self, tokens: Any) -> GridSize | None:
         """Return the grid of the last image of this thread and this forward or backward pass, or of the tokens' mark.
 
-        A mark is read where a backward pass computes a block again; it holds for the next blocks of the same
-        checkpoint, whose tokens are new.
+        The mark, of a block that a backward pass computes again, holds for the next blocks of the same checkpoint.
         """
         backward_pass, storage = _backward_pass(), _storage_of(tokens)
         if backward_pass != -1 and (mark := getattr(storage, "isomorph_grid", None)):
@@ -89,12 +86,7 @@ class _Grids:
         return grid
 
     def of_token_count(self, layer: Any, tokens: Tensor) -> GridSize | None:
-        """Return the only grid seen so far with this number of tokens, if any, in a backward pass.
-
-        For tokens without a mark, which hooks on saved tensors have replaced.
-
-        Raises: UserError if there are several such grids.
-        """
+        """Return, in a backward pass, the only grid seen with as many tokens, for those that hooks have replaced."""
         if _backward_pass() == -1:
             return None
         count = tokens.shape[1] - layer.prefix_tokens
@@ -109,7 +101,6 @@ class _Grids:
 
 
 def _backward_pass() -> int:
-    """Return the number of the backward pass that runs this code, or -1 outside one."""
     # private, and the only way to know; torch.utils.checkpoint uses it too
     return torch._C._current_graph_task_id()
 
@@ -132,7 +123,6 @@ def _remove_grid_hooks(model: nn.Module) -> None:
 
 
 def _register_grid_hooks(model: Any) -> None:
-    """Register hooks on the patch embedding, the grid layers and the modules around them."""
     named = dict(model.named_modules(remove_duplicate=False))
     layers = [name for name, module in named.items() if isinstance(module, GRID_LAYERS)]
     if not layers:
@@ -148,7 +138,6 @@ def _register_grid_hooks(model: Any) -> None:
 
 
 def _embedding_of(model: Any) -> nn.Module | None:
-    """Return the module that receives the images: the patch embedding, or else the first layer with a weight matrix."""
     embedding = getattr(model, "patch_embed", None)
     if hasattr(embedding, "dynamic_feat_size"):
         return embedding
@@ -158,19 +147,11 @@ def _embedding_of(model: Any) -> nn.Module | None:
 
 def embedding_models(model: nn.Module) -> list[Any]:
     """Return the submodules with a `patch_embed` that gives the grid of an image, one for each embedding."""
-    parts = {
-        id(part.patch_embed): part
-        for part in reversed(list(model.modules()))
-        if hasattr(getattr(part, "patch_embed", None), "dynamic_feat_size")
-    }
-    return list(parts.values())
+    parts = [part for part in model.modules() if hasattr(getattr(part, "patch_embed", None), "dynamic_feat_size")]
+    return list({id(part.patch_embed): part for part in reversed(parts)}.values())
 
 
 def _only_embedding_model(model: nn.Module) -> Any:
-    """Return the only submodule that embeds patches, or None.
-
-    Raises: UserError if there are several, or if it drops patches, which leaves no full grid.
-    """
     owners = embedding_models(model)
     if len(owners) > 1:
         raise UserError(
@@ -188,7 +169,6 @@ _PREFIX_TOKENS = ("cls_token", "class_embedding", "class_token", "distillation_t
 
 
 def _class_tokens(model: Any) -> int | None:
-    """Return the number of class and register tokens of a model, or None if it is not known."""
     if hasattr(model, "num_prefix_tokens"):
         return model.num_prefix_tokens
     for module in model.modules():
@@ -210,10 +190,7 @@ class GridRule(Rule):
     grid_from_image: ClassVar[bool] = False
 
     def check_grid_fields(self) -> None:
-        """Check the grid, and make a list a tuple, as JSON and YAML have only lists.
-
-        Raises: UserError for an impossible value.
-        """
+        """Check the grid, and make a list of JSON a tuple. Raises: UserError for an impossible value."""
         check_grid(self.grid_size, self.prefix_tokens)
         if self.grid_size is not None:
             object.__setattr__(self, "grid_size", tuple(self.grid_size))
@@ -222,8 +199,9 @@ class GridRule(Rule):
         """Return that the grid of the tokens is unknown and what to give, or None if the rule knows it."""
         if self.grid_size is not None and self.prefix_tokens is not None:
             return None
-        given = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
-        return f"the grid of its tokens is unknown; give {given}"
+        return (
+            f"the grid of its tokens is unknown; give {type(self).__name__} grid_size=(height, width) and prefix_tokens"
+        )
 
     def within(self, model: nn.Module) -> Self:
         """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""

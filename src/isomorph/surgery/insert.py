@@ -34,14 +34,12 @@ BLOCKS: dict[str, MakeBlock] = {}
 def register_block(block: MakeBlock, name: str = "") -> MakeBlock:
     """Name a block, so that `iso.load` can rebuild networks into which it was inserted; a decorator too.
 
-    `name` is by default module and name of the function or class. A script that loads such a checkpoint registers the
-    same block first.
+    `name` is by default module and name of the function or class. A script registers it before it loads a checkpoint.
 
     Raises: UserError for a name that another block has.
 
-    Example:
-        >>> iso.surgery.register_block(iso.layers.MapAttention) is iso.layers.MapAttention
-        True
+    >>> iso.surgery.register_block(iso.layers.MapAttention) is iso.layers.MapAttention
+    True
     """
     name = name or block_name(block)
     if BLOCKS.setdefault(name, block) is not block:
@@ -96,10 +94,9 @@ class Insert(Rule):
 
     Raises: UserError from `build` for a block that is not registered (`register_block`).
 
-    Example:
-        >>> relu = iso.surgery.Insert("isomorph.layers.map_attention.MapAttention", 8).build(torch.nn.ReLU())
-        >>> relu.inserted.gamma.shape
-        torch.Size([8])
+    >>> relu = iso.surgery.Insert("isomorph.layers.map_attention.MapAttention", 8).build(torch.nn.ReLU())
+    >>> relu.inserted.gamma.shape
+    torch.Size([8])
     """
 
     block: str
@@ -118,13 +115,11 @@ class Insert(Rule):
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the block is unknown, or that one is inserted already."""
         if self.block not in BLOCKS:
             return f"the block {self.block} is not registered; call iso.surgery.register_block with it first"
         return "a block is inserted after it already" if hasattr(module, "inserted") else None
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the module with a new block. Raises: UserError as in `check`."""
         self.check(module)
         new = copy_as(module, altered_class(WithBlock, type(module)))
         new.inserted = InsertedBlock(BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry)
@@ -156,12 +151,11 @@ def insert(
     Raises: UserError if `after` selects nothing, a module that is not called in the example or called by its parent in
         another way, an output that is no map, or a block that changes its input or gives another shape.
 
-    Example:
-        >>> cnn = timm.create_model("resnet18").eval()
-        >>> new = iso.insert(cnn, iso.layers.MapAttention, after="layer3.1")
-        >>> x = torch.randn(1, 3, 64, 64)
-        >>> bool((new(x) == cnn(x)).all())
-        True
+    >>> cnn = timm.create_model("resnet18").eval()
+    >>> new = iso.insert(cnn, iso.layers.MapAttention, after="layer3.1")
+    >>> x = torch.randn(1, 3, 64, 64)
+    >>> bool((new(x) == cnn(x)).all())
+    True
     """
     model = check_model(model)
     example = own_example(model) if example is None else example
@@ -200,7 +194,6 @@ def _registered_name(block: MakeBlock | nn.Module) -> str:
 
 
 def _places(model: nn.Module, after: Where) -> Iterator[str]:
-    """Yield the names of the selected modules; of a Sequential, of its last child."""
     named = dict(model.named_modules())
     selected = [name for name, module in named.items() if matches_where(after, name, module)]
     if not selected:
@@ -215,7 +208,6 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
 
 
 def _run(model: nn.Module, example: Inputs, hooks: Mapping[str, tuple[Any, Any]]) -> list[Tensor]:
-    """Return the tensors that a model in eval mode gives, with hooks before and after some modules."""
     handles = []
     for name, (before, after) in hooks.items():
         module = model.get_submodule(name)
@@ -234,7 +226,6 @@ def _is_features(value: Any) -> bool:
 
 
 def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: int | str | None) -> Insert:
-    """Return the rule that fits what a module returns. Raises: UserError if none does."""
     if not outputs:
         raise UserError(
             f"{place} is not called as a module in this forward: its parent reads its weight, iterates over its "
@@ -272,10 +263,7 @@ def _layout(model: nn.Module, place: str, features: Tensor) -> Layout:
 
 
 def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:
-    """Return the outputs of a model with blocks, each of which must fit what it reads and run as often as its module.
-
-    Raises: UserError naming the place otherwise.
-    """
+    """Return outputs of a model with blocks. Raises: UserError if one does not fit, or is not called as its module."""
     running: list[tuple[str, Tensor, int]] = []
     seen: Counter[str] = Counter()
 
@@ -307,7 +295,6 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
 
 
 def _note_dead_gammas(model: nn.Module, places: Sequence[str], outputs: Sequence[Tensor]) -> None:
-    """Note the blocks whose gamma gets no gradient from the outputs."""
     gammas: list[Tensor] = [model.get_submodule(f"{place}.inserted").gamma for place in places]  # type: ignore[misc]
     trained = [output for output in outputs if output.requires_grad]
     if not trained:

@@ -35,9 +35,8 @@ class Merge(Rule):
     "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "unscaled", a norm
     without its weight and bias. The values come from `fuse`, or from a checkpoint.
 
-    Example:
-        >>> iso.surgery.Merge("identity").build(torch.nn.BatchNorm2d(4))
-        Identity()
+    >>> iso.surgery.Merge("identity").build(torch.nn.BatchNorm2d(4))
+    Identity()
     """
 
     form: str
@@ -48,13 +47,11 @@ class Merge(Rule):
     keeps_output: ClassVar[bool] = False
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the module has no weight, where the form needs one, or None."""
         needs_weight = self.form in ("layer", "unscaled")
         return "it has no weight" if needs_weight and getattr(module, "weight", None) is None else None
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the module in its new form. Raises: UserError as `reason` says."""
         self.check(module)
         if self.form == "nothing":
             return Nothing()
@@ -89,11 +86,9 @@ class FuseReport:
 
     `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> report = iso.surgery.fuse_with_report(cnn)[1]
-        >>> len(report.merged), report.left, report.difference < 1e-12
-        (19, {}, True)
+    >>> report = iso.surgery.fuse_with_report(timm.create_model("cifar_resnet20").eval())[1]
+    >>> len(report.merged), report.left, report.difference < 1e-12
+    (19, {}, True)
     """
 
     fused: tuple[str, ...] = ()
@@ -192,11 +187,8 @@ class Cases:
 
         Raises: whatever a model raises that cannot be run.
         """
-        return max(
-            relative(*largest_difference(expected, self._outputs(model, entry, inputs)))
-            for entry, inputs, expected in self._calls
-            if expected
-        )
+        pairs = ((of, self._outputs(model, entry, inputs)) for entry, inputs, of in self._calls if of)
+        return max(relative(*largest_difference(*pair)) for pair in pairs)
 
     def fault(self, change: Callable[[], nn.Module]) -> str | None:
         """Return how the model that `change` gives differs, or None if it does not."""
@@ -283,7 +275,6 @@ def merge(
 
 @torch.no_grad()
 def _apply(model: nn.Module, group: Group) -> list[tuple[Merge, str]]:
-    """Write a group into its carriers, in place, and return the edits."""
     edits: list[tuple[Merge, str]] = []
     layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 

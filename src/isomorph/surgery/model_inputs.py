@@ -16,10 +16,7 @@ Inputs = Tensor | Mapping[str, Any]
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the output of a model for a tensor, or for keyword arguments.
-
-    Raises: UserError for anything else, and DoesNotRun if the model cannot read them.
-    """
+    """Return a model's output for a tensor or arguments by name. Raises: UserError for others, DoesNotRun."""
     check_inputs(inputs)
     try:
         return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
@@ -31,7 +28,6 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _describe(inputs: Inputs) -> str:
-    """Return shape and dtype of the inputs, and what a batch of images should be if they are none."""
     if not isinstance(inputs, Tensor):
         return f"these inputs ({describe_shape(inputs)})"
     described = f"an input of shape {describe_shape(inputs)} in {str(inputs.dtype).removeprefix('torch.')}"

@@ -37,7 +37,6 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _full(x: Tensor) -> Tensor:
-    """Return a tensor as numbers in double precision."""
     x = x if x.layout == torch.strided else x.to_dense()
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
@@ -45,8 +44,7 @@ def _full(x: Tensor) -> Tensor:
 def largest_difference(output: Any, other: Any) -> tuple[float, float]:
     """Return the largest difference of two outputs, and the largest finite value of the first.
 
-    They are those of the tensor that differs most, relative to its values. Identical infinities are equal; NaN is not
-    equal to anything, its difference is infinite.
+    They are those of the tensor that differs most, relative to its values. Identical infinities are equal, NaN never.
 
     Raises: UserError if the outputs have different shapes, or no tensors.
     """

@@ -42,13 +42,7 @@ def _uses(kind: type, path: tuple[str, ...]) -> tuple[bool, bool]:
 
 
 def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
-    """Turn off the fast paths of torch's encoders, which read the weights of the layers inside instead of calling them.
-
-    Both are attributes of the encoder, and so are kept in copies; `replay` sets them in a model that is loaded.
-
-    Args:
-        names: names of the modules that were replaced.
-    """
+    """Turn off the fast paths of torch's encoders around replaced modules, whose weights they read without a call."""
     for path, module in model.named_modules():
         if any(name != path and f"{name}.".startswith(f"{path}." if path else "") for name in names):
             if isinstance(module, nn.TransformerEncoderLayer):

@@ -1,9 +1,4 @@
-"""Whether a module is exactly the layer that a rule knows, and nothing is attached to it that would be lost.
-
-A submodule that a rule carries over may compute anything. One whose weights are copied must be the layer that the rule
-knows: the forward and the parameters of that class, as plain tensors, and nothing else; or a layer of timm that
-computes a plain convolution or linear layer in another way.
-"""
+"""Whether a module whose weights are copied is exactly the layer that a rule knows, with nothing attached to it."""
 
 import inspect
 from collections import OrderedDict
@@ -22,14 +17,8 @@ from isomorph.errors import UserError
 from isomorph.layers.same_padding import SamePadding
 from isomorph.operations import hooks_on
 
-OVERRIDABLE_METHODS = (
-    "forward",
-    "_conv_forward",
-    "state_dict",
-    "load_state_dict",
-    "_save_to_state_dict",
-    "_load_from_state_dict",
-)
+_SAVING = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+OVERRIDABLE_METHODS = ("forward", "_conv_forward", *_SAVING)
 """Methods that decide what a module computes, saves and loads, and that a user may have patched on the instance."""
 
 
@@ -49,8 +38,7 @@ def describe_attachments(module: nn.Module) -> str | None:
 def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> None:
     """Check that no hook, patched method or parametrization of a module is lost in its replacement.
 
-    It is not lost if the replacement has the submodule itself: the same class under the same name, with as many hooks
-    and the same patched methods.
+    It is not if the replacement has the submodule: the same class, name, number of hooks and patched methods.
 
     Raises: UserError if one would be lost.
     """
@@ -66,16 +54,8 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
             raise UserError(f"{full} has {attachments}, which would be lost; remove them first")
 
 
-_CHECKED_ATTRIBUTES = (
-    *OVERRIDABLE_METHODS,
-    "__call__",
-    "_call_impl",
-    "_wrapped_call_impl",
-    "__getattr__",
-    "__getattribute__",
-    "weight",
-    "bias",
-)
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+_CHECKED_ATTRIBUTES = (*OVERRIDABLE_METHODS, *_CALLS, "weight", "bias")
 """Attributes of a class that decide what its modules compute, save and load."""
 
 _PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
@@ -180,10 +160,7 @@ def same_padding(module: Any) -> SamePadding | None:
 
 
 def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:
-    """Return the replacement of the plain layer of a module, with the padding that comes before it, if any.
-
-    A replacement that cannot convert back to a layer of the module's class gets `replaces_plain = False`.
-    """
+    """Return a replacement with the padding before it; it gets `replaces_plain = False` if it cannot convert back."""
     if _has_another_form(module):
         replacement.replaces_plain = False  # type: ignore[assignment]
     padding = same_padding(module)

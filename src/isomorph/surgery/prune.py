@@ -39,10 +39,9 @@ class Prune(Rule):
 
     Raises: UserError for an unknown form or a tolerance out of range; from `build`, for a layer without that form.
 
-    Example:
-        >>> layer = iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1))
-        >>> type(iso.surgery.Prune("position").build(layer)).__name__
-        'PositionalConv2d'
+    >>> layer = iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1))
+    >>> type(iso.surgery.Prune("position").build(layer)).__name__
+    'PositionalConv2d'
     """
 
     becomes: Literal["position", "convolution", "attention", "windows"]
@@ -61,7 +60,6 @@ class Prune(Rule):
         return min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return why the module cannot be pruned, or None if it can."""
         if not isinstance(module, PRUNABLE):
             return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
         if not hasattr(module, _METHODS[self.becomes]):
@@ -69,14 +67,12 @@ class Prune(Rule):
         return None
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the simpler layer. Raises: UserError with the reason if there is none."""
         self.check(module)
         method = getattr(module, _METHODS[self.becomes])
         return method(math.inf) if self.becomes == "attention" else method()
 
 
 def _gated_layers(model: nn.Module, where: Where) -> dict[str, Any]:
-    """Return the layers that can be pruned, by name. Raises: UserError if `where` selects none."""
     found = outermost_modules(check_model(model), lambda module: isinstance(module, PRUNABLE))
     layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
     if not found:
@@ -92,10 +88,9 @@ def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*
     Raises: UserError for a tolerance out of range, or if `where` selects no gated attention layer; NotFinite if
         weights of one are not.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.surgery.prunable_layers(iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv1"))
-        {'layer3.0.conv1': 'position'}
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.surgery.prunable_layers(iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv1"))
+    {'layer3.0.conv1': 'position'}
     """
     check_number("tolerance", tolerance, TOLERANCE)
     found = {}
@@ -128,21 +123,19 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
       Attention;
     - attention with windows (AttentionToWindow) whose share is 0 computes the windows alone: exactly.
 
-    The new layers train, save, load and export like any other; pruning again after training finds more. Compare with
-    `verify(model, pruned, images)`, whose default is `10 * tolerance` here, and at most 0.1. `prunable_layers` lists
-    what is removed.
+    Compare with `verify(model, pruned, images)`, whose default is `10 * tolerance` here, and at most 0.1.
+    `prunable_layers` lists what is removed.
 
     Raises: UserError for a tolerance out of range, if `where` selects no gated attention layer, or if none has closed
         or opened as a whole.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv?")  # soft taps, closed gates
-        >>> pruned = iso.prune(tcnn)
-        >>> type(pruned.layer3[0].conv1).__name__
-        'PositionalConv2d'
-        >>> iso.verify(tcnn, pruned, torch.randn(1, 3, 32, 32)).passed
-        True
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv?")  # soft taps, closed gates
+    >>> pruned = iso.prune(tcnn)
+    >>> type(pruned.layer3[0].conv1).__name__
+    'PositionalConv2d'
+    >>> iso.verify(tcnn, pruned, torch.randn(1, 3, 32, 32)).passed
+    True
     """
     forms = prunable_layers(model, tolerance, where)
     if not forms:

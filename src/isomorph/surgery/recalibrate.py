@@ -36,11 +36,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     Raises: UserError if the model has no BatchNorm with statistics, if there is no batch, or, with keep_function, if a
         BatchNorm has no weights.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> new = iso.recalibrate(cnn, [torch.randn(8, 3, 32, 32) for _ in range(2)])
-        >>> bool((new.bn1.running_mean == cnn.bn1.running_mean).all())
-        False
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> new = iso.recalibrate(cnn, [torch.randn(8, 3, 32, 32) for _ in range(2)])
+    >>> bool((new.bn1.running_mean == cnn.bn1.running_mean).all())
+    False
     """
     model = copy_model(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
@@ -76,10 +75,7 @@ def _renew_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def _measure_inputs(model: nn.Module) -> Iterator[None]:
-    """Context at whose end every BatchNorm gets the statistics of its inputs in it, and keeps its function.
-
-    One pass is enough: the function stays the same, and so do the inputs of every BatchNorm.
-    """
+    """Context at whose end BatchNorms get the statistics of their inputs; as functions stay, one pass will do."""
     moments_of: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -97,7 +93,6 @@ def _measure_inputs(model: nn.Module) -> Iterator[None]:
 
 
 def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
-    """Yield the BatchNorms of a layer with mean and unbiased variance of their inputs, for an input x of the layer."""
     if isinstance(module, _BatchNorm):
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         yield module, channels.mean(0), channels.var(0)
@@ -110,7 +105,6 @@ def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Ten
 
 
 def _set_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Set the statistics of a BatchNorm, and change its weight and bias so that it computes the same function."""
     if norm.running_mean is None or norm.running_var is None:
         return
     slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)

@@ -1,8 +1,6 @@
 """Recast a model: select modules with `where`, replace each by a rule, and record the edits on a copy.
 
-The rule decides which modules can be recast, the user which of them are, with `where`: a glob, several, or a function
-`(name, module) -> bool`. The edits are recorded on the new model (`edits(model)`) by module name, from which a
-checkpoint is rebuilt: create the base model, replay the edits, load the tensors.
+A checkpoint is rebuilt from them: create the base model, replay the edits, load the tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,11 +79,7 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
 
     Unlike `targets`, it raises no error for a module that the rule rejects.
 
-    Raises: UserError if the model is not a model.
-
-    >>> cnn = timm.create_model("convnext_atto")
-    >>> found = iso.surgery.acceptance(cnn, iso.ConvToGPSA())
-    >>> found.rejected["stem.0"]
+    >>> iso.surgery.acceptance(timm.create_model("convnext_atto"), iso.ConvToGPSA()).rejected["stem.0"]
     'the 4x4 kernel has even sides, so no tap lies in its middle'
     """
     model = check_model(model)
@@ -93,7 +87,6 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
 
 
 def _judge(model: nn.Module, rule: Rule, named: Sequence[tuple[str, Any]]) -> Acceptance:
-    """Return which modules a rule accepts where they are, and why not those of its kind."""
     found = Acceptance([], {})
     for name, module in named:
         joint = module.joint_name if isinstance(module, JointPart) else name
@@ -114,18 +107,16 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
     Raises: UserError if `where` selects no module of the rule's kind (with the nearest names), if the rule does not
         accept one (with its name and the reason), or if one is inside another.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.targets(cnn, iso.ConvToGPSA(), where="layer3.0.*")
-        ['layer3.0.conv1', 'layer3.0.conv2']
-        >>> iso.targets(cnn, iso.ConvToGPSA(), exclude=["conv1", "layer1", "layer2", "*.conv2"])
-        ['layer3.0.conv1', 'layer3.1.conv1', 'layer3.2.conv1']
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.targets(cnn, iso.ConvToGPSA(), where="layer3.0.*")
+    ['layer3.0.conv1', 'layer3.0.conv2']
+    >>> iso.targets(cnn, iso.ConvToGPSA(), exclude=["conv1", "layer1", "layer2", "*.conv2"])
+    ['layer3.0.conv1', 'layer3.1.conv1', 'layer3.2.conv1']
     """
     return _select(model, rule, where, exclude).accepted
 
 
 def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
-    """Return what `targets` returns, and the reasons for what is skipped where `where` is "*". Raises: as it does."""
     if not isinstance(rule, Rule):
         raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
     model = check_model(model)
@@ -147,7 +138,9 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
         what = f"only other classes ({', '.join(shown)})" if selected else "no module"
         hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
-        raise UserError(f"{_describe_rule(rule)}{describe_where(where)} matches {what}{hint}")
+        known = [kind.__name__ for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
+        recasts = f"{type(rule).__name__} recasts {' and '.join(known) or 'other modules'}"
+        raise UserError(f"{recasts}, but {describe_where(where)} matches {what}{hint}")
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
         raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
@@ -163,7 +156,6 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
 
 
 def _check_globs(where: Where, names: Sequence[str], own: Sequence[str]) -> None:
-    """Check that `where` is of a type that can select modules, and that each of several globs does."""
     if callable(where) or isinstance(where, str):
         return
     if not (isinstance(where, Sequence) and all(isinstance(glob, str) for glob in where)):
@@ -171,12 +163,6 @@ def _check_globs(where: Where, names: Sequence[str], own: Sequence[str]) -> None
     for glob in where:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, own or names)}")
-
-
-def _describe_rule(rule: Rule) -> str:
-    """Return the beginning of a message that no module is of the rule's kind."""
-    shown = [kind.__name__ for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
-    return f"{type(rule).__name__} recasts {' and '.join(shown) or 'other modules'}, but "
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
@@ -221,11 +207,10 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     Raises: UserError as in `targets`, or if hooks or patched methods of a target would be lost; NotFinite if weights of
         a target are not.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
-        >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
-        ('Conv2d', 'GPSA2d')
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+    >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
+    ('Conv2d', 'GPSA2d')
     """
     found, named = _select(model, rule, where, exclude), dict(check_model(model).named_modules(remove_duplicate=False))
     for name in found.accepted:
@@ -242,11 +227,9 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
 
     Raises: UserError if the model does not have a module of the edit, or the rule does not accept it.
 
-    Example:
-        >>> edit = iso.surgery.Edit(iso.ConvToGPSA(), ("layer3.0.conv1",))
-        >>> tcnn = iso.surgery.replay(timm.create_model("cifar_resnet20"), edit)
-        >>> type(tcnn.layer3[0].conv1).__name__
-        'GPSA2d'
+    >>> edit = iso.surgery.Edit(iso.ConvToGPSA(), ("layer3.0.conv1",))
+    >>> type(iso.surgery.replay(timm.create_model("cifar_resnet20"), edit).layer3[0].conv1).__name__
+    'GPSA2d'
     """
     rule, ties = edit.rule.within(model), Ties(model)
     for name in edit.names:
@@ -275,10 +258,7 @@ def attach(model: nn.Module) -> None:
 
 
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
-    """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer.
-
-    Modules whose output is another's work, or in which it is, are left out.
-    """
+    """Return names of recast modules without a model's first edits; of a part, the layer; only outputs of their own."""
     parts, present = joint_parts(model), dict(model.named_modules(remove_duplicate=False))
     made = edits(model)[since:]
     names = [name for edit in made if edit.rule.keeps_output for name in edit.names]
@@ -300,9 +280,7 @@ def usual_defaults(original: nn.Module) -> Iterator[None]:
 
 
 def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
-    """Replace a module under all its names, and return the model (the replacement itself if the name is "").
-
-    The replacement is in channels_last if the original is.
+    """Replace a module under all its names, channels_last if it is, and return the model (the replacement for "").
 
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """

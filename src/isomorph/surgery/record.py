@@ -14,11 +14,9 @@ from isomorph.surgery.rule import Rule
 class Edit:
     """A rule, and the names of the modules or parts of joint projections that it replaced.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> edit = iso.edits(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv?"))[0]
-        >>> edit.names
-        ('layer3.0.conv1', 'layer3.0.conv2')
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.edits(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv?"))[0].names
+    ('layer3.0.conv1', 'layer3.0.conv2')
     """
 
     rule: Rule
@@ -61,12 +59,11 @@ def update_record(model: nn.Module, **changes: Any) -> None:
 def edits(model: nn.Module) -> tuple[Edit, ...]:
     """Return the edits by which the model was made from its base, oldest first.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.edits(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))[0].names
-        ('linear',)
-        >>> iso.edits(cnn)
-        ()
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.edits(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))[0].names
+    ('linear',)
+    >>> iso.edits(cnn)
+    ()
     """
     return record(model).edits
 
@@ -74,26 +71,20 @@ def edits(model: nn.Module) -> tuple[Edit, ...]:
 def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
     """Return the edits by which `model` was made from `base`.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> wide = iso.recast(tcnn, iso.LinearToPyramid(), where="linear")
-        >>> [edit.names for edit in iso.surgery.edits_since(wide, tcnn)]
-        [('linear',)]
+    >>> tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), where="layer3.0.conv1")
+    >>> wide = iso.recast(tcnn, iso.LinearToPyramid(), where="linear")
+    >>> [edit.names for edit in iso.surgery.edits_since(wide, tcnn)]
+    [('linear',)]
     """
     return edits(model)[len(edits(base)) :]
 
 
 def notes(model: nn.Module) -> tuple[str, ...]:
-    """Return the notes on side effects of surgery on a model, oldest first.
+    """Return the notes on side effects of surgery on a model, oldest first; they are not saved with it.
 
-    Each note is a message for the user, for example that parameters are no longer tied, or that the copy of a compiled
-    model is not compiled. Notes are not saved with the model.
-
-    Example:
-        >>> cnn = torch.compile(timm.create_model("cifar_resnet20"))
-        >>> iso.surgery.notes(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"))
-        ('the model was compiled and its copy is not: compile the copy',)
+    >>> cnn = torch.compile(timm.create_model("cifar_resnet20"))
+    >>> iso.surgery.notes(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"))
+    ('the model was compiled and its copy is not: compile the copy',)
     """
     return record(model).notes
 
@@ -104,10 +95,7 @@ def add_notes(model: nn.Module, *sentences: str) -> None:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a copy of the model inside wrappers, with a note if it was compiled.
-
-    Raises: UserError as `unwrap` does, or if torch cannot copy it.
-    """
+    """Return a copy of the model inside wrappers, with a note if it was compiled. Raises: UserError as `unwrap`."""
     new = copy_module(unwrap(model))
     if is_compiled(model):
         add_notes(new, "the model was compiled and its copy is not: compile the copy")

@@ -32,20 +32,16 @@ class Revert(Rule):
 
     Raises: UserError from `build` if the module has no original form.
 
-    Example:
-        >>> layer = iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1))
-        >>> type(iso.surgery.Revert().build(layer)).__name__
-        'Conv2d'
+    >>> type(iso.surgery.Revert().build(iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1)))).__name__
+    'Conv2d'
     """
 
     atol: ClassVar[float] = 1e-3
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the module has no original form, or None if it has one."""
         return None if _revert_method(module) else f"{type(module).__name__} has no original form"
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the original form, whatever the deviation. Raises: UserError if there is none."""
         self.check(module)
         return _revert_method(module)(math.inf)  # type: ignore[misc]
 
@@ -61,11 +57,9 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     Raises: UserError if `where` selects no such layer, or if a layer does not compute the same function any more, with
         its name and the deviation.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
-        >>> type(iso.revert(tcnn).layer3[0].conv1).__name__
-        'Conv2d'
+    >>> tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+    >>> type(iso.revert(tcnn).layer3[0].conv1).__name__
+    'Conv2d'
     """
     check_model(model)
     model = copy_model(model)

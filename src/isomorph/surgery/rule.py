@@ -1,7 +1,4 @@
-"""What a rule is: why it rejects a module, what it builds, the bounds of its fields; and the rules by name.
-
-A rule's dataclass fields are the only place where its options stand. `register_rule` adds a rule.
-"""
+"""What a rule is: why it rejects a module, what it builds, the bounds of its fields; and the rules by name."""
 
 import dataclasses
 import inspect
@@ -23,20 +20,18 @@ class Rule:
     A rule is a frozen dataclass, which prints, hashes and is stored with the model. It defines `atol`, `reason` and
     `build`, and where it needs them the other members.
 
-    Example:
-        >>> from dataclasses import dataclass
-        >>> from typing import ClassVar
-        >>> @dataclass(frozen=True)
-        ... class ReLUToLeakyReLU(iso.surgery.Rule):
-        ...     atol: ClassVar[float] = 1e-5
-        ...     def reason(self, module):
-        ...         return None if isinstance(module, torch.nn.ReLU) else "it is not a ReLU"
-        ...     def build(self, module):
-        ...         return torch.nn.LeakyReLU(0.0)
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> new = iso.recast(cnn, ReLUToLeakyReLU(), where="layer3.*")
-        >>> iso.verify(cnn, new, torch.randn(1, 3, 32, 32)).passed
-        True
+    >>> from dataclasses import dataclass
+    >>> from typing import ClassVar
+    >>> @dataclass(frozen=True)
+    ... class ReLUToLeakyReLU(iso.surgery.Rule):
+    ...     atol: ClassVar[float] = 1e-5
+    ...     def reason(self, module):
+    ...         return None if isinstance(module, torch.nn.ReLU) else "it is not a ReLU"
+    ...     def build(self, module):
+    ...         return torch.nn.LeakyReLU(0.0)
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> iso.verify(cnn, iso.recast(cnn, ReLUToLeakyReLU(), where="layer3.*"), torch.randn(1, 3, 32, 32)).passed
+    True
     """
 
     atol: ClassVar[float]
@@ -62,10 +57,7 @@ class Rule:
         raise NotImplementedError
 
     def build(self, module: Any) -> nn.Module:
-        """Return the replacement, with new parameters.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
+        """Return the replacement, with new parameters. Raises: UserError if the module is not accepted."""
         raise NotImplementedError
 
     def within(self, model: nn.Module) -> "Rule":
@@ -73,10 +65,7 @@ class Rule:
         return self
 
     def attach(self, model: nn.Module) -> None:
-        """Connect the replacements to the rest of the model, with hooks for example.
-
-        Remove connections that a revert made unnecessary.
-        """
+        """Connect the replacements to the rest of the model, and remove connections that a revert made unnecessary."""
 
     def accepts(self, module: Any) -> bool:
         """Return True if the module can be recast."""
@@ -114,10 +103,7 @@ RESCALE = (1e-6, 1e6)
 
 
 def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
-    """Check that a value is a number within bounds.
-
-    Raises: UserError otherwise.
-    """
+    """Check that a value is a number within bounds. Raises: UserError otherwise."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = number and bounds[0] <= value <= bounds[1]
     kind = "" if number and abs(value) < float("inf") else "a finite number "
@@ -147,10 +133,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 
 
 def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
-    """Check a grid of tokens and the number of prefix tokens; None is allowed.
-
-    Raises: UserError otherwise.
-    """
+    """Check a grid of tokens and the number of prefix tokens; None is allowed. Raises: UserError otherwise."""
     if grid_size is not None:
         pair = isinstance(grid_size, Sequence) and not isinstance(grid_size, str) and len(grid_size) == 2
         _require(pair, "grid_size", grid_size, "must be (height, width)")
@@ -161,7 +144,6 @@ def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
 
 
 def _require(fits: bool, name: str, value: Any, said: str) -> None:
-    """Raise UserError for a value that does not fit, shown in at most 40 characters."""
     if not fits:
         text = repr(value)
         raise UserError(f"{name} {text if len(text) <= 40 else f'{text[:37]}...'} {said}")

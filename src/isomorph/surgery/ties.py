@@ -46,8 +46,5 @@ def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
-    """True if two parameters have the same shape, dtype, device and values (on the meta device there are none)."""
-    if a is b:
-        return True
     same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    return same_form and (a.is_meta or torch.equal(a, b))
+    return a is b or (same_form and (a.is_meta or torch.equal(a, b)))

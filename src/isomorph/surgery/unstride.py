@@ -21,26 +21,20 @@ class Unstride(Rule):
 
     Raises: UserError from `build` if the module has no stride, or a pool that is not supported.
 
-    Example:
-        >>> iso.surgery.Unstride().build(torch.nn.Conv2d(3, 4, 3, stride=2)).stride
-        (1, 1)
+    >>> iso.surgery.Unstride().build(torch.nn.Conv2d(3, 4, 3, stride=2)).stride
+    (1, 1)
     """
 
     atol: ClassVar[float] = 0.0
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
     def reason(self, module: nn.Module) -> str | None:
-        """Return that the module has no stride, or which pool is not supported, or None."""
         if not any(map(_is_strided, module.modules())):
             return "it has no stride to remove"
         pools = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.MaxPool2d | BlurPool2d))
         return next((f"it cannot remove the stride of {name} ({type(part).__name__})" for name, part in pools), None)
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a stage without strides.
-
-        Raises: UserError if the module has no stride, or a pool that is not supported.
-        """
         self.check(module)
         stage = copy.deepcopy(module)
         for name, part in list(stage.named_modules()):
@@ -66,12 +60,11 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     Source: T-CNN section 3.2; BoTNet
     Raises: UserError if `where` selects nothing or a stage without a stride, or if hooks on a pool would be lost.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> wide = iso.unstride(cnn, where="layer3")
-        >>> x = torch.randn(1, 3, 32, 32)
-        >>> tuple(cnn.forward_features(x).shape), tuple(wide.forward_features(x).shape)
-        ((1, 64, 8, 8), (1, 64, 16, 16))
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> wide = iso.unstride(cnn, where="layer3")
+    >>> x = torch.randn(1, 3, 32, 32)
+    >>> tuple(cnn.forward_features(x).shape), tuple(wide.forward_features(x).shape)
+    ((1, 64, 8, 8), (1, 64, 16, 16))
     """
     edit = Edit(Unstride(), tuple(targets(model, Unstride(), where)))
     return replay(copy_model(model), edit)

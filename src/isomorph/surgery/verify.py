@@ -67,12 +67,11 @@ class VerifyReport:
     most `atol`); both for the models' outputs and for each recast module's. The modules are compared too because a
     residual branch with a zero-initialised norm hides them from the output.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
-        >>> report = iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32))
-        >>> report.passed, report.fp64 < 1e-4, len(report.targets)
-        (True, True, 6)
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+    >>> report = iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32))
+    >>> report.passed, report.fp64 < 1e-4, len(report.targets)
+    (True, True, 6)
     """
 
     atol: float
@@ -144,13 +143,12 @@ class NotEqual(UserError):
 
     With `advice` it is the report's first line and the advice.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> try:
-        ...     iso.verify(cnn, iso.unstride(cnn, where="layer3"), torch.randn(1, 3, 32, 32))
-        ... except iso.surgery.NotEqual as error:
-        ...     print(error.report.passed)
-        False
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> try:
+    ...     iso.verify(cnn, iso.unstride(cnn, where="layer3"), torch.randn(1, 3, 32, 32))
+    ... except iso.surgery.NotEqual as error:
+    ...     print(error.report.passed)
+    False
     """
 
     def __init__(self, report: VerifyReport, advice: str | None = None) -> None:
@@ -174,11 +172,10 @@ def verify(
     Raises: NotEqual (a UserError with the report as its text) if a difference is above `atol` times the largest output
         or not finite, or if the model reads the weights of a recast module and does not call it.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
-        >>> iso.verify(cnn, tcnn, torch.randn(2, 3, 32, 32)).passed
-        True
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+    >>> iso.verify(cnn, tcnn, torch.randn(2, 3, 32, 32)).passed
+    True
     """
     report = compare_outputs(original, recast, inputs, atol, seeds, thorough=thorough)
     if not report.passed:
@@ -213,11 +210,9 @@ def compare_outputs(
     Raises: UserError if there is no batch or an empty one, for a negative `atol`, for what is not a model, or if the
         outputs differ in structure or shapes.
 
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> wide = iso.unstride(cnn, where="layer3")
-        >>> iso.surgery.compare_outputs(cnn, wide, torch.randn(1, 3, 32, 32)).passed
-        False
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.surgery.compare_outputs(cnn, iso.unstride(cnn, where="layer3"), torch.randn(1, 3, 32, 32)).passed
+    False
     """
     batches = [inputs] if isinstance(inputs, Tensor | Mapping) else list(inputs)
     if not batches:
@@ -255,7 +250,6 @@ def _normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _doubts(report: VerifyReport, pair: "_Pair", batch: Inputs) -> Iterator[str]:
-    """Yield notes on what makes a result say less than it seems to."""
     if pair.others:
         yield f"not compared besides tensors: {', '.join(sorted(pair.others))}"
     scale = max(row.scale for row in report.inputs)
@@ -281,7 +275,6 @@ class _Pair:
 
     @torch.no_grad()
     def row(self, batch: Inputs, what: str) -> Difference:
-        """Return the largest |a(x) - b(x)| in each precision. Raises: DoesNotRun if the original cannot read it."""
         outputs = []
         for dtype, (original, recast) in self.models.items():
             x = cast_floats(batch, dtype)
@@ -298,7 +291,6 @@ class _Pair:
 
     @torch.no_grad()
     def is_random(self, batch: Inputs) -> bool:
-        """True if the original differs from itself in a second call."""
         model, x = self.models[torch.float32][0], cast_floats(batch, torch.float32)
         return bool(noise_of(run_model(model, x), run_model(model, x)))
 
@@ -319,10 +311,6 @@ class _Pair:
 
     @torch.no_grad()
     def targets(self, batch: Inputs) -> tuple[Difference, ...]:
-        """Return the difference of each recast module from the one that it replaced, on the original's input.
-
-        For a part of a joint projection the whole layers are compared.
-        """
         original, recast = self.models[torch.float64]
         found: dict[str, Difference] = {}
 

@@ -1,8 +1,6 @@
 """The `where` argument of surgery: selects modules by globs over their names, or by a function of name and module.
 
-In a glob `*` stands for any characters, dots too: `layer3.*.conv?` matches `layer3.0.conv1` and `layer3.0.path.conv1`.
-
-A glob may name a part of a joint projection too: `blocks.*.attn.v` of the layer `blocks.*.attn.qkv`.
+In a glob `*` is any characters, dots too. One may name a part of a joint projection: `attn.v` of `attn.qkv`.
 """
 
 import difflib
@@ -47,10 +45,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def nearest_names(where: Where, names: Iterable[str]) -> str:
-    """Return a hint for an error message: the names closest to a `where` that selects nothing, or the first names.
-
-    Names that differ in their numbers only are one glob: blocks.*.mlp.fc1. "" without names.
-    """
+    """Return a hint: the names closest to a `where` that selects nothing, or the first; as globs over numbers."""
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
     grouped: dict[str, str] = {}
     for name in filter(None, names):
