@@ -35,6 +35,8 @@ def _mask_argument(_: nn.Module, given: dict[str, Any]) -> Any:
 def mask_unit_order(count: int, units: GridSize) -> Tensor:
     """Return the places of `count` tokens in each mask unit of Hiera, in the order of its tokens.
 
+    The places in a unit are numbered with four digits of two bits each, the finest first; the unit comes last.
+
     Shape: -> (count units, 2)
     Raises: ValueError if the units are not halved on both sides by every pooling.
     """

@@ -199,9 +199,8 @@ class GridRule(Rule):
         """Return that the grid of the tokens is unknown and what to give, or None if the rule knows it."""
         if self.grid_size is not None and self.prefix_tokens is not None:
             return None
-        return (
-            f"the grid of its tokens is unknown; give {type(self).__name__} grid_size=(height, width) and prefix_tokens"
-        )
+        given = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
+        return f"the grid of its tokens is unknown; give {given}"
 
     def within(self, model: nn.Module) -> Self:
         """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""

@@ -258,7 +258,10 @@ def attach(model: nn.Module) -> None:
 
 
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
-    """Return names of recast modules without a model's first edits; of a part, the layer; only outputs of their own."""
+    """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer.
+
+    Modules whose output is another's work, or in which it is, are left out.
+    """
     parts, present = joint_parts(model), dict(model.named_modules(remove_duplicate=False))
     made = edits(model)[since:]
     names = [name for edit in made if edit.rule.keeps_output for name in edit.names]
