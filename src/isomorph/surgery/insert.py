@@ -263,7 +263,7 @@ def _layout(model: nn.Module, place: str, features: Tensor) -> Layout:
 
 
 def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:
-    """Return outputs of a model with blocks. Raises: UserError if one does not fit, or runs less often."""
+    """Return the outputs. Raises: UserError if a block does not fit, or is not called as often as its module."""
     running: list[tuple[str, Tensor, int]] = []
     seen: Counter[str] = Counter()
 
