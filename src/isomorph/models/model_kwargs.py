@@ -18,14 +18,12 @@ RESERVED_ARGUMENTS = {
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "export the trained model instead"),
 }
 
-_OPENS_FILES = frozenset(
-    {
-        *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
-        *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
-        *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
-        *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
-    }
-)
+_OPENS_FILES = {
+    *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
+    *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
+    *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
+    *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
+}
 """Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not."""
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
 """What a path, an address or a name on the hub has, and no option of a network."""

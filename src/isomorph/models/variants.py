@@ -67,11 +67,7 @@ def own_filter(kind: type) -> Callable[[dict[str, Any], Any], dict[str, Tensor]]
     """Return the `checkpoint_filter_fn` of the module of a class, or of a base class; else one that changes nothing."""
     modules = (vars(sys.modules[base.__module__]) for base in kind.__mro__)
     found = (module["checkpoint_filter_fn"] for module in modules if "checkpoint_filter_fn" in module)
-    return next(found, _unchanged)
-
-
-def _unchanged(state: dict[str, Any], _: Any) -> dict[str, Any]:
-    return state
+    return next(found, lambda state, _: state)
 
 
 def unwrap_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:

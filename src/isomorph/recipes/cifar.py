@@ -33,16 +33,8 @@ def _digits_recipe(surgery: str) -> dict[str, Any]:
     recipe = _cifar_recipe(surgery)
     recipe["model"] |= dict(pretrained=False, start="weights")
     anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
-    return (
-        recipe
-        | anneal
-        | dict(
-            data=dict(source="digits", size=[24, 24], batch_size=64),
-            augment=dict(crop_padding=2, hflip=0.0),
-            epochs=3,
-            source="isomorph demo",
-        )
-    )
+    data, augment = dict(source="digits", size=[24, 24], batch_size=64), dict(crop_padding=2, hflip=0.0)
+    return recipe | anneal | dict(data=data, augment=augment, epochs=3, source="isomorph demo")
 
 
 CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="paper", where="blocks.[01].attn"))

@@ -11,6 +11,8 @@ folder with annotations/, train2017/ and val2017/.
 from typing import Any
 
 _PLAIN: dict[str, Any] = dict(layout="plain")
+_OPTIM: dict[str, Any] = dict(name="adamw", betas=[0.9, 0.999], layer_decay=0.7, warmup_iterations=250)
+_OPTIM |= dict(schedule="step", milestones=[163_889, 177_546], warmup_start=0.001)
 
 
 def _coco(
@@ -25,17 +27,7 @@ def _coco(
         model=dict(name="mask_rcnn", kwargs={"backbone": network, "backbone_kwargs": backbone}, start="weights"),
         task=dict(name="detection", skip_annotations=10),  # a few have no area
         data=dict(source="coco", batch_size=64, workers=8, size=[size, size]),
-        optim=dict(
-            name="adamw",
-            lr=1e-4 if distilled else 3e-4,
-            betas=[0.9, 0.999],
-            weight_decay=0.05 if distilled else 0.1,
-            layer_decay=0.7,
-            schedule="step",
-            milestones=[163_889, 177_546],
-            warmup_iterations=250,
-            warmup_start=0.001,
-        ),
+        optim=_OPTIM | (dict(lr=1e-4, weight_decay=0.05) if distilled else dict(lr=3e-4, weight_decay=0.1)),
         iterations=184_375,
         evaluate_every=10,
         drop_path=0.1,
@@ -59,19 +51,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "vitdet_teacher_b": _coco("Table 2, the teacher", "box AP 51.6", {}, network="vit_base_patch16_224"),
 }
 
+_NARROW: dict[str, Any] = dict(backbone="resnet18", backbone_kwargs=dict(channels=[16, 32, 64, 128]), channels=32)
+_NARROW |= dict(features=128, proposals=150, samples=64, anchor_scale=4)
 RECIPES["mask_rcnn_bccd"] = dict(
-    model=dict(
-        name="mask_rcnn",
-        kwargs=dict(
-            backbone="resnet18",
-            backbone_kwargs=dict(channels=[16, 32, 64, 128]),
-            channels=32,
-            features=128,
-            proposals=150,
-            samples=64,
-            anchor_scale=4,
-        ),
-    ),
+    model=dict(name="mask_rcnn", kwargs=_NARROW),
     task=dict(name="detection", masks=False, scales=[0.8, 1.25]),
     data=dict(source="coco", batch_size=4, size=[192, 256]),
     optim=dict(lr=2e-3, warmup_epochs=1, clip_grad=5.0),

@@ -13,6 +13,8 @@ PYRAMIDS: dict[str, Any] = dict(init_values=1.0, relative_bias=True)
 """LayerScale and relative positions, as BEiT has them."""
 PLAIN = PYRAMIDS | dict(layout="plain")
 DISTILLED = dict(distill_weight=10.0)
+_OPTIM: dict[str, Any] = dict(name="adamw", lr=1e-4, betas=[0.9, 0.999], weight_decay=0.05, schedule="linear")
+_OPTIM |= dict(schedule_from="start", warmup_iterations=1500, warmup_start=1e-6)
 
 
 def _ade20k(
@@ -23,17 +25,7 @@ def _ade20k(
         model=dict(name="upernet", kwargs=kwargs, start="weights"),
         task=dict(name="segmentation", crop=[512, 512], resize=[2048, 512]) | (DISTILLED if distilled else {}),
         data=dict(source="ade20k", batch_size=16, workers=4),
-        optim=dict(
-            name="adamw",
-            lr=1e-4,
-            betas=[0.9, 0.999],
-            weight_decay=0.05,
-            layer_decay=layer_decay,
-            schedule="linear",
-            schedule_from="start",
-            warmup_iterations=1500,
-            warmup_start=1e-6,
-        ),
+        optim=_OPTIM | dict(layer_decay=layer_decay),
         iterations=160_000,
         evaluate_every=13,  # 16,420 steps of 16 images, where G2SD's code tests after 16,000
         drop_path=0.1,
@@ -59,11 +51,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "upernet_teacher_b": _ade20k(dict(init_values=1.0), 0.65, "Table 2, the teacher", "48.1", **_TEACHER),
 }
 
+_SMALL = dict(backbone="tdrl_vit_ti", channels=64, auxiliary_channels=32, backbone_kwargs=dict(depth=6))
 RECIPES["upernet_camvid"] = dict(
-    model=dict(
-        name="upernet",
-        kwargs=dict(backbone="tdrl_vit_ti", channels=64, auxiliary_channels=32, backbone_kwargs=dict(depth=6)),
-    ),
+    model=dict(name="upernet", kwargs=_SMALL),
     task=dict(name="segmentation", crop=[192, 192], resize=None, ratio=[0.5, 1.5]),
     data=dict(source="camvid", batch_size=8),
     optim=dict(lr=1e-3, schedule="linear", schedule_from="start", warmup_iterations=20, clip_grad=1.0),

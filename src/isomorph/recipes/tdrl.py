@@ -26,14 +26,8 @@ G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, 
 """Augmentation of ViT-Small, "the same as Huang et al."; RandAugment and smoothing are MAE's, as in their code."""
 G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
 MAE_TEACHER = dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae")
-TEACHER = dict(
-    teacher="vit_base_patch16_224.mae",
-    weights="mae_finetuned_vit_base.pth",
-    kwargs=dict(global_pool="avg", num_classes=1000),
-    kind="hard",
-    share=0.5,
-    token=True,
-)
+TEACHER: Fields = dict(teacher="vit_base_patch16_224.mae", weights="mae_finetuned_vit_base.pth", kind="hard")
+TEACHER |= dict(kwargs=dict(global_pool="avg", num_classes=1000), share=0.5, token=True)
 """MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1)."""
 
 

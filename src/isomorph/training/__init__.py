@@ -9,21 +9,8 @@ from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
 from isomorph.training.task import EvaluationOptions, Objective, Task
 
-__all__ = [
-    "Classification",
-    "Diverged",
-    "EvaluationOptions",
-    "Objective",
-    "Recipe",
-    "Result",
-    "Stopped",
-    "Task",
-    "gating_history",
-    "parameter_groups",
-    "register_task",
-    "saved_models",
-    "train",
-]
+__all__ = ["Classification", "Diverged", "EvaluationOptions", "Objective", "Recipe", "Result", "Stopped", "Task"]
+__all__ += ["gating_history", "parameter_groups", "register_task", "saved_models", "train"]
 
 
 def __dir__() -> list[str]:

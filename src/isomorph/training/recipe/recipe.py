@@ -10,26 +10,8 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams import STREAMS
 from isomorph.errors import UserError
-from isomorph.training.recipe.fields import (
-    AnnealPart,
-    AugmentPart,
-    Count,
-    DataPart,
-    DistillPart,
-    Epochs,
-    File,
-    KeptEpochs,
-    MapSimilarityPart,
-    MaskPart,
-    NotNegative,
-    OptimPart,
-    Part,
-    Rate,
-    ScalePart,
-    TaskPart,
-    TokenLabelPart,
-    part_of,
-)
+from isomorph.training.recipe import fields
+from isomorph.training.recipe.fields import Part, part_of
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.tasks import task_names
 
@@ -51,37 +33,37 @@ class Recipe(Part):
     name: str = "run"
     """Name of the run; its folder is runs/NAME unless `out` is given."""
     model: ModelPart
-    task: TaskPart | None = None
-    data: DataPart = DataPart()
-    augment: AugmentPart = AugmentPart()
-    optim: OptimPart = OptimPart()
-    scale: ScalePart = ScalePart()
-    anneal: AnnealPart | None = None
-    distill: DistillPart | None = None
-    token_labels: TokenLabelPart | None = None
-    map_similarity: MapSimilarityPart | None = None
-    mask: MaskPart | None = None
+    task: fields.TaskPart | None = None
+    data: fields.DataPart = fields.DataPart()
+    augment: fields.AugmentPart = fields.AugmentPart()
+    optim: fields.OptimPart = fields.OptimPart()
+    scale: fields.ScalePart = fields.ScalePart()
+    anneal: fields.AnnealPart | None = None
+    distill: fields.DistillPart | None = None
+    token_labels: fields.TokenLabelPart | None = None
+    map_similarity: fields.MapSimilarityPart | None = None
+    mask: fields.MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Softmax cross-entropy, or sigmoid cross-entropy summed over classes (for large label sets)."""
-    epochs: Epochs = 50
+    epochs: fields.Epochs = 50
     """Passes over the training data."""
-    iterations: Count | None = None
+    iterations: fields.Count | None = None
     """Training steps, instead of epochs; the last pass over the data may end before all images were seen."""
-    evaluate_every: Count = 1
+    evaluate_every: fields.Count = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
-    keep_every: KeptEpochs | None = None
+    keep_every: fields.KeptEpochs | None = None
     """Epochs between checkpoints epoch-N.safetensors, or a list of epochs, e.g. [1, 2, 5, 10]; by default none."""
-    monitor_every: Count | None = None
+    monitor_every: fields.Count | None = None
     """Steps between lines of monitor.jsonl: attention logits and entropy, similarity of pyramid branches, by layer."""
-    log_every: Count = 50
+    log_every: fields.Count = 50
     """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
-    checkpoint_minutes: NotNegative = 10.0
+    checkpoint_minutes: fields.NotNegative = 10.0
     """Minutes between snapshots within an epoch, 0 for one after every step; every epoch ends with one."""
     tensorboard: bool = False
     """Write the curves of the run for TensorBoard too (pip install tensorboard)."""
-    drop_path: Rate = 0.0
+    drop_path: fields.Rate = 0.0
     """Drop-path rate (stochastic depth) of the last block."""
-    ema: Rate | None = None
+    ema: fields.Rate | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and saved."""
     amp: Literal["none", "bf16"] = "none"
     """Automatic mixed precision of the forward pass."""
@@ -89,7 +71,7 @@ class Recipe(Part):
     """Seed of initialisation, image order, augmentation and data.fraction."""
     device: str = "auto"
     """Device, e.g. cpu or cuda; auto takes a GPU if there is one."""
-    out: File | None = None
+    out: fields.File | None = None
     """Folder of the run; by default runs/NAME."""
     source: str = ""
     """Source of the recipe (paper, table); for information only."""
@@ -177,14 +159,8 @@ class Recipe(Part):
         return self.out or Path("runs") / self.name
 
 
-CHANGEABLE: dict[str, Any] = {
-    "out": True,
-    "device": True,
-    "source": True,
-    "expected": True,
-    "log_every": True,
-    "checkpoint_minutes": True,
-    "tensorboard": True,
+_FREE = ("out", "device", "source", "expected", "log_every", "checkpoint_minutes", "tensorboard")
+CHANGEABLE: dict[str, Any] = dict.fromkeys(_FREE, True) | {
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
     "model": {"start"},
