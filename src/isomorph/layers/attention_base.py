@@ -14,11 +14,9 @@ from isomorph.layers.eval_mode import require_same
 Layer = TypeVar("Layer", bound=Attention)
 
 ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
-"""The submodules of timm's Attention."""
 
 
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the device and dtype in `arguments`, to create a submodule with."""
     return {name: arguments.get(name) for name in ("device", "dtype")}
 
 
@@ -34,10 +32,7 @@ def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any
 
 @torch.no_grad()
 def plain_attention(layer: "AttentionBase", tokens: int, atol: float, advice: str) -> Attention:
-    """Return the attention that a layer on this number of tokens equals.
-
-    Raises: ValueError as `require_same`, or for projections that are not plain.
-    """
+    """Return the attention that a layer on this number of tokens equals. Raises: ValueError as `require_same`."""
     if not (isinstance(layer.qkv, nn.Linear) and isinstance(layer.proj, nn.Linear)):
         raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
     plain = like_attention(layer, Attention)
@@ -48,10 +43,7 @@ def plain_attention(layer: "AttentionBase", tokens: int, atol: float, advice: st
 
 
 class _ContiguousHeads(torch.autograd.Function):
-    """Split the joint projection into contiguous queries, keys and values in one copy; so are their gradients joined.
-
-    Shape: projected (B, N, 3 nh hd) -> three of (B, nh, N, hd)
-    """
+    """Split the joint projection in one copy. Shape: (B, N, 3 nh hd) -> three of (B, nh, N, hd)"""
 
     generate_vmap_rule = True
 
@@ -72,9 +64,7 @@ class _ContiguousHeads(torch.autograd.Function):
 class AttentionBase(Attention):
     """timm's Attention, with the steps before and after the attention map as separate methods.
 
-    Letters: B batch, nh heads, N tokens, hd head width, C channels.
-
-    Shape: x (B, N, C) -> (B, N, C)
+    Letters: B batch, nh heads, N tokens, hd head width, C channels. Shape: x (B, N, C) -> (B, N, C)
     """
 
     scale: float
@@ -83,15 +73,13 @@ class AttentionBase(Attention):
     proj: Any
 
     def queries_keys_values(self, x: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values. Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
+        """Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
         return self.split_projection(self.qkv(x), contiguous)
 
     def split_projection(self, projected: Tensor, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the output of `qkv` into heads, and normalise queries and keys.
+        """Split (B, N, 3 nh hd) into three of (B, nh, N, hd), with queries and keys normalised.
 
         `contiguous` copies all three at once, where products of matrices would copy each of them.
-
-        Shape: projected (B, N, 3 nh hd) -> three of (B, nh, N, hd)
         """
         if contiguous and is_eager():
             q, k, v = _ContiguousHeads.apply(projected, self.num_heads)
@@ -100,10 +88,7 @@ class AttentionBase(Attention):
         return self.q_norm(q), self.k_norm(k), v
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Join the heads and project them, as timm's Attention does.
-
-        Shape: mixed (B, nh, N, hd), x (B, N, C) -> (B, N, C)
-        """
+        """Join the heads and project them. Shape: mixed (B, nh, N, hd), x (B, N, C) -> (B, N, C)"""
         y = self.norm(mixed.transpose(1, 2).flatten(2))  # (B, N, nh hd)
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()

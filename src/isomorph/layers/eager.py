@@ -25,29 +25,21 @@ def is_eager() -> bool:
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:
-    """True if the tensor is a wrapper of torch.func (vmap, jvp and the like)."""
     return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def in_functorch() -> bool:
-    """True within a transform of torch.func."""
     return is_eager() and torch._C._functorch.maybe_current_level() is not None
 
 
 def can_write_into(gradient: Tensor) -> bool:
-    """Return whether a gradient may be overwritten: it is contiguous, and torch runs eagerly and records nothing.
-
-    The caller makes sure that nothing else reads the gradient.
-    """
+    """True if a gradient that nothing else reads may be overwritten: it is contiguous, and nothing is recorded."""
     recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
     return not recorded and gradient.is_contiguous()
 
 
 def can_keep(*tensors: Tensor) -> bool:
-    """True if what is computed from these tensors may serve later calls.
-
-    Not so while something traces, transforms or captures this call, nor for tensors without memory of their own.
-    """
+    """True if what is computed from these tensors may serve later calls: nothing traces or captures this one."""
     if not is_eager() or torch._C._functorch.peek_interpreter_stack() is not None or get_proxy_mode() is not None:
         return False
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta or each.is_inference() for each in tensors):
@@ -76,7 +68,7 @@ def _made(make: Callable[..., Tensor], device: torch.device, arguments: tuple[Ha
 def constant(make: Callable[..., Tensor], like: Tensor, *arguments: Any) -> Tensor:
     """Return `make(*arguments, device=...)` on the device of `like`: numbers that follow from sizes alone.
 
-    Small ones are made once for all layers and calls, and must not be written to. Graphs make them anew.
+    Small ones are made once for all layers and calls, and must not be written to.
     """
     kept = _made(make, like.device, arguments) if can_keep(like) else None
     return kept if kept is not None else make(*arguments, device=like.device)

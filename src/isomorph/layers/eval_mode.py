@@ -18,21 +18,17 @@ Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
 class KeepsInEval(nn.Module):
     """Base of layers that compute once, in eval mode, what depends on their parameters alone.
 
-    A result is kept without gradients only (under `no_grad`, or with frozen parameters), and never while torch traces,
-    compiles, exports or transforms the call. It is computed again after a parameter was replaced or changed in place,
-    for other arguments, and under another autocast; it is dropped by `train()`, `eval()`, `load_state_dict()`, a change
-    of device or dtype, and a call that needs gradients, and is no part of copies and pickles. Threads may share a
-    layer. Writes through `.data` cannot be seen: call `eval()` after them.
+    A result is kept without gradients only (under `no_grad`, or with frozen parameters), and never while torch traces
+    or transforms the call. It is computed again for changed parameters, other arguments and another autocast, and
+    dropped by `train()`, `eval()`, `load_state_dict()`, a change of device or dtype, and a call that needs gradients.
+    Copies have none; threads may share a layer. Writes through `.data` cannot be seen: call `eval()` after them.
     """
 
     _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
     """By function: the tensors that a result was computed from, the state in which they were, and the result."""
 
     def keep(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
-        """Return `compute(*arguments)`, which reads no tensors but `sources`; one result is kept for each function.
-
-        What it returns must not be written to.
-        """
+        """Return `compute(*arguments)`, a function of `sources` alone, which must not be written to; one is kept."""
         if self.training or not can_keep(*sources):
             return compute(*arguments)
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
@@ -90,10 +86,7 @@ def require_finite(outputs: Any) -> None:
 
 @torch.no_grad()
 def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
-    """Check that a layer equals a plain one: in eval mode and float64, on standard normal input of this shape.
-
-    Raises: ValueError with the largest |difference|, relative to the largest |output|, if it is above `atol`.
-    """
+    """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
     probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(plain.parameters()).device)
     outputs = []
     for module in (layer, plain):

@@ -22,10 +22,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> int:
-    """Return the number of positions of a strided, padded convolution window along an axis of `size` keys.
-
-    Raises: ValueError if the window does not fit.
-    """
+    """Return the positions of a window along an axis. Raises: ValueError if it does not fit."""
     if size + 2 * padding < kernel_size:
         raise ValueError(
             f"a feature map of size {size} with padding {padding} is smaller than the {kernel_size}-wide window; "
@@ -37,10 +34,7 @@ def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> 
 def axis_offsets(
     queries: int, keys: int, start: float = 0, stride: float = 1, device: Any = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the offsets key - query along one axis, for queries at the key positions `start + i * stride`.
-
-    Shape: -> (queries, keys)
-    """
+    """Return key - query, for queries at `start + i * stride`. Shape: -> (queries, keys)"""
     places = start + stride * torch.arange(queries, device=device, dtype=dtype)
     return torch.arange(keys, device=device, dtype=dtype) - places[:, None]
 
@@ -60,12 +54,7 @@ def squarest_window(num_taps: int) -> tuple[int, int]:
 
 
 def window_centres(window: tuple[int, int]) -> Tensor:
-    """Return the offsets (row, column) of the taps of a window, in row-major order as in `conv.weight.flatten(2)`.
-
-    A side of even length has its centres at half steps, so that no tap lies exactly on one key.
-
-    Shape: -> (height width, 2)
-    """
+    """Return the offsets (row, column) of taps, row by row; half steps for an even side. Shape: -> (height width, 2)"""
     rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
     return torch.cartesian_prod(rows, columns)  # (height width, 2)
 
@@ -101,7 +90,7 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
 
 
 def _proportional_grid(count: int, shape: GridSize) -> GridSize | None:
-    """Return the H x W grid of `count` positions whose sides are those of `shape` scaled, to within one, or None."""
+    """Return the grid of `count` positions with the sides of `shape` scaled, to within one, or None."""
     if count < 1:
         return None
     step = math.sqrt(shape[0] * shape[1] / count)

@@ -39,10 +39,9 @@ class MapCall(NamedTuple):
 
 
 def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
-    """Return where a mask allows attention, for any kind of mask that timm's layers take.
+    """Return where a mask of any kind that timm's layers take, boolean or added to the scores, allows attention.
 
-    Shape: mask (B, Nk), (Nq, Nk), (windows, Nq, Nk) or (B, 1, Nq, Nk), boolean or added to the scores; maps
-    (B, nh, Nq, Nk) -> (B or 1, 1 or nh, Nq, Nk)
+    Shape: mask (B, Nk), (Nq, Nk), (windows, Nq, Nk) or (B, 1, Nq, Nk) -> (B or 1, 1 or nh, Nq, Nk)
     """
     if mask.ndim == 4 and mask.stride(-2) == 0:
         mask = mask[:, :, :1]  # the result is expanded along the queries again, with a stride of 0
@@ -56,12 +55,9 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
 
 
 def merge_queries(mask: Tensor) -> Tensor:
-    """Return a mask that is the same for every query, as that of padding, expanded along the queries; others unchanged.
+    """Expand a mask that is the same for every query, as that of padding, along the queries; others are unchanged.
 
-    `RefinedMap` refines under such a mask several times as fast. The values are compared once for each mask, which all
-    layers of a model share; not under a compiler or torch.func, where values are not known.
-
-    Shape: (B, h, Nq, Nk) -> the same
+    `RefinedMap` refines under such a mask several times as fast. Values, where known, are compared once for each mask.
     """
     if mask.ndim != 4 or mask.stride(-2) == 0:
         return mask
@@ -82,7 +78,7 @@ def _masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
-    """Return whether token i may attend to token i + offset, True for itself. Shape: (B, h, N, N) -> (B, h, N)"""
+    """Return whether token i may attend to token i + offset. Shape: (B, h, N, N) -> (B, h, N)"""
     if offset == 0:  # padding may attend to real tokens, but not to itself
         return torch.ones_like(allowed[..., 0])
     diagonal = torch.diagonal(allowed, offset, -2, -1)  # (B, h, N - |offset|)
@@ -93,8 +89,7 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
     """Convolve maps along queries and keys without a leak across a mask.
 
     A'[o, i, j] = sum over heads and taps (s, t) of W[o, h, s, t] A[h, i + s, j + t], where token i may attend to i + s,
-    j to j + t, and i to j; other terms are left out. So tokens of one region of a shifted window never read the
-    attention of another.
+    j to j + t, and i to j; other terms are left out.
 
     Shape: maps (B, H, N, N), kernel (H, H, k, k), or (H, 1, k, k) for a kernel of each head, allowed (B, h, N, N)
     """
@@ -113,11 +108,7 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _real_tokens(allowed: Tensor) -> Tensor | None:
-    """Return the real tokens of padded sequences if that is what the mask says, or None.
-
-    A mask that is expanded along the queries allows all of them the same keys; its strides say so without a look at
-    its values. Shape: (B, h, N, N) -> (B, 1, N)
-    """
+    """Return the real tokens if the strides say that the mask is one of padding. Shape: (B, h, N, N) -> (B, 1, N)"""
     _, h, Nq, Nk = allowed.shape
     return allowed[:, :, 0] if h == 1 and Nq == Nk and allowed.stride(-2) == 0 else None
 
@@ -186,10 +177,7 @@ class GatedMap(TokenPositions):
         self.set_gating(gate=gate)
 
     def position_map(self, queries: GridSize, keys: GridSize, allowed: Tensor | None = None) -> Tensor:
-        """Return position attention between two grids on the same image, to the allowed keys only.
-
-        Shape: allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
-        """
+        """Return P between two grids on an image, to allowed keys. Shape: -> (nh, Nq, Nk) or (B, nh, Nq, Nk)"""
         rows, columns = axis_scores(self.position, map(image_axis, queries, keys))
         if allowed is None:
             return kronecker(rows.softmax(-1), columns.softmax(-1))
@@ -199,17 +187,14 @@ class GatedMap(TokenPositions):
     def scaled_map(
         self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the position map times its share in the mix, and the share of content; it is 0 for `prefix` keys.
-
-        Shape: -> (nh, Nq, prefix + Nk) or (B, nh, Nq, prefix + Nk), (nh, 1, 1)
-        """
+        """Return s P, 0 for `prefix` keys, and 1 - s. Shape: -> (nh, Nq, p + Nk) or (B, nh, Nq, p + Nk), (nh, 1, 1)"""
         share, rest = mix_weights(self.gate).to(dtype)[:, :, None, None]
         return F.pad(self.position_map(queries, keys, allowed), (prefix, 0)).to(dtype) * share, rest
 
     def place_map(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return position attention between places (row, column) in steps of the keys, to the allowed keys only.
+        """Return P between places (row, column) in steps of the keys, to the allowed keys only.
 
-        Shape: queries (Nq, 2), keys (Nk, 2), allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
+        Shape: queries (Nq, 2), keys (Nk, 2) -> (nh, Nq, Nk), or (B, nh, Nq, Nk) under a mask
         """
         kind: Any = dict(device=self.position.device, dtype=geometry_dtype(self.position))
         rows, columns = (keys.to(**kind) - queries.to(**kind)[:, None]).unbind(-1)  # (Nq, Nk) each

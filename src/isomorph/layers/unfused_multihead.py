@@ -9,23 +9,12 @@ from torch import Tensor, nn
 
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` that forms its map.
-
-    y = out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v), with the attributes of `nn.MultiheadAttention`.
-
-    Shape: query (B, Nq, C), key and value (B, Nk, C) -> (B, Nq, C) and the maps or None; (N, B, C) unless batch_first,
-    (N, C) without a batch
-    """
+    """`nn.MultiheadAttention` that forms its map: out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v)."""
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return queries, keys and values. Shape: three of (B, N, C) -> three of (B, nh, N, hd)"""
-        if self.in_proj_weight is None:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        else:
-            weights = list(self.in_proj_weight.chunk(3))
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        inputs = zip((query, key, value), weights, biases, strict=True)
-        return [F.linear(x, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w, b in inputs]
+        """Shape: three of (B, N, C) -> three of (B, nh, N, hd)"""
+        projected = (F.linear(x, *each) for x, each in zip((query, key, value), projections(self), strict=True))
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
 
     def forward(
         self,
@@ -65,14 +54,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
 
 
 class MultiheadLinears(UnfusedMultiheadAttention):
-    """`nn.MultiheadAttention` whose queries, keys, values and output are separate `nn.Linear`s.
-
-    It has the forward and the attributes of `nn.MultiheadAttention`, and no packed parameters.
-
-    Shape: as `nn.MultiheadAttention`
-    Args:
-        original: the layer whose weights it copies, without bias_k and add_zero_attn.
-    """
+    """`nn.MultiheadAttention` with copies of its projections as separate layers, and without packed parameters."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -85,11 +67,8 @@ class MultiheadLinears(UnfusedMultiheadAttention):
         self.bias_k, self.bias_v, self.add_zero_attn, self._qkv_same_embed_dim = None, None, False, False
         for name in ("in_proj_weight", "in_proj_bias"):  # by which torch's encoder layers see that they call this layer
             self.register_parameter(name, None)
-        weights = original.in_proj_weight
-        packed = [original.q_proj_weight, original.k_proj_weight, original.v_proj_weight]
-        biases = [None] * 3 if original.in_proj_bias is None else original.in_proj_bias.chunk(3)
-        for name, weight, bias in zip("qkv", packed if weights is None else weights.chunk(3), biases, strict=True):
-            setattr(self, f"{name}_proj", linear_of(weight, bias))
+        for name, each in zip("qkv", projections(original), strict=True):
+            setattr(self, f"{name}_proj", linear_of(*each))
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -116,13 +95,7 @@ class MultiheadLinears(UnfusedMultiheadAttention):
 
 
 class JointLinears(nn.Module):
-    """A joint projection, timm's `qkv`, as a separate `nn.Linear` for each of its parts.
-
-    Shape: x (..., C) -> (..., sum of the parts' outputs), the parts one after another
-    Args:
-        joint: the layer whose weights are split.
-        names: of the parts, in order: ("q", "k", "v").
-    """
+    """A joint projection, timm's `qkv`, as a layer for each of its parts: `names`, in order, as ("q", "k", "v")."""
 
     def __init__(self, joint: nn.Linear, names: Sequence[str]) -> None:
         super().__init__()
@@ -141,6 +114,14 @@ class JointLinears(nn.Module):
         bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
         joint = linear_of(torch.cat([part.weight for part in parts]), bias)
         return joint.requires_grad_(parts[0].weight.requires_grad).train(self.training)
+
+
+def projections(layer: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the weight and bias by which queries, keys and values are made."""
+    separate = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+    weights = separate if layer.in_proj_weight is None else layer.in_proj_weight.chunk(3)
+    biases = [None] * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    return list(zip(weights, biases, strict=True))
 
 
 def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -176,11 +157,7 @@ def joint_mask(
 
 
 def allowed_by_masks(layer: Any, given: dict[str, Any]) -> Tensor | None:
-    """Return where the masks of a call of `nn.MultiheadAttention`, by the names of its arguments, allow attention.
-
-    Shape: -> broadcast to (B, nh, Nq, Nk), or None
-    Raises: ValueError for a mask for each head.
-    """
+    """Return where the masks of a call allow attention, or None. Raises: ValueError for a mask for each head."""
     attn_mask = given.get("attn_mask")
     if attn_mask is not None and attn_mask.ndim == 3:
         raise ValueError("an attn_mask for each head cannot be combined with an edit of the map; give one of (Nq, Nk)")

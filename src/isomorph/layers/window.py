@@ -27,14 +27,10 @@ class Windows(NamedTuple):
 
     @property
     def largest(self) -> GridSize:
-        """Height and width of the largest window."""
         return min(self.side, self.grid[0]), min(self.side, self.grid[1])
 
     def log_share(self, share: Tensor, like: Tensor) -> Tensor:
-        """Return log m: m = 1 from and to prefix tokens and in the query's window, m = share outside it.
-
-        Shape: share () -> (N, N), N = prefix + H W
-        """
+        """Return log m: m = 1 within windows, from and to prefix tokens, else the share. Shape: () -> (N, N)"""
         rows, columns = (torch.arange(n, device=like.device) // self.side for n in self.grid)
         window = (rows[:, None] * self.grid[1] + columns).flatten()  # (H W,)
         outside = share.to(like.device, torch.float32).log().to(like.dtype)
@@ -62,19 +58,19 @@ class _Rectangle(NamedTuple):
     width: int
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return tokens on the grid by window. Shape: (B, nh, H, W, d) -> (B, windows, nh, height width, d)"""
+        """Shape: tokens on the grid (B, nh, H, W, d) -> by window (B, windows, nh, height width, d)"""
         x = x[:, :, self.top : self.bottom, self.left : self.right]
         x = x.unflatten(3, (-1, self.width)).unflatten(2, (-1, self.height))  # (B, nh, rows, height, columns, width, d)
         return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).flatten(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
-        """Return tokens by window on their part of the grid, as `cut` found them."""
+        """Undo `cut`."""
         x = x.unflatten(3, (self.height, self.width)).unflatten(1, ((self.bottom - self.top) // self.height, -1))
         return x.permute(0, 3, 1, 4, 2, 5, 6).flatten(4, 5).flatten(2, 3)
 
 
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask as a number for every pair. Shape: -> (B or 1, nh or 1, N, N), or None"""
+    """Shape: -> (B or 1, nh or 1, N, N), or None"""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -86,10 +82,7 @@ def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 def attend_with_share(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, windows: Windows, share: Tensor
 ) -> Tensor:
-    """Return attention in which what is outside of the query's window has a share of its weight: scores get log m.
-
-    Shape: q, k, v (B, nh, N, hd), share () -> (B, nh, N, hd)
-    """
+    """Return attention with log m added to its scores. Shape: q, k, v (B, nh, N, hd), share () -> (B, nh, N, hd)"""
     log_m, bias = windows.log_share(share, q), _as_bias(mask, q)
     return attend(q, k, v, log_m if bias is None else log_m + bias)
 
@@ -98,8 +91,6 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     """Return what `attend_with_share` returns with share 0, at a cost linear in the number of windows.
 
     The mask is for all pairs, or, where it is the same in all windows, for the pairs of the largest window.
-
-    Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
     """
     (_, W), _, prefix = windows
     bias, parts = _as_bias(mask, q), []
@@ -107,9 +98,8 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
         q_, k_, v_ = (rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v))
         count = q_.shape[1]
         if prefix:
-            k_, v_ = (
-                torch.cat([x[:, None, :, :prefix].expand(-1, count, -1, -1, -1), y], 3) for x, y in ((k, k_), (v, v_))
-            )
+            first = (x[:, None, :, :prefix].expand(-1, count, -1, -1, -1) for x in (k, v))
+            k_, v_ = (torch.cat(each, 3) for each in zip(first, (k_, v_), strict=True))
         local = None if bias is None else _bias_in(rectangle, windows, bias, len(q))
         out = attend(q_.flatten(0, 1), k_.flatten(0, 1), v_.flatten(0, 1), local)
         parts.append(rectangle.join(out.unflatten(0, (-1, count))))
@@ -123,7 +113,7 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 def _bias_in(rectangle: _Rectangle, windows: Windows, bias: Tensor, images: int) -> Tensor:
-    """Return the bias between the tokens of each window, and to prefix tokens.
+    """Return the bias in each window, and to prefix tokens.
 
     Shape: bias (B or 1, nh or 1, N, N) -> (B windows or 1, nh or 1, height width, prefix + height width)
     """
@@ -151,10 +141,7 @@ def _prefix_rows(bias: Tensor, prefix: int, keys: int) -> Tensor:
 
 @torch.no_grad()
 def limit_bias(relative: Any, windows: Windows) -> None:
-    """Limit a relative bias of timm (`RelPosBias`, `RelPosMlp`) to the pairs of one window, in place.
-
-    Its `get_bias()` then returns (1, nh, prefix + h w, prefix + h w) for h x w positions. Its parameters stay.
-    """
+    """Limit a relative bias of timm (`RelPosBias`, `RelPosMlp`) to the pairs of one window, in place."""
     index, (H, W), (h, w) = relative.relative_position_index, windows.grid, windows.largest
     tokens = round(len(index) ** 0.5)
     prefix = tokens - H * W  # of the table; an MLP has none

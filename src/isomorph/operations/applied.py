@@ -25,8 +25,7 @@ def images_per_chunk(heads: int, queries: int, keys: int) -> int:
 class AppliedAttention(NamedTuple):
     """Attention as a layer applies it: scores q k^T + bias with scaled queries, or the map that the forward formed.
 
-    Of a formed map `q` is the input of its softmax, without `k`, or None if it is not known.
-
+    Of a formed map `q` is the input of its softmax, or None if it is not known, without `k`.
     Shape: q and k (B, nh, N, hd), bias broadcast to (B, nh, Nq, Nk) or None, maps (B, nh, Nq, Nk)
     """
 
@@ -42,7 +41,6 @@ class AppliedAttention(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of queries and keys."""
         q, k = (self.maps, None) if self.q is None else (self.q, self.k)
         return q.shape[2], q.shape[3] if k is None else k.shape[2]  # type: ignore[union-attr]
 
@@ -51,7 +49,6 @@ class AppliedAttention(NamedTuple):
         return self.rows(0, self.shape[0]).softmax(-1) if self.maps is None else self.maps
 
     def float(self) -> "AppliedAttention":
-        """Return the same in float32."""
         return AppliedAttention(*(None if tensor is None else tensor.float() for tensor in self))
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -135,7 +132,6 @@ class ReadMaps(FollowMaps):
 
     @property
     def frame(self) -> _Frame | None:
-        """The innermost running layer."""
         return self.frames[-1] if self.frames else None
 
     def enter(self, heads: int = 1, layout: MapLayout | None = None, ignore: bool = False) -> None:

@@ -39,10 +39,7 @@ class Operation(NamedTuple):
 
 
 class Flow(TorchFunctionMode):
-    """What `see` saw: the operations in order and by the value that they read, and the calls of every module.
-
-    A module that is not among `outputs` was not called, even if its weights were read.
-    """
+    """The operations in order and by the value that they read, and the calls of every module in a call of `see`."""
 
     def __init__(self, constants: dict[str, Tensor]) -> None:
         super().__init__()
@@ -96,7 +93,6 @@ class Flow(TorchFunctionMode):
 
 
 def value_of(tensor: Tensor) -> Value:
-    """Return the identity and the version of a tensor."""
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 

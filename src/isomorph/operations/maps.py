@@ -50,10 +50,7 @@ def to_standard_map(maps: Tensor, layout: MapLayout, heads: int) -> Tensor:
 
 
 def from_standard_map(maps: Tensor, layout: MapLayout, like: Tensor) -> Tensor:
-    """Return maps in the layout and with the axes of `like`, from which `to_standard_map` made them.
-
-    Shape: maps (B windows, nh, Nq, Nk) -> as like
-    """
+    """Undo `to_standard_map`. Shape: maps (B windows, nh, Nq, Nk) -> as like"""
     if layout == "queries":
         return maps.transpose(1, 2)
     if layout == "heads" and like.ndim == 5:
@@ -81,7 +78,6 @@ class FusedCall(NamedTuple):
 
     @property
     def scaled_query(self) -> Tensor:
-        """The queries times the scale of the scores."""
         return self.query * (self.query.shape[-1] ** -0.5 if self.scale is None else self.scale)
 
     @property
@@ -118,10 +114,7 @@ class FusedCall(NamedTuple):
 
 
 class FollowMaps(TorchFunctionMode):
-    """Torch function mode that follows maps from their softmax to the product with values.
-
-    A mode sees every call of a torch function in its thread, so layers need not be patched.
-    """
+    """Torch function mode, so for all layers, that follows maps from their softmax to the product with values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +159,6 @@ class FollowMaps(TorchFunctionMode):
         return all(x.ndim > 2 for x in factors) and sum(map(self.follows, factors)) == 1
 
     def at_fused(self, call: FusedCall) -> Tensor:
-        """Return the output of `scaled_dot_product_attention`."""
         q, k, v, mask, dropout, causal, scale, gqa = call
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
 
@@ -174,16 +166,15 @@ class FollowMaps(TorchFunctionMode):
         """Take notice of a softmax over keys."""
 
     def before_dropout(self, maps: Tensor) -> Tensor:
-        """Return what the dropout of a map receives instead of it. Shape: (..., Nq, Nk) in the layout of the layer"""
+        """Return what the dropout of a map receives instead of it."""
         return maps
 
     def at_product(self, maps: Tensor) -> Tensor:
-        """Return what multiplies the values instead of a map. Shape: (..., Nq, Nk) in the layout of the layer"""
+        """Return what multiplies the values instead of a map, in the layout of the layer."""
         return maps
 
 
 def _is_over_keys(out: Tensor, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
-    """True if a softmax runs over the last axis of a tensor of three axes or more."""
     return out.ndim > 2 and kwargs.get("dim", dim) in (-1, out.ndim - 1)
 
 

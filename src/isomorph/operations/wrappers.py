@@ -24,11 +24,7 @@ _PERMANENT_HINT = (
 
 
 def hooks_on(module: nn.Module) -> list[str]:
-    """Return the names of the hooks on one module, of all of torch's kinds.
-
-    Those that surgery registers itself, and again where they are needed (`reattached`), are left out, and those by
-    which transformers records outputs, which surgery hands on.
-    """
+    """Return the names of a module's hooks of all kinds, but for surgery's own and transformers' records."""
     # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
     kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
     functions = [getattr(hook, "hook", None) or hook for hooks in kinds for hook in hooks.values()]
@@ -106,10 +102,7 @@ def is_compiled(model: Any) -> bool:
 
 
 def copy_module(model: nn.Module) -> nn.Module:
-    """Return a deep copy.
-
-    Raises: UserError if torch cannot copy it, as with pruned layers, whose weight is the result of a computation.
-    """
+    """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
     try:
         with torch.inference_mode(False):  # the copy can be trained
             return copy.deepcopy(model)

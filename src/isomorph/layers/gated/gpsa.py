@@ -49,7 +49,7 @@ class PositionalAttention(TokenHeads):
         self.k = nn.Linear(dim, dim, bias=qkv_bias) if self.prefix_tokens else None
 
     def prefix_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries of the prefix tokens and keys of all. Shape: x (B, N, C) -> (B, nh, p, hd), (B, nh, N, hd)"""
+        """Shape: x (B, N, C) -> queries of the prefix tokens (B, nh, p, hd), keys of all (B, nh, N, hd)"""
         assert self.q is not None
         assert self.k is not None
         q, k = self.split_heads(self.q(x[:, : self.prefix_tokens])), self.split_heads(self.k(x))
@@ -67,10 +67,7 @@ class PositionalAttention(TokenHeads):
         return self.proj_drop(self.proj(attended.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        """Return the attention map that `forward` applies; it is formed only here.
-
-        Shape: x (B, N, C) -> (B, nh, N, N)
-        """
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         p = self.prefix_tokens
         position = F.pad(kronecker(*self.axis_maps(self.check_grid(x, grid_size))), (p, 0)).to(x.dtype)  # (nh, H W, N)
         position = position.expand(x.shape[0], -1, -1, -1)
@@ -142,10 +139,7 @@ class GPSA(TokenHeads):
         return self.proj_drop(self.proj(mixed.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        """Return the attention map that `forward` applies; it is formed only here.
-
-        Shape: x (B, N, C) -> (B, nh, N, N)
-        """
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         content = softmax_map(q, k)
@@ -156,9 +150,8 @@ class GPSA(TokenHeads):
     @torch.no_grad()
     def to_positional(self) -> PositionalAttention:
         """Return the layer with all gates at 1: without queries and keys, but for those of prefix tokens."""
-        layer = self.positional_class(
-            self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens
-        ).to(self.v.weight)
+        size = (self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens)
+        layer = self.positional_class(*size).to(self.v.weight)
         if layer.q is not None and layer.k is not None:
             for kind, joint in self.qk.named_parameters():
                 for part, rows in zip((layer.q, layer.k), joint.chunk(2), strict=True):
@@ -194,11 +187,7 @@ class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
-        """Return the plain attention that this layer equals.
-
-        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
-        largest |output|) if it is above `atol`: some gates are not open.
-        """
+        """Return the plain attention that this layer equals. Raises: ValueError as `require_same`: gates not open."""
         dim, bias = self.v.in_features, self.v.bias is not None
         attention = Attention(dim, self.num_heads, qkv_bias=bias)
         attention.to(self.v.weight.device, self.v.weight.dtype).train(self.training)

@@ -28,10 +28,7 @@ from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
 def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
     """Return the rows of W_qry, W_key, W_val and one of zeros, stacked, such that those of a head are neighbours.
 
-    9 heads do not divide 512 channels: row r goes to head r mod 9, so every row is used and each head gets 56 or 57
-    rows. The shorter heads get the row of zeros, which does not change any inner product.
-
-    Shape: -> (2 nh ceil(C / nh) + values,)
+    Row r goes to head r mod nh; shorter heads get the row of zeros. Shape: -> (2 nh ceil(C / nh) + values,)
     """
     width = -(-channels // num_heads)
     rows = torch.arange(width * num_heads, device=device).view(width, num_heads).t().flatten()  # (nh hd,)
@@ -50,7 +47,7 @@ class Windows(NamedTuple):
     size: GridSize | None
 
     def mask(self, device: torch.device, query: int | None = None) -> Tensor:
-        """Return True for the keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
+        """Return True for keys in the window of every query, or of one. Shape: -> (Hq, Wq, H, W) or (1, 1, H, W)"""
         if self.size is None:
             return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
         axes = zip(self.queries, self.keys, self.stride, self.size, strict=True)
@@ -62,7 +59,7 @@ class Windows(NamedTuple):
 
 
 def _key_scores(windows: Windows, padding: GridSize, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the score of each key: 0 in the window, -inf outside, and log(number of padded keys in it) for the last.
+    """Return 0 for keys in the window, -inf outside, and log(number of padded keys in it) for the last.
 
     Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
     """
@@ -166,10 +163,7 @@ class GPSA2d(TapHeads):
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
-        """Centre every head on its tap, set the values to the identity (T-CNN eq. 4, 6), and set locality and gate.
-
-        The defaults are the paper's, 1 and 1.
-        """
+        """Centre every head on its tap, set the values to the identity (T-CNN eq. 4, 6), locality and gate."""
         super().reset_attention(locality, gate)
         if self.value is not None:
             nn.init.eye_(self.value.weight)
@@ -185,29 +179,22 @@ class GPSA2d(TapHeads):
         return position + self.content_taps(q, k, v, H, W)
 
     def apply_filters(self, patches: Tensor, H: int, W: int, share: Tensor | None = None) -> Tensor:
-        """Apply each head's filter, scaled by a share, to what it has gathered, and add the bias.
-
-        Shape: patches (B, C nh, Nq), share (nh,) -> (B, C_out, Hq, Wq)
-        """
+        """Apply each head's filter, and the bias. Shape: patches (B, C nh, Nq), share (nh,) -> (B, C_out, Hq, Wq)"""
         filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share  # (C_out, C / groups, nh)
         y = F.conv1d(patches, filters.flatten(1)[:, :, None], self.bias, groups=self.groups)
         return y.unflatten(-1, self.query_grid(H, W))
 
     def joint_weight(self) -> Tensor:
-        """Return W_qry and W_key with their rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
+        """Return W_qry and W_key with rows by head, and W_val, as one convolution. Shape: -> (rows, C, 1)"""
         weights, C = self.projections(), self.in_channels
         rows = constant(_grouped_rows, weights[0], C, self.num_heads, 0 if self.value is None else C)
         return F.pad(torch.cat(weights), (0, 0, 0, 1)).index_select(0, rows)[:, :, None]
 
     def projections(self) -> tuple[Tensor, ...]:
-        """Return W_qry, W_key and, without groups, W_val."""
         return tuple(each.weight for each in (self.query, self.key, self.value) if each is not None)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a query for each window, and a key and the values of every position of x.
-
-        Shape: x (B, C, H, W) -> (B, nh, hd, Nq), (B, nh, hd, H W), (B, C, H W)
-        """
+        """Shape: x (B, C, H, W) -> q (B, nh, hd, Nq), k (B, nh, hd, H W), v (B, C, H W)"""
         weight, tokens = self.keep(self.projections(), self.joint_weight), x.flatten(2)
         width = self.num_heads * self.head_width
         middle, rest = self.kernel_size // 2, len(weight) - width
@@ -225,22 +212,15 @@ class GPSA2d(TapHeads):
         return *self.axis_positions(H, W, dtype), mix_weights(self.gate).to(dtype)
 
     def key_scores(self, H: int, W: int, like: Tensor) -> Tensor:
-        """Return the score added to each key, and to the one key that stands for the padding.
-
-        Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window
-        """
+        """Return `_key_scores` of an H x W map. Shape: -> (Nq, H W + 1), or (1, H W + 1) without a window"""
         return constant(_key_scores, like, self.windows(H, W), self.padding, like.dtype)
 
     def windows(self, H: int, W: int) -> Windows:
-        """Return the keys of an H x W map with its padding, and the windows of its queries."""
         padded = (H + 2 * self.padding[0], W + 2 * self.padding[1])
         return Windows(self.query_grid(H, W), padded, self.kernel_size // 2, self.stride, self.content_window)
 
     def soft_patches(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
-        """Return the soft patches as one product of the mixed map of all heads with the values that they share.
-
-        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C nh, Nq)
-        """
+        """Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> mixed map times values (B, C nh, Nq)"""
         B, nh, hd, Nq = q.shape
         q, k = (q * hd**-0.5).flatten(0, 1), F.pad(k, (0, 1)).flatten(0, 1)  # (B nh, hd, Nq), (B nh, hd, H W + 1)
         scores = torch.baddbmm(self.key_scores(H, W, q), q.mT, k)
@@ -251,7 +231,7 @@ class GPSA2d(TapHeads):
         return patches.view(B, self.in_channels * nh, Nq)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
-        """Return the sum over heads of content attention times values times filter, by its share, without forming maps.
+        """Return the sum over heads of content attention times values times filter, without forming maps.
 
         Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C_out, Hq, Wq)
         """
@@ -265,17 +245,12 @@ class GPSA2d(TapHeads):
         return self.apply_filters(content.permute(0, 3, 1, 2).flatten(1, 2), H, W, torch.sigmoid(-self.gate))
 
     def folded_filters(self) -> Tensor:
-        """Return the filter of every head times the values, weight_h W_val, in float64.
-
-        Shape: -> (C_out, C / groups, nh)
-        """
+        """Return weight_h W_val of every head, in float64. Shape: -> (C_out, C / groups, nh)"""
         filters = super().folded_filters()
         return filters if self.value is None else torch.einsum("och,cd->odh", filters, self.value.weight.double())
 
     def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the queries, divided by sqrt(hd), the keys of the padded grid, and a score added to each key, or None.
-
-        With `query`, an index among the Nq queries, only this one.
+        """Return the queries, or one, divided by sqrt(hd), the keys of the padded grid, and their scores, or None.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
@@ -290,9 +265,7 @@ class GPSA2d(TapHeads):
         return q * q.shape[-1] ** -0.5, keys.flatten(3).mT, bias
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
-
-        With `query`, an index among the Nq queries, the row of this query alone.
+        """Return the attention map over the zero-padded keys, whose rows sum to 1, or the row of one query.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """

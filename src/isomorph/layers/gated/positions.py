@@ -29,21 +29,19 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def is_autocast_on(x: Tensor) -> bool:
-    """True if matrix products with x are computed in the dtype of autocast."""
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which matrix products with x are computed: that of autocast where it is on, else of x."""
+    """Return the dtype in which matrix products with x are computed."""
     return torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else x.dtype
 
 
 def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) -> Tensor:
-    """Return attention along one axis that peaks at `centre`: softmax(-locality (offset - centre)^2).
+    """Return softmax(-locality (offset - centre)^2) along one axis: T-CNN eq. 4, less what cancels in the softmax.
 
     Shape: offsets (Nq, Nk), centre (nh,), locality (nh,) -> (nh, Nq, Nk)
-    Source: T-CNN eq. 4 (the constant locality * centre^2 cancels in the softmax)
     """
     squared = (offsets - centre[:, None, None]).square()
     return torch.softmax(-locality[:, None, None] * squared, dim=-1)
@@ -54,10 +52,7 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def mix_weights(gate: Tensor) -> Tensor:
-    """Return sigma(gate), the share of position attention, and 1 - sigma(gate), exact for gates far from 0.
-
-    Shape: gate (nh,) -> (2, nh)
-    """
+    """Return sigma(gate) and 1 - sigma(gate), exact for gates far from 0. Shape: gate (nh,) -> (2, nh)"""
     return torch.sigmoid(gate * constant(_signs, gate))
 
 
@@ -71,10 +66,7 @@ def image_axis(queries: int, keys: int) -> Axis:
 
 
 def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (dx, dy, dx^2 + dy^2) along the rows, where dx is 0, then along the columns.
-
-    Those of taps are (2 dy, 2 dx, -dx^2 - dy^2). Shape: -> (Hq H + Wq W, 3)
-    """
+    """Return (dx, dy, dx^2 + dy^2), of taps (2 dy, 2 dx, -dx^2 - dy^2). Shape: -> (Hq H + Wq W, 3)"""
     dy, dx = (axis_offsets(*axis, device, dtype).flatten() for axis in axes)
     rows, columns = (torch.stack(each, 1) for each in ((0 * dy, dy, dy.square()), (dx, 0 * dx, dx.square())))
     features = torch.cat([rows, columns])
@@ -82,13 +74,10 @@ def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device
 
 
 def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) of every query and key, axis by axis.
+    """Return the position scores v_pos . (dx, dy, dx^2 + dy^2) by axis: ConViT eq. 4; those of taps: T-CNN eq. 4.
 
-    Those of taps are -locality |delta - centre|^2, without the constant locality |centre|^2, which cancels in the
-    softmax: their `position` is (locality centre, locality).
-
-    Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
-    Source: ConViT eq. 4; T-CNN eq. 4
+    The `position` of taps is (locality centre, locality); locality |centre|^2 is left out, as it cancels in the
+    softmax. Shape: position (nh, 3) -> (nh, Hq, H), (nh, Wq, W)
     """
     rows, columns = axes
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
@@ -98,27 +87,18 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
 
 
 def without_subnormals(maps: Tensor) -> Tensor:
-    """Return axis maps for products: on a CPU without entries near 0, with which a product takes several times as long.
-
-    They are below the square root of the smallest normal number, far below the precision of a mean.
-    """
+    """On a CPU, clear entries so near 0 that a product with them takes several times as long."""
     return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0) if on_cpu(maps) and is_eager() else maps
 
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the full attention map of two axis maps, their Kronecker product.
-
-    Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)
-    """
+    """Return the full attention map. Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)"""
     grid = rows[:, :, None, :, None] * columns[:, None, :, None, :]  # (nh, Hq, Wq, H, W)
     return grid.flatten(3).flatten(1, 2)  # (nh, Hq Wq, H W)
 
 
 def to_head_grid(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
-    """Arrange tokens for matrix products along either axis of their grid, with all images in one product.
-
-    Shape: tokens (B, H W, nh, hd) -> (nh, H, W, B, hd)
-    """
+    """Lay out tokens for products along either axis. Shape: (B, H W, nh, hd) -> (nh, H, W, B, hd)"""
     return tokens.unflatten(1, grid_size).permute(3, 1, 2, 0, 4).contiguous()
 
 
@@ -128,28 +108,18 @@ def from_head_grid(grid: Tensor) -> Tensor:
 
 
 def attend_rows(rows: Tensor, grid: Tensor) -> Tensor:
-    """Apply attention maps along the rows of a grid.
-
-    Shape: rows (nh, Hq, H), grid (nh, H, W, B, hd) -> (nh, Hq, W, B, hd)
-    """
+    """Apply maps along the rows of a grid. Shape: rows (nh, Hq, H), grid (nh, H, W, B, hd) -> (nh, Hq, W, B, hd)"""
     return torch.bmm(rows, grid.flatten(2)).unflatten(2, grid.shape[2:])
 
 
 def _matrix_per_row(x: Tensor) -> Tensor:
-    """Return one matrix for each row of each head. Shape: x (nh, H, n, m) -> (nh H, n, m)
-
-    The detour over a single axis is for exports with open sizes: torch can prove that this shape fits, but not
-    `flatten`.
-    """
+    """Shape: x (nh, H, n, m) -> (nh H, n, m), by a detour over one axis, which exports with open sizes can prove."""
     nh, H, n, m = x.shape
     return x.contiguous().flatten().view(nh * H, n * m).unflatten(1, (n, m))
 
 
 def attend_columns(columns: Tensor, grid: Tensor) -> Tensor:
-    """Apply attention maps along the columns of a grid.
-
-    Shape: columns (nh, Wq, W), grid (nh, H, W, B, hd) -> (nh, H, Wq, B, hd)
-    """
+    """Apply maps along columns. Shape: columns (nh, Wq, W), grid (nh, H, W, B, hd) -> (nh, H, Wq, B, hd)"""
     nh, H = grid.shape[:2]
     lines = _matrix_per_row(columns[:, None].expand(-1, H, -1, -1))  # (nh H, Wq, W)
     out = torch.bmm(lines, _matrix_per_row(grid.flatten(3)))  # (nh H, Wq, B hd)
@@ -157,10 +127,7 @@ def attend_columns(columns: Tensor, grid: Tensor) -> Tensor:
 
 
 def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Apply position attention to values that differ by head, one axis after the other.
-
-    Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)
-    """
+    """Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)"""
     grid = to_head_grid(values, (rows.shape[2], columns.shape[2]))
     return from_head_grid(attend_columns(columns, attend_rows(rows, grid)))
 
@@ -168,11 +135,8 @@ def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
 class MixPositions(torch.autograd.Function):
     """Mix content with (rows (x) columns) values by their weights; prefix tokens keep their content.
 
-    The derivative by the gate is returned as a whole: `weights`, from which it is computed, get none of their own, but
-    second derivatives pass through them.
-
-    Shape: content, values (B, p + H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,), weights (2, nh) -> as
-        content
+    `weights` follow from the gate, whose derivative is returned as a whole; second ones pass through them. Shape:
+    content, values (B, p + H W, nh, hd), rows (nh, H, H), columns (nh, W, W), gate (nh,), weights (2, nh) -> as content
     """
 
     generate_vmap_rule = True
@@ -211,9 +175,6 @@ class MixPositions(torch.autograd.Function):
 
 
 def gated_mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
-    """Return (1 - sigma(gate)) content + sigma(gate) position, exact for gates far from 0.
-
-    Shape: content (..., nh, Nq, n), position (nh, Nq, n) or as content, gate (nh,) -> as content
-    """
+    """Return (1 - sigma(gate)) content + sigma(gate) position. Shape: (..., nh, Nq, n), (nh, Nq, n), (nh,)"""
     share, rest = mix_weights(gate).to(content.dtype)[:, :, None, None]
     return torch.addcmul(position * share, content, rest)

@@ -43,10 +43,7 @@ class PSA(TokenHeads):
     """
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return v_pos . r for every query and key, 0 from and to prefix tokens, the same for all images.
-
-        Shape: -> (1, nh, N, N)
-        """
+        """Return v_pos . r for every query and key, 0 from and to prefix tokens. Shape: -> (1, nh, N, N)"""
         rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
         bias = rows[:, :, None, :, None] + columns[:, None, :, None, :]  # (nh, H, W, H, W)
         bias = bias.flatten(3).flatten(1, 2)[None].to(dtype)
@@ -61,10 +58,7 @@ class PSA(TokenHeads):
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        """Return the attention map that `forward` applies; it is formed only here.
-
-        Shape: x (B, N, C) -> (B, nh, N, N)
-        """
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         bias = self.position_bias(self.check_grid(x, grid_size), x.dtype)
         q, k = self.queries_keys(x)
         return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias, dim=-1)

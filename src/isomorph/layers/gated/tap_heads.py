@@ -36,12 +36,11 @@ FAR = 64
 
 
 def inverse_softplus(value: float) -> float:
-    """Return the raw parameter whose softplus (beta 5) is `value`."""
     return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 
 def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
-    """Return the row and column of the tap of a window that is nearest to each centre. Shape: centre (nh, 2)"""
+    """Return the row and column of the tap of a window nearest to each centre. Shape: (nh, 2) -> (nh, 2)"""
     middle = kernel_size // 2
     return (centre.round() + middle).clamp(0, 2 * middle).long()
 
@@ -49,9 +48,7 @@ def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
 class TapHeads(KeepsInEval):
     """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
 
-    Each head attends by position around a centre of its own, with a sharpness of its own. Gating parameters, per head:
-    `locality` (positive through softplus of `raw_locality`) and `centre` (row, column). With `groups`, a filter reads
-    only the channels of its group, as in nn.Conv2d; all groups share the attention.
+    Gating parameters, per head: `locality` (positive through softplus of `raw_locality`) and `centre` (row, column).
 
     Raises: ValueError for an even or non-positive kernel size, or groups that do not divide the channels.
     """
@@ -89,20 +86,18 @@ class TapHeads(KeepsInEval):
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
-        """Centre every head on its tap, and set locality and gate; the defaults are the paper's (T-CNN eq. 4)."""
+        """Centre every head on its tap, and set locality and gate (T-CNN eq. 4)."""
         self.centre.copy_(window_centres((self.kernel_size, self.kernel_size)))
         self.set_gating(locality, gate)
 
     @property
     def head_width(self) -> int:
-        """Number of query and key channels of a head, with those that only some heads use."""
         return -(-self.in_channels // self.num_heads)
 
     def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
         """Return the height and width of a feature map.
 
-        Raises: ValueError if its channels are not the layer's, if its dtype is not and autocast does not convert it, or
-            for a `query` that is no index of a query.
+        Raises: ValueError if its channels or its dtype are not the layer's, or for a `query` that is no index of one.
         """
         name = type(self).__name__
         if x.ndim != 4:
@@ -119,10 +114,7 @@ class TapHeads(KeepsInEval):
         return H, W
 
     def query_grid(self, H: int, W: int) -> tuple[int, int]:
-        """Return the height and width of the output for an H x W input.
-
-        Raises: ValueError for a feature map smaller than the window.
-        """
+        """Return the size of the output. Raises: ValueError for a feature map smaller than the window."""
         sizes = zip((H, W), self.stride, self.padding, strict=True)
         Hq, Wq = (conv_output_size(n, self.kernel_size, stride, padding) for n, stride, padding in sizes)
         return Hq, Wq
@@ -136,7 +128,6 @@ class TapHeads(KeepsInEval):
         return x[:, :, ::sh, ::sw].contiguous()
 
     def with_bias(self, y: Tensor) -> Tensor:
-        """Add the bias, if there is one. Shape: y (B, C_out, Hq, Wq) -> the same"""
         return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
     def extra_repr(self) -> str:
@@ -146,10 +137,7 @@ class TapHeads(KeepsInEval):
 
     @torch.no_grad()
     def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set the locality and the gate of every head; None leaves a parameter unchanged, and so does a missing gate.
-
-        Raises: ValueError if the locality is not above 0 and finite.
-        """
+        """Set what is given of every head, if it has it. Raises: ValueError for a locality that is not above 0."""
         if locality is not None:
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
@@ -165,17 +153,11 @@ class TapHeads(KeepsInEval):
 
     @property
     def locality(self) -> Tensor:
-        """Sharpness of each head's position attention; 1 / locality is the head's span (T-CNN Fig. 4B).
-
-        Shape: -> (nh,)
-        """
+        """Sharpness of each head's position attention; 1 / locality is its span. Shape: -> (nh,)"""
         return F.softplus(self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA)
 
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
-        """Return the position attention maps along rows and along columns, over the zero-padded keys.
-
-        Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)
-        """
+        """Return position attention to the padded keys. Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)"""
         sizes = zip(self.query_grid(H, W), (H, W), self.padding, self.stride, strict=True)
         axes = ((queries, n + 2 * padding, self.kernel_size // 2, stride) for queries, n, padding, stride in sizes)
         locality = self.locality[:, None]
@@ -183,20 +165,14 @@ class TapHeads(KeepsInEval):
         return rows.softmax(-1), columns.softmax(-1)
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what position attention to an H x W map consists of: the axis maps without padded keys.
-
-        The values of padded keys are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)
-        """
+        """Return the axis maps without padded keys, whose values are 0. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
         rows, columns = self.axis_maps(H, W)
         (ph, pw) = self.padding
         rows, columns = without_subnormals(rows), without_subnormals(columns)
         return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
 
     def position_attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the map of position attention over the zero-padded keys, or the row of one query.
-
-        Shape: x (B, C, H, W) -> (nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
+        """Return the map, or one row. Shape: x (B, C, H, W) -> (nh, Nq, (H + 2 pad) (W + 2 pad))"""
         rows, columns = self.axis_maps(*self.check_map(x, query))
         if query is not None:
             row, column = divmod(query, columns.shape[1])
@@ -209,10 +185,9 @@ class TapHeads(KeepsInEval):
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
         filters = (self.weight.flatten(2) if share is None else self.weight.flatten(2) * share).to(values.dtype)
-        maps = rows, columns = self.keep(
-            (self.centre, self.raw_locality), self.axis_positions, *values.shape[2:], values.dtype
-        )
-        if on_cpu(values) and can_keep(self.centre, self.raw_locality):
+        heads = (self.centre, self.raw_locality)
+        maps = rows, columns = self.keep(heads, self.axis_positions, *values.shape[2:], values.dtype)
+        if on_cpu(values) and can_keep(*heads):
             centre, side, sharp = self.centre.to(geometry_dtype(self.centre)), self.kernel_size, self.locality
             axes = [TapAxis(side, self.stride[i], self.padding[i], centre[:, i], sharp, maps[i]) for i in (0, 1)]
             if (y := folded_taps(values, axes, filters)) is not None:
@@ -232,8 +207,7 @@ class TapHeads(KeepsInEval):
     def to_conv(self, atol: float = 1e-3) -> nn.Conv2d:
         """Return the convolution that this layer equals, with each head's filter at the tap nearest to its centre.
 
-        Raises: ValueError with the measured deviation (largest |difference| on standard normal input, relative to the
-        largest |output|) if it is above `atol`: the layer attends by content, or heads have left their taps.
+        Raises: ValueError as `require_same`: the layer attends by content, or heads have left their taps.
         """
         conv = self.tap_convolution()
         shape = (1, self.in_channels, 4 * self.kernel_size + 3, 4 * self.kernel_size + 5)
@@ -242,12 +216,7 @@ class TapHeads(KeepsInEval):
 
     @torch.no_grad()
     def off_tap_share(self) -> Tensor:
-        """Return the share of each head's position attention that is not on the tap nearest to its centre.
-
-        It is 1 for a head whose centre has left the window.
-
-        Shape: -> (nh,)
-        """
+        """Return the share of position attention off the tap nearest to each centre, 1 off the window. Shape: (nh,)"""
         centre, locality, middle = self.centre.double(), self.locality.double(), self.kernel_size // 2
         tap = nearest_taps(centre, self.kernel_size) - middle  # (nh, 2)
         neighbours = torch.arange(-FAR, FAR + 1, dtype=torch.float64, device=centre.device)
@@ -258,7 +227,7 @@ class TapHeads(KeepsInEval):
 
     @torch.no_grad()
     def tap_convolution(self) -> nn.Conv2d:
-        """Return the convolution whose taps are the heads' filters, each at the tap nearest to the head's centre."""
+        """Return `to_conv` without its check."""
         kind: Any = dict(groups=self.groups, bias=self.bias is not None, dtype=self.weight.dtype)
         size = (self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding)
         conv = nn.Conv2d(*size, device=self.weight.device, **kind)
@@ -304,8 +273,5 @@ class PositionalConv2d(TapHeads):
         return self.with_bias(self.position_taps(x.to(compute_dtype(x))))
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
-        """Return the attention map over the zero-padded keys, the same for every image, or the row of one query.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
+        """Return the map, the same for every image. Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))"""
         return self.position_attention(x, query).to(x.dtype).expand(x.shape[0], -1, -1, -1)

@@ -41,7 +41,7 @@ Range = tuple[int, int]
 def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the column maps of every query row, what all heads read along the rows, and along both axes.
 
-    Shape: grid (H, W, B C), rows (nh, Hq, H), columns (nh, Wq, W) -> (nh Hq, Wq, W), (nh Hq, W, B C), (nh Hq, Wq, B C)
+    Shape: grid (H, W, B C), rows, columns -> (nh Hq, Wq, W), (nh Hq, W, B C), (nh Hq, Wq, B C)
     """
     lines = columns[:, None].expand(-1, rows.shape[1], -1, -1).flatten(0, 1)  # (nh Hq, Wq, W)
     halfway = torch.mm(rows.flatten(0, 1), grid.flatten(1)).unflatten(1, grid.shape[1:])  # (nh Hq, W, B C)
@@ -49,16 +49,13 @@ def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _to_patches(read: Tensor, x: Tensor, rows: Tensor) -> Tensor:
-    """Arrange what heads read as a convolution does. Shape: read (nh Hq, Wq, B C) -> (B, C nh, Hq Wq)"""
+    """Arrange what heads read as a convolution does. Shape: (nh Hq, Wq, B C) -> (B, C nh, Hq Wq)"""
     each = read.unflatten(2, x.shape[:2]).unflatten(0, rows.shape[:2]).flatten(1, 2)  # (nh, Hq Wq, B, C)
     return each.permute(2, 3, 0, 1).flatten(1, 2)
 
 
 class _TapsAtOnce(torch.autograd.Function):
-    """Compute the sum over heads of what each reads times its filter, keeping only the arguments.
-
-    Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C nh / G, 1) -> (B, C_out, Hq Wq)
-    """
+    """Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C nh / G, 1) -> as x, C_out wide"""
 
     generate_vmap_rule = True
 
@@ -79,9 +76,8 @@ class _TapsAtOnce(torch.autograd.Function):
         grid = x.permute(2, 3, 0, 1).flatten(2)  # (H, W, B C)
         lines, halfway, read = _read(grid, rows, columns)
         patches = _to_patches(read, x, rows)
-        d_patches, d_filters, _ = torch.ops.aten.convolution_backward(
-            grad, patches, filters, None, (1,), (0,), (1,), False, (0,), ctx.groups, (True, True, False)
-        )
+        arguments = (None, (1,), (0,), (1,), False, (0,), ctx.groups, (True, True, False))
+        d_patches, d_filters, _ = torch.ops.aten.convolution_backward(grad, patches, filters, *arguments)
         each = d_patches.unflatten(1, (x.shape[1], rows.shape[0])).permute(2, 3, 0, 1).flatten(2)  # (nh, Hq Wq, B C)
         d_read = each.unflatten(1, (rows.shape[1], columns.shape[1])).flatten(0, 1)  # (nh Hq, Wq, B C)
         d_columns = torch.bmm(d_read, halfway.mT).unflatten(0, rows.shape[:2]).sum(1)
@@ -93,10 +89,7 @@ class _TapsAtOnce(torch.autograd.Function):
 
 
 def _taps(filters: Tensor) -> Tensor:
-    """Return the filter of every head, contiguous: a matrix, or a factor of each channel for depthwise filters.
-
-    Shape: filters (C_out, C / G, nh) -> (nh, C, C_out) or (nh, C)
-    """
+    """Make full or depthwise filters contiguous. Shape: (C_out, C / G, nh) -> (nh, C, C_out) or (nh, C)"""
     return (filters[:, 0].t() if filters.shape[1] == 1 else filters.permute(2, 1, 0)).contiguous()
 
 
@@ -106,10 +99,7 @@ def _apply(read: Tensor, taps: Tensor) -> Tensor:
 
 
 class _TapsByHead(torch.autograd.Function):
-    """The same as `_TapsAtOnce`, one head after the other, for full or depthwise filters.
-
-    Shape: grid (H, W, B, C), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C / G, nh) -> (Hq, Wq, B, C_out)
-    """
+    """Shape: grid (H, W, B, C), rows, columns, filters (C_out, C / G, nh), full or depthwise -> (Hq, Wq, B, C_out)"""
 
     generate_vmap_rule = True
 
@@ -148,8 +138,6 @@ class _TapsByHead(torch.autograd.Function):
 def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
     """Return the convolution of x with soft taps.
 
-    The number of groups G is that of the channels of x, divided by the size of the filters' second axis.
-
     Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
     groups = x.shape[1] // filters.shape[1]
@@ -162,10 +150,7 @@ def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tens
 
 
 class TapAxis(NamedTuple):
-    """Heads along one axis of a layer: their geometry, and their attention to the keys without padding.
-
-    Shape: centre and locality (nh,), maps (nh, queries, keys)
-    """
+    """Heads along one axis. Shape: centre and locality (nh,), maps to the keys without padding (nh, queries, keys)"""
 
     kernel_size: int
     stride: int
@@ -175,9 +160,9 @@ class TapAxis(NamedTuple):
     maps: Tensor
 
     def reach(self) -> int | None:
-        """Return the distance from a query beyond which no head's weight counts, or None if it is larger than the map.
+        """Return the distance from a query beyond which no weight counts, or None if it is larger than the map.
 
-        A weight counts if it is above a seventh of the precision of the localities, relative to the head's largest one.
+        One counts above a seventh of the precision of the localities, relative to the head's largest one.
         """
         smallest = 2 - math.log(torch.finfo(self.centre.dtype).eps)
         off_grid = self.centre - self.centre.round()
@@ -208,9 +193,7 @@ class TapAxis(NamedTuple):
 def folded_taps(x: Tensor, axes: Sequence[TapAxis], filters: Tensor) -> Tensor | None:
     """Return the convolution of x with soft taps by one convolution, or None if that costs more than head by head.
 
-    The reach is a fact about parameters, which a graph cannot branch on: for eager mode, on a CPU.
-
-    Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
+    For eager mode, on a CPU. Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
     reach = [far for axis in axes if (far := axis.reach()) is not None]
     if len(reach) < len(axes):

@@ -15,11 +15,9 @@ from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window, 
 
 
 class TokenPositions(KeepsInEval):
-    """Base of the layers whose heads attend by position: parameters `position` and, where there is content, `gate`.
+    """Base of the layers whose heads attend by position (ConViT eq. 4, 5 and 7).
 
-    `position` holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
-
-    Source: ConViT eq. 4, 5 and 7
+    `position` holds v_pos, from which `locality` and `centre` are read; where there is content, there is a `gate`.
     """
 
     num_heads: int
@@ -53,25 +51,19 @@ class TokenPositions(KeepsInEval):
         return torch.ones_like(self.position[:, 0]) if gate is None else torch.sigmoid(gate)
 
     def axis_maps(self, grid_size: GridSize) -> tuple[Tensor, Tensor]:
-        """Return position attention along rows and along columns, softmax(v_pos . r). Shape: -> (nh, H, H), (nh, W, W)
-
-        Source: ConViT eq. 4
-        """
+        """Return softmax(v_pos . r) along rows and along columns. Shape: -> (nh, H, H), (nh, W, W)"""
         rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
         return rows.softmax(-1), columns.softmax(-1)
 
     def positions(self, grid_size: GridSize, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what position attention on a grid consists of: the axis maps, and the weights of the mix, if any."""
+        """Return the axis maps, and the weights of the mix, if any."""
         maps = tuple(without_subnormals(each).to(dtype) for each in self.axis_maps(grid_size))
         gate = self._parameters.get("gate")
         return maps if gate is None else (*maps, mix_weights(gate).to(dtype))
 
     @torch.no_grad()
     def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set the locality and the gate of every head; None leaves a parameter unchanged, and so does a missing gate.
-
-        Centres are unchanged; a head that has lost its centre (locality not positive) is centred on its initial tap
-        again.
+        """Set what is given of every head, if it has it; a head without a peak is centred on its initial tap.
 
         Raises: ValueError if the locality is not above 0 and finite.
         """
@@ -89,10 +81,7 @@ class TokenPositions(KeepsInEval):
 
 
 class TokenHeads(TokenPositions):
-    """Base of attention layers on tokens of a grid: `grid_size` (H, W), which `prefix_tokens` lead.
-
-    Raises: ValueError if the number of heads does not divide C.
-    """
+    """Base of attention on tokens of a grid, after `prefix_tokens`. Raises: ValueError unless heads divide C."""
 
     def __init__(
         self,
@@ -117,7 +106,6 @@ class TokenHeads(TokenPositions):
         self.reset_attention()
 
     def _add_content(self, dim: int, qkv_bias: bool) -> None:
-        """Create the parameters of content attention."""
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
 
     @torch.no_grad()
@@ -128,12 +116,12 @@ class TokenHeads(TokenPositions):
         self.set_gating(gate=gate)
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        """Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
         return self.q_norm(self.split_heads(q).transpose(1, 2)), self.k_norm(self.split_heads(k).transpose(1, 2))
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
+        """Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
         return x.unflatten(-1, (self.num_heads, -1))
 
     def check_grid(self, x: Tensor, grid_size: GridSize | None) -> GridSize:
@@ -151,12 +139,7 @@ def softmax_map(q: Tensor, k: Tensor) -> Tensor:
 
 
 class ViTCall(TokenHeads):
-    """Base of layers that are called as timm's Attention is, with its norms of queries and keys (`q_norm`, `k_norm`).
-
-    It comes before the layer of gated attention among the bases of a class.
-
-    Raises: ValueError for a mask, which position attention cannot obey.
-    """
+    """Mixin for calls as timm's Attention has them. Raises: ValueError for a mask."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None

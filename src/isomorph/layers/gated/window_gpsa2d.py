@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isomorph.layers.eager import constant, is_eager, recomputed
 from isomorph.layers.gated.gpsa2d import GPSA2d
-from isomorph.layers.grid import odd_window
+from isomorph.layers.grid import GridSize, odd_window
 
 WINDOW = 7
 """Default height and width of the window."""
@@ -50,13 +50,9 @@ def _inside(tiles: AxisTiles, stride: int, window: int, device: torch.device) ->
 
 
 def _tile_bias(
-    axes: tuple[AxisTiles, AxisTiles],
-    stride: tuple[int, int],
-    window: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
+    axes: tuple[AxisTiles, AxisTiles], stride: GridSize, window: GridSize, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the score added to every key of a tile: 0 inside of the window, very low outside. Shape: -> (T, 1, n, m)
+    """Return 0 for keys of a tile in the window, and a very low score outside. Shape: -> (T, 1, n, m)
 
     It is finite: a softmax over low scores only would not be.
     """
@@ -117,10 +113,6 @@ class WindowGPSA2d(GPSA2d):
         self.window = self.content_window = odd_window(window)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
-        """Return the sum over heads of content attention times values times filter, by its share, without forming maps.
-
-        Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C_out, Hq, Wq)
-        """
         Hq, Wq = self.query_grid(H, W)
         sizes = zip((Hq, Wq), (H, W), self.stride, self.padding, self.window, strict=True)
         axes = tuple(self._axis_tiles(*each) for each in sizes)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.batchnorm import fold
+from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold
 
 BATCHNORM_EPS = 1e-6
 """`eps` of every BatchNorm, from the published code of VanillaNet."""
@@ -91,10 +91,7 @@ class AnnealedPair(nn.Sequential):
 
     @torch.no_grad()
     def fuse(self) -> nn.Module:
-        """Return a module that computes the same function in eval mode, fused in float64.
-
-        Raises: UserError in train mode.
-        """
+        """Return a module that computes the same in eval mode, fused in float64. Raises: UserError in train mode."""
         layers = dict(self.named_children())
         act: Any = layers.pop("act")
         if act.is_identity:
@@ -126,10 +123,7 @@ class SeriesActivation(nn.Sequential):
 
     @torch.no_grad()
     def fuse(self) -> nn.Sequential:
-        """Return the same function in eval mode with BatchNorm folded into the convolution.
-
-        Raises: UserError in train mode.
-        """
+        """Return the same with BatchNorm folded into the convolution. Raises: UserError in train mode."""
         act, *linear = self
         return nn.Sequential(OrderedDict(act=copy.deepcopy(act), conv=_merge(linear))).eval()
 
@@ -141,24 +135,16 @@ def is_pointwise(conv: nn.Conv2d) -> bool:
 
 
 def _batchnorm_for(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:
-    """Return a BatchNorm for the output of a layer."""
     if isinstance(layer, nn.Linear):
         return nn.BatchNorm1d(layer.out_features, eps=BATCHNORM_EPS)
     return nn.BatchNorm2d(layer.out_channels, eps=BATCHNORM_EPS)
 
 
 def _merge(layers: Iterable[nn.Module]) -> nn.Conv2d | nn.Linear:
-    """Merge a sequence of linear layers and BatchNorms into one layer with a bias.
-
-    Convolutions after the first must be 1x1.
-
-    Raises: UserError in train mode.
-    """
+    """Merge linear layers and BatchNorms into one layer with a bias. Raises: UserError in train mode."""
     chain: list[Any] = [copy.deepcopy(layer).double() for layer in layers]
     if any(part.training for layer in chain for part in layer.modules()):
-        raise UserError(
-            "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
-        )
+        raise UserError(NEEDS_EVAL)
     weight, bias = fold(chain)
     merged = copy.deepcopy(chain[0])
     if isinstance(merged, nn.Linear):

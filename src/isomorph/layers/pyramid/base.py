@@ -4,6 +4,7 @@ A convolution is a linear layer on the patches that it reads: patches are its to
 """
 
 import copy
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers.eager import in_functorch
 from isomorph.layers.eval_mode import KeepsInEval
-from isomorph.layers.pyramid.batchnorm import fold, normalise, uses_batch_statistics
+from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
 from isomorph.layers.pyramid.moments import (
     Moments,
@@ -55,10 +56,7 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str) -> "Layout":
-        """Parse the name of a layout.
-
-        P-W2S: pyramid of 2 branches with a skip; P-W2: without; R-D2W1S: 1 branch of depth 2 with a skip; R-D2W1:
-        without; naive-W8: 8 branches of Linear + BatchNorm.
+        """Parse P-W2S: pyramid of 2 branches and a skip; P-W2; R-D2W1S: 1 branch of depth 2, a skip; R-D2W1; naive-W8.
 
         Raises: UserError for any other name.
         """
@@ -161,14 +159,9 @@ class Parallel(KeepsInEval):
 
     @torch.no_grad()
     def fuse(self) -> Any:
-        """Return one plain layer that computes the same function, fused in float64; joint outputs in order.
-
-        Raises: UserError in train mode, or if a layer inside is not plain.
-        """
+        """Return one plain layer, fused in float64. Raises: UserError in train mode, or if a part is not plain."""
         if self.training or any(map(uses_batch_statistics, self.modules())):
-            raise UserError(
-                "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
-            )
+            raise UserError(NEEDS_EVAL)
         if not all(part.is_plain for part in self.parts if isinstance(part, Pyramid)):
             raise UserError(
                 "a layer inside the pyramid has hooks, a parametrization or an adapter, which fuse cannot merge; merge "
@@ -181,19 +174,18 @@ class Parallel(KeepsInEval):
 
 
 def _computes_otherwise(part: nn.Module) -> bool:
-    """True if calling a part of a joint layer computes more than a pyramid or a linear layer."""
     known = Parallel.forward if isinstance(part, Pyramid) else nn.Linear.forward
     return is_altered(part) or type(part).forward is not known
 
 
 def _at_mean(linear: nn.Linear, moments: Moments) -> tuple[Tensor, Tensor]:
-    """Return a linear layer as a map of its input less the mean, a constant. Shape: -> (1, out, C), (1, out)"""
+    """Return a linear layer as a map of its input less the mean. Shape: -> (1, out, C), (1, out)"""
     weight, bias = fold([linear])
     return weight, bias + (weight @ moments.mean.detach().unsqueeze(-1)).squeeze(-1)
 
 
 def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
-    """Set the weight and bias of a layer. Shape: weight (G, out, C), bias (G, out)"""
+    """Shape: weight (G, out, C), bias (G, out)"""
     layer.weight.copy_(weight.reshape(layer.weight.shape))
     assert layer.bias is not None
     layer.bias.copy_(bias.flatten())
@@ -209,12 +201,11 @@ class Pyramid(Parallel):
         self,
         in_features: int,
         out_features: int,
-        first: int,
-        layout: str,
-        rectify: Rectify,
-        affine: bool,
-        rescale_by: float | None,
-        form: Computed,
+        layout: str = "P-W2S",
+        rectify: Rectify = "rescale",
+        affine: bool = True,
+        rescale_by: float | None = None,
+        form: Computed = "closed",
     ) -> None:
         super().__init__()
         if rectify not in ("batchnorm", "rescale", "none"):
@@ -224,7 +215,7 @@ class Pyramid(Parallel):
         branches = Layout.parse(layout)
         self.in_features, self.out_features, self.layout, self.rectify = in_features, out_features, layout, rectify
         self.rescale_by, self.form = rescale_by or float(len(branches.depths)), form
-        self.branches = nn.ModuleList(self._make_branch(branches, depth, first, affine) for depth in branches.depths)
+        self.branches = nn.ModuleList(self._make_branch(branches, depth, affine) for depth in branches.depths)
         self.skip = self.make_linear(in_features, out_features) if branches.skip else None
         self.norm = self._make_norm(out_features, affine) if rectify == "batchnorm" else None
 
@@ -235,12 +226,11 @@ class Pyramid(Parallel):
     def _make_norm(self, features: int, affine: bool) -> _BatchNorm:
         return (nn.BatchNorm1d if self.window is None else nn.BatchNorm2d)(features, affine=affine)
 
-    def _make_branch(self, layout: Layout, depth: int, first: int, affine: bool) -> nn.Sequential:
-        """Return `depth` x (Linear + BatchNorm), followed by a Linear except in the naive layout.
-
-        The paper does not give the widths; this rule reproduces both of its parameter counts.
-        """
+    def _make_branch(self, layout: Layout, depth: int, affine: bool) -> nn.Sequential:
+        """Return `depth` units and a last layer; the widths give both parameter counts of the paper."""
         out = self.out_features
+        taps = 1 if self.window is None else math.prod(self.window.kernel_size)
+        first = max(self.in_features, min(self.in_features * taps, out))
         widths = [first, *[max(first, out)] * (depth - 1), out] if layout.last else [out] * depth
         layers: list[nn.Module] = []
         for number, (before, after) in enumerate(pairwise([self.in_features, *widths])):
@@ -256,6 +246,10 @@ class Pyramid(Parallel):
         return chains if self.skip is None else [*chains, [self.skip]]
 
     @property
+    def norms(self) -> list[Any]:
+        return [norm for chain in self.chains for norm in chain[1::2]] + ([] if self.norm is None else [self.norm])
+
+    @property
     def scale_free_layers(self) -> list[nn.Module]:
         """The layers that a BatchNorm follows: the scale of each row of their weight has no effect."""
         pairs = (pair for layers in self.chains for pair in pairwise(layers))
@@ -263,31 +257,24 @@ class Pyramid(Parallel):
 
     @property
     def output_scale(self) -> float:
-        """The factor that multiplies the sum."""
         return self.rescale_by**-0.5 if self.rectify == "rescale" else 1.0
 
     @property
     def is_plain(self) -> bool:
         """False if some layers inside are not plain (adapters, hooks, parametrizations)."""
-        norms: Any = [] if self.norm is None else [self.norm]
-        kinds = [({nn.Linear, nn.Conv2d}, chain[::2]) for chain in self.chains]
-        kinds += [
-            ({nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm}, chain[1::2])
-            for chain in [*self.chains, [None, *norms]]
-        ]
-        plain = all(type(layer) in known and not is_altered(layer) for known, layers in kinds for layer in layers)
-        return plain and not any(map(is_altered, self.branches._modules.values()))
+        linear, norms = [layer for chain in self.chains for layer in chain[::2]], self.norms
+        plain = all(type(layer) in (nn.Linear, nn.Conv2d) for layer in linear)
+        plain &= all(type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm) for norm in norms)
+        return plain and not any(map(is_altered, (*linear, *norms, *self.branches._modules.values())))
 
     def form_now(self) -> Chains | Literal["running", "branches"]:
         """Return how the pyramid is computed: its layers for the closed form from moments of the batch, or its name.
 
-        "running": every BatchNorm has running statistics in eval mode. "branches": the layers run one after the other,
-        as some are not plain, BatchNorms differ in mode or eps, or take a cumulative average, or torch.func transforms
-        the call.
+        "running": every BatchNorm has running statistics in eval mode. "branches": one layer after the other, as some
+        are not plain, BatchNorms differ in mode or eps or take a cumulative average, or torch.func transforms the call.
         """
-        norm: Any = self.norm
         terms: list[Any] = self.chains
-        norms = [layer for chain in terms for layer in chain[1::2]] + ([] if norm is None else [norm])
+        norms = self.norms
         if self.form == "branches" or not self.is_plain:
             return "branches"
         batch = {uses_batch_statistics(norm) for norm in norms}
@@ -300,7 +287,7 @@ class Pyramid(Parallel):
         skip = _tensors(terms.pop()[0]) if self.skip is not None else None
         units = [[(*_tensors(a), b) for a, b in zip(chain[::2], chain[1::2], strict=False)] for chain in terms]
         lasts = [_tensors(chain[-1]) for chain in terms if len(chain) % 2]
-        return Chains(units, lasts, skip, norm, self.output_scale)
+        return Chains(units, lasts, skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2) if self.window is None else x
@@ -310,10 +297,9 @@ class Pyramid(Parallel):
         return y.view(*x.shape[:-1], self.out_features) if self.window is None else y
 
     def fold(self, rectified: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the pyramid as one affine map, with running statistics; the sum alone if it is not to be rectified.
+        """Return the pyramid, or its sum, as one affine map, with running statistics: TDRL eq. 6 and 7, Fig. 1 (c).
 
         Shape: -> (G, out, C), (G, out)
-        Source: TDRL eq. 6 and 7, Fig. 1 (c)
         """
         with disable_autocast(next(self.parameters()).device):
             weights, biases = zip(*map(fold, self.chains), strict=True)

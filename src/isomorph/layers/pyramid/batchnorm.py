@@ -10,12 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.layers.eager import is_eager
 from isomorph.layers.pyramid.moments import Moments
 
+NEEDS_EVAL = "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
+
 
 def _is_recomputing() -> bool:
-    """True during the second forward pass of gradient checkpointing, whose first pass has updated the statistics.
-
-    The second pass runs within a backward pass; torch.utils.checkpoint itself asks autograd in the same private way.
-    """
+    """True in the second forward pass of a checkpoint, which torch.utils.checkpoint itself sees in this way."""
     return is_eager() and torch._C._current_graph_task_id() != -1
 
 
@@ -23,10 +22,7 @@ def _is_recomputing() -> bool:
 def update_statistics(
     norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, moments: Moments
 ) -> None:
-    """Update running means and running unbiased variances as torch's BatchNorm does.
-
-    Shape: means (G, chains, h) of each level, variances (G, rows)
-    """
+    """Update running statistics as torch's BatchNorm does. Shape: (G, chains, h) of each level, (G, rows)"""
     if _is_recomputing():
         return
     total, groups = moments.total, len(variances)
@@ -49,10 +45,7 @@ def update_statistics(
 
 
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
-    """Return a chain of linear layers and BatchNorms with running statistics as an affine map of its input.
-
-    Shape: -> weight (G, out, C), bias (G, out)
-    """
+    """Return linear layers and BatchNorms with running statistics as one map. Shape: -> (G, out, C), (G, out)"""
     weight: Any = None
     bias: Any = None
     for layer in layers:
@@ -78,10 +71,7 @@ def normalise(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> tuple[Tensor, T
 
 
 def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
-    """Return the weight of a linear layer, or of a convolution on its patches, as one matrix per group.
-
-    Shape: -> (G, out, C), in float32 at least
-    """
+    """Return a weight as one matrix per group, in float32 at least. Shape: -> (G, out, C)"""
     weight = layer.weight.flatten(1).unflatten(0, (getattr(layer, "groups", 1), -1))
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 

@@ -126,9 +126,8 @@ class _Pack:
         self.skip = take(pyramids * form.skip, out, form.reads)
         self.read = joined[:, :at].view(groups, -1, form.reads)  # the matrices that multiply the mean
         self.inner = [take(*sizes, width) for sizes, width in zip(inner[1:], widths, strict=False)]
-        self.lasts = [
-            [take(pyramids, out, width) for _ in range(count)] for count, width in zip(form.ended, widths, strict=True)
-        ]
+        ended = zip(form.ended, widths, strict=True)
+        self.lasts = [[take(pyramids, out, width) for _ in range(count)] for count, width in ended]
         self.read_biases = take(form.rows[0] + pyramids * form.skip * out)
         self.inner_biases = [take(*sizes) for sizes in inner[1:]]
         self.last_biases = take(sum(form.ended), pyramids * out)
@@ -169,10 +168,7 @@ def _each(blocks: Tensor) -> Tensor:
 
 
 class _Found(NamedTuple):
-    """What the forward pass computes.
-
-    Shape: weight (G, N o, C), bias (G, N o), variances (G, R), means (G, chains, h), total (G, N o, C), z, p (G, R, C)
-    """
+    """Shape: weight, total (G, N o, C), bias (G, N o), variances (G, R), means (G, chains, h), z, p (G, R, C)"""
 
     weight: Tensor
     bias: Tensor
@@ -328,7 +324,6 @@ def _backward(
 
 
 def _zeros(form: _Form, like: Tensor) -> Tensor:
-    """Return as many zeros as all levels and sums have rows."""
     return constant(_full, like, form.groups * (sum(form.rows) + form.pyramids * form.out), 0.0, like.dtype)
 
 
@@ -338,9 +333,7 @@ def _move(weight: Tensor, bias: Tensor, mean: Tensor) -> Tensor:
 
 
 class _Collapse(torch.autograd.Function):
-    """Compute pyramids as one affine map of the layer's input, x - m if it is centred, otherwise x.
-
-    Where the input is centred, m is a constant for whoever subtracts it: its gradient is that of the bias, here.
+    """Compute pyramids as one affine map of x - m if it is centred, where m has the bias's gradient, otherwise of x.
 
     Shape: mean (G, C), covariance (G, C, C) -> weight (G, N o, C), bias (G, N o), variances (G, R), means
     """
@@ -370,11 +363,8 @@ class _Collapse(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if d_weight is None else d_weight
         d_bias = weight.new_zeros(weight.shape[:-1]) if d_bias is None else d_bias
         if torch.is_grad_enabled() and is_eager():
-            return (
-                None,
-                None,
-                *_differentiable_gradients(form, ctx.centred, (mean, covariance, *tensors), d_weight, d_bias),
-            )
+            inputs = (mean, covariance, *tensors)
+            return None, None, *_differentiable_gradients(form, ctx.centred, inputs, d_weight, d_bias)
         if not ctx.centred:
             d_weight = torch.baddbmm(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
         sums = [total[:, : form.rows[-1]]] if form.rectified else []
@@ -392,7 +382,6 @@ class _Collapse(torch.autograd.Function):
 def _differentiable_gradients(
     form: _Form, centred: bool, inputs: Sequence[Tensor], d_weight: Tensor, d_bias: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of `_Collapse`'s tensors so that they can be differentiated again."""
     own = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in inputs]  # tied ones apart
     mean, covariance, *tensors = own
     found = _run(_Pack(form, tensors, mean), mean, (covariance + covariance.mT) / 2, None)
@@ -401,11 +390,9 @@ def _differentiable_gradients(
 
 
 def collapse(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
-    """Return pyramids that read one input as one affine map of `moments.source`, and update their running statistics.
+    """Return pyramids that read one input, each BatchNorm by the batch, as one map; update their running statistics.
 
-    Every BatchNorm normalises by the batch. Neighbours of one form are computed together.
-
-    Shape: -> weight (G, sum of out, C), bias (G, sum of out)
+    Shape: -> weight (G, sum of out, C), bias (G, sum of out) of `moments.source`
     """
     parts: list[list[Chains]] = []
     for chains in pyramids:
@@ -434,7 +421,6 @@ def _shape(chains: Chains) -> tuple[Any, ...]:
 
 
 def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tensor, Tensor]:
-    """Collapse pyramids of one form, the rectified ones first."""
     mean, first = moments.mean, pyramids[0]
     order = sorted(range(len(first.units)), key=lambda j: len(first.units[j]))
     depths = [len(first.units[j]) for j in order]

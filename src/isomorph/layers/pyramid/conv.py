@@ -61,10 +61,7 @@ class PyramidConv2d(Pyramid):
         form: Computed = "closed",
     ) -> None:
         self.window = Window(to_2tuple(kernel_size), to_2tuple(stride), to_2tuple(padding), to_2tuple(dilation), groups)
-        taps = self.window.kernel_size[0] * self.window.kernel_size[1]
-        reads, gives = in_channels // groups, out_channels // groups
-        first = max(reads, min(reads * taps, gives)) * groups
-        super().__init__(in_channels, out_channels, first, layout, rectify, affine, rescale_by, form)
+        super().__init__(in_channels, out_channels, layout, rectify, affine, rescale_by, form)
         # also under the names of nn.Conv2d, which networks read
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.padding, self.dilation, self.groups = self.window
@@ -75,10 +72,7 @@ class PyramidConv2d(Pyramid):
 
 
 def convolve_normalised(x: Tensor, branches: nn.Module) -> Tensor | None:
-    """Return the sum of pyramids `conv`, each with a BatchNorm `bn`, as one convolution; None if it is not one now.
-
-    Shape: x (B, C, H, W) -> (B, out, H', W')
-    """
+    """Return the sum of pyramids `conv` with a BatchNorm `bn` as one convolution; None if it is not one now."""
     units: list[Any] = [(getattr(branch, "conv", None), getattr(branch, "bn", None)) for branch in branches.children()]
     if not all(type(conv) is PyramidConv2d and conv.norm is None and uses_batch_statistics(bn) for conv, bn in units):
         return None

@@ -13,9 +13,7 @@ from isomorph.layers.pyramid.batchnorm import fold, weight_matrix
 
 @torch.no_grad()
 def init_random(pyramid: Pyramid) -> None:
-    """Initialise a pyramid for training from scratch: linear layers Xavier-uniform with zero biases, BatchNorms reset.
-
-    Filters of a convolution are viewed as a matrix, as MAE views the patch embedding.
+    """Draw linear layers and filters, viewed as matrices, Xavier-uniform with zero biases; reset BatchNorms.
 
     Source: MAE, whose code TDRL trains with; the paper itself does not say
     """
@@ -32,10 +30,9 @@ def init_random(pyramid: Pyramid) -> None:
 def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     """Initialise a pyramid so that it computes y = weight x + bias in eval mode and its branches can be trained.
 
-    With a skip, the skip computes the map and the last layer of every branch is zero, so train mode gives the same
-    output. Without a skip, the branches share the map. A BatchNorm on the path (on queries and keys, or in the naive
-    layout) is the identity for white inputs, such as the output of a LayerNorm. In train mode it normalises by the
-    actual batch, so recalibrate it on data first.
+    The skip computes the map and the last layer of every branch is zero; without a skip, the branches share the map. A
+    BatchNorm on the path is the identity for white inputs, such as the output of a LayerNorm. In train mode it
+    normalises by the actual batch, so recalibrate it on data first.
 
     Shape: weight (out, C), bias (out,), with a leading group axis where there are groups
     """
@@ -54,10 +51,7 @@ def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
 
 
 def _make_identity(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
-    """Set a BatchNorm to the identity on weight x + bias: statistics of white inputs x, undone by its own weights.
-
-    Raises: UserError for a BatchNorm without weights or running statistics.
-    """
+    """Set a BatchNorm to the identity on weight x + bias for white x. Raises: UserError for one without weights."""
     if norm.weight is None or norm.running_mean is None or norm.running_var is None:
         raise UserError(
             "a BatchNorm without weights or running statistics cannot be made the identity; use affine=True"
@@ -92,7 +86,6 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
 
 
 def _init_orthogonal(layer: nn.Module) -> None:
-    """Initialise a linear layer with orthonormal rows or columns in each group; other layers are unchanged."""
     if not isinstance(layer, nn.Linear | nn.Conv2d):
         return
     for group in layer.weight.view(getattr(layer, "groups", 1), -1, *layer.weight.shape[1:]):

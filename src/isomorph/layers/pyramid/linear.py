@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.base import Computed, Parallel, Pyramid, Rectify
+from isomorph.layers.pyramid.base import Parallel, Pyramid
 
 
 class PyramidLinear(Pyramid):
@@ -49,18 +49,6 @@ class PyramidLinear(Pyramid):
         >>> torch.allclose(linear(x), layer(x), atol=1e-4)
         True
     """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        layout: str = "P-W2S",
-        rectify: Rectify = "rescale",
-        affine: bool = True,
-        rescale_by: float | None = None,
-        form: Computed = "closed",
-    ) -> None:
-        super().__init__(in_features, out_features, in_features, layout, rectify, affine, rescale_by, form)
 
 
 class JointPyramid(Parallel):

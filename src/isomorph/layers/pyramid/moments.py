@@ -18,9 +18,7 @@ NARROWEST_BLOCK = 96
 
 
 def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left^T right, known to be symmetric: on a CPU compute the upper blocks and mirror them.
-
-    Halving the width again and again saves up to 0.44 of the work, in larger blocks than strips of equal width.
+    """Return left^T right, known to be symmetric: on a CPU its upper blocks, mirrored, for up to 0.44 less work.
 
     Shape: (G, M, C) each -> (G, C, C)
     """
@@ -51,11 +49,10 @@ def sync_group(module: nn.Module) -> Any:
 
 
 class Moments(NamedTuple):
-    """First and second moments of the tokens that a layer reads. Shape: mean (G, C), covariance (G, C, C)
+    """Moments of the tokens that a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
-    `source` is the input for the layer: `centred` tells whether the mean is subtracted from it, as if it were a
-    constant. Whoever reads the moments differentiates for it (`closed_form.collapse`), by a symmetric gradient of the
-    covariance. `total` is the number of tokens, over all processes if these share statistics.
+    `source` is the input for the layer, less the mean as if it were a constant if `centred`. Whoever reads the moments
+    differentiates for it, by a symmetric gradient of the covariance. `total` counts the tokens of all processes.
     """
 
     source: Tensor
@@ -69,8 +66,6 @@ class MeasureMoments(torch.autograd.Function):
     """Compute mean and covariance of the tokens of x, centred in `dtype`; also x, minus its mean if `centring`.
 
     Only that x is saved for backward. The gradient of a token is 2 dS (token - mean) / M + d_mean / M.
-
-    Shape: x (*, C) or (B, C, H, W) -> as x, (G, C), (G, C, C), and the number of all processes' tokens
     """
 
     @staticmethod
@@ -138,9 +133,7 @@ class MeasureMoments(torch.autograd.Function):
 
 
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
-    """Return the mean and covariance of what a layer reads: sums in float32 at least, of tokens in autocast's dtype.
-
-    Moments are those of all processes of `group` if it is given.
+    """Return the moments of what a layer reads, in all processes of `group`: sums in float32 at least.
 
     Shape: x (*, C), or (B, C, H, W) with the window of a convolution
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.

@@ -34,13 +34,12 @@ class Window(NamedTuple):
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
     def output_size(self, x: Tensor) -> tuple[int, int]:
-        """Return the height and width of the output map. Shape: x (B, C, H, W)"""
         sizes = zip(x.shape[-2:], *self[:4], strict=True)
         height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return height, width
 
     def unfold(self, x: Tensor) -> Tensor:
-        """Return the patches of maps. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
+        """Return patches. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
         return F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
 
 
@@ -50,10 +49,7 @@ def saves_work(x: Tensor) -> bool:
 
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
-    """Return the inputs of each output position as tokens.
-
-    Shape: x (*, C) -> (1, M, C); with a window x (B, C, H, W) -> (G, M, C k k / G)
-    """
+    """Shape: x (*, C) -> (1, M, C); with a window x (B, C, H, W) -> (G, M, C k k / G)"""
     if window is None:
         return x.flatten(0, -2).unsqueeze(0)
     patches = x.flatten(2) if window.is_pointwise else window.unfold(x)
@@ -61,7 +57,7 @@ def read_tokens(x: Tensor, window: Window | None) -> Tensor:
 
 
 def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
-    """Add every token's values where they were read: the adjoint of `read_tokens`. Shape: -> `shape`"""
+    """Add every token's values where they were read: the adjoint of `read_tokens`."""
     if window is None:
         return tokens.view(shape)
     patches = tokens.mT.flatten(0, 1).unflatten(1, (shape[0], -1 if shape[0] else 0)).permute(1, 0, 2)  # (B, C k k, L)

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
 from isomorph.layers.eager import on_cpu, recomputed
-from isomorph.layers.grid import fill_grid
+from isomorph.layers.grid import GridSize, fill_grid
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
 
 def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-    """Return the mask of the real tokens of padded sequences, or None.
+    """Return the mask of the real tokens, or None. Shape: (B, N) or (B, 1, 1, N) -> (B, 1, N)
 
-    Shape: attn_mask (B, N) or (B, 1, 1, N) -> (B, 1, N)
     Raises: ValueError for any other mask, which the convolution of the map would carry information across.
     """
     if is_causal:
@@ -81,7 +80,7 @@ class RefinedAttention(AttentionBase):
             raise ValueError(f"refine is for {given} heads, num_heads is {num_heads}; give both the same number")
 
     def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Return the refined maps. Shape: q, k (B, H, N, hd), token_mask (B, 1, N) or None -> (B, H, N, N)"""
+        """Shape: q, k (B, H, N, hd), token_mask (B, 1, N) or None -> (B, H, N, N)"""
         logits = (q * self.scale) @ k.mT  # (B, H, N, N)
         if token_mask is None:
             return self.refine(self.attn_drop(logits.softmax(-1)))
@@ -94,44 +93,30 @@ class RefinedAttention(AttentionBase):
         return self.refined_maps(q, k, token_mask, **more) @ v
 
     def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        return_maps: bool = False,
-        **more: Any,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
     ) -> Any:
-        """Apply refined attention; `more` goes to the `refined_maps` of a subclass.
-
-        Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)
-        """
+        """Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)"""
         token_mask = _padding_mask(x, attn_mask, is_causal)
         q, k, v = self.queries_keys_values(x, self.forms_maps)
         if return_maps:
-            maps = self.refined_maps(q, k, token_mask, **more)
+            maps = self.refined_maps(q, k, token_mask, **kw)
             return self.project_output(maps @ v, x), maps
         given = (q, k, v, token_mask)
-        mixed = recomputed(self.attend, *given, **more) if self.recompute else self.attend(*given, **more)
+        mixed = recomputed(self.attend, *given, **kw) if self.recompute else self.attend(*given, **kw)
         return self.project_output(mixed, x)
 
     def attention(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        return_maps: bool = False,
-        **more: Any,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
-        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), **more)
+        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), **kw)
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals.
 
-        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
-        largest |output|) if it is above `atol`, and for layers of a Refined-ViT.
+        Raises: ValueError as `require_same`, and for layers of a Refined-ViT.
         """
         if not self.is_revertible:
             raise ValueError(
@@ -141,7 +126,6 @@ class RefinedAttention(AttentionBase):
         return plain_attention(self, self.num_probe_tokens(), atol, "keep it")
 
     def num_probe_tokens(self) -> int:
-        """Return the number of tokens to compare the layer with plain attention on."""
         return 64
 
 
@@ -181,7 +165,7 @@ class ExpandedAttention(RefinedAttention):
         self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
-        """Return the values weighed by every map of their head, concatenated. Shape: -> (B, ratio H, N, hd)"""
+        """Shape: q, k, v (B, H, N, hd) -> the values by every map of their head (B, ratio H, N, hd)"""
         maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
 
@@ -229,9 +213,9 @@ class SpatialAttention(RefinedAttention):
         self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
 
     def refined_maps(
-        self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
+        self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: GridSize | None = None
     ) -> Tensor:
-        """Return the refined maps. Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
+        """Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
         if token_mask is not None:
             raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
         H, W = fill_grid(k.shape[2], grid_size or self.grid_size, self.prefix_tokens)
@@ -239,7 +223,6 @@ class SpatialAttention(RefinedAttention):
         return self.refine(maps, (H, W), self.prefix_tokens)
 
     def num_probe_tokens(self) -> int:
-        """Return the number of tokens of the grid, prefix tokens included."""
         return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
 
 
@@ -273,21 +256,16 @@ class LocalAttention(RefinedAttention):
     forms_maps = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
-        """Return the convolved maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         mask = None if token_mask is None else token_mask[..., None, :]  # (B, 1, 1, N)
         drop = self.attn_drop.p if self.training else 0.0
-        values = _convolve_values(
-            v if token_mask is None else v * token_mask[..., None], self.refine.local()
-        )  # (B, H, N, k hd)
+        real = v if token_mask is None else v * token_mask[..., None]
+        values = _convolve_values(real, self.refine.local())  # (B, H, N, k hd)
         mixed = _attend_wide_values(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
         return _sum_shifted(mixed if token_mask is None else mixed * token_mask[..., None], v.shape[-1])
 
 
 def _convolve_values(v: Tensor, taps: Tensor) -> Tensor:
-    """Return sum_b D[a, b] shift_-b(v) for every kernel row a, concatenated along the width.
-
-    Shape: v (B, H, N, hd), taps (H, k, k) -> (B, H, N, k hd)
-    """
+    """Return sum_b D[a, b] shift_-b(v) for every a. Shape: (B, H, N, hd), taps (H, k, k) -> (B, H, N, k hd)"""
     H, k, _ = taps.shape
     columns = taps.flip(-1).reshape(H * k, 1, k, 1)
     moved = F.conv2d(v, columns, padding=(k // 2, 0), groups=H)  # (B, H k, N, hd)
@@ -305,10 +283,7 @@ def _sum_shifted(wide: Tensor, width: int) -> Tensor:
 def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
     """Return softmax(scale q k^T) values for values of any width, without forming the map.
 
-    Torch's fused CPU kernel requires q, k and v of one width, and its GPU kernels widths that are multiples of 8;
-    otherwise they form the map. Zero padding meets both requirements.
-
-    Shape: q, k (B, H, N, hd), values (B, H, N, D) -> (B, H, N, D)
+    Torch's fused CPU kernel requires q, k and v of one width, and its GPU kernels multiples of 8: zeros fill them up.
     """
     width = values.shape[-1]
     if on_cpu(q):
@@ -320,9 +295,7 @@ def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | Non
 
 
 class ReusedAttention(nn.Module):
-    """Attention that applies the maps of an earlier block, with new values and a new projection.
-
-    y = proj(maps v). It saves the queries, keys and softmax of a block.
+    """y = proj(maps v), with the maps of an earlier block: without queries, keys and softmax.
 
     Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
     Source: Refiner B.4, Table 13
@@ -348,5 +321,5 @@ class ReusedAttention(nn.Module):
         return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
 
     def attention(self, x: Tensor, maps: Tensor) -> Tensor:
-        """Return the attention map that `forward` applies: the given one. Shape: maps (B, H, N, N) -> (B, H, N, N)"""
+        """Return the given map."""
         return maps

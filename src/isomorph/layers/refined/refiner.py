@@ -32,9 +32,8 @@ def _init_taps(weight: Tensor, init: Init, middle: float = 1.0) -> None:
 
 
 class SquareKernel(nn.Module):
-    """One k x k kernel per map, along queries and keys. Shape: -> (M, k, k)
+    """One k x k kernel per map, along queries and keys: Refiner section 3.3. Shape: -> (M, k, k)
 
-    Source: Refiner section 3.3
     Raises: ValueError for a kernel size that is not odd, or an unknown init.
     """
 
@@ -49,7 +48,6 @@ class SquareKernel(nn.Module):
         self.reset_parameters()
 
     def make_taps(self, maps: int, **kind: Any) -> None:
-        """Create the parameters."""
         self.taps = nn.Parameter(torch.empty(maps, self.kernel_size, self.kernel_size, **kind))
 
     def reset_parameters(self) -> None:
@@ -108,7 +106,7 @@ class MapConvolution(nn.Module):
         self.local = SquareKernel(num_heads, kernel_size, init, **kind)
 
     def kernel(self) -> Tensor:
-        """Return the kernels of a grouped convolution. Shape: -> (H, 1, k, k)"""
+        """Shape: -> (H, 1, k, k)"""
         return self.local()[:, None]
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -151,7 +149,6 @@ class Expansion(KeepsInEval):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the weights as `init` says."""
         if self.init == "paper":
             nn.init.uniform_(self.expand, -(self.num_heads**-0.5), self.num_heads**-0.5)
         else:
@@ -162,7 +159,7 @@ class Expansion(KeepsInEval):
         return self.keep(tuple(self.parameters()), self.combine)
 
     def combine(self) -> Tensor:
-        """Return the product of the weights, the kernel of the equivalent convolution. Shape: -> (M, H, k, k)"""
+        """Return the product of the weights. Shape: -> (M, H, k, k)"""
         with disable_autocast(self.expand.device):
             return self.expand[:, :, None, None] * self.local()[:, None]
 
@@ -199,10 +196,7 @@ class Refiner(Expansion):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the weights; init="same-function" sets R E = 1 with E orthogonal.
-
-        Plain copies of the heads would also keep the function, but get equal gradients and stay equal.
-        """
+        """Initialise the weights; the same function by an orthogonal E and R E = 1, as equal maps would stay equal."""
         super().reset_parameters()
         if not hasattr(self, "reduce"):
             return
@@ -214,7 +208,7 @@ class Refiner(Expansion):
             self.reduce.copy_(self.expand.mT)
 
     def combine(self) -> Tensor:
-        """Return the product of the weights, the kernel of the equivalent convolution. Shape: -> (H, H, k, k)"""
+        """Return the product of the weights. Shape: -> (H, H, k, k)"""
         k = self.local.kernel_size
         with disable_autocast(self.reduce.device):
             expanded = self.expand[:, :, None] * self.local().flatten(1)[:, None]  # (M, H, k k)
@@ -240,9 +234,8 @@ class SpatialRefiner(Refiner):
     def forward(self, maps: Tensor, grid_size: tuple[int, int] = (1, 1), prefix_tokens: int = 0) -> Tensor:
         kernel, k = self.kernel(), self.local.kernel_size
         images = maps[..., prefix_tokens:].transpose(1, 2).flatten(0, 1).unflatten(-1, grid_size)  # (B N, H, h, w)
-        convolved = (
-            F.conv2d(images, kernel, padding=k // 2).flatten(2).unflatten(0, (maps.shape[0], maps.shape[2]))
-        )  # (B, N, H, h w)
+        convolved = F.conv2d(images, kernel, padding=k // 2).flatten(2)
+        convolved = convolved.unflatten(0, (maps.shape[0], maps.shape[2]))  # (B, N, H, h w)
         middle = kernel[..., k // 2, k // 2]  # (H, H)
         prefix = torch.einsum("oi,biqk->boqk", middle, maps[..., :prefix_tokens])  # (B, H, N, prefix)
         return torch.cat([prefix.to(convolved.dtype), convolved.transpose(1, 2)], dim=-1)

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 
 class ReleasedDLA(nn.Module):
-    """Expand, convolve and reduce maps with BatchNorm after each and ReLU6 between, and add the input.
-
-    A + BN(R ReLU6(BN(D * ReLU6(BN(E A))))). Shape: maps (B, H, N, N) -> (B, H, N, N)
-    Source: Refiner code
-    """
+    """A + BN(R ReLU6(BN(D * ReLU6(BN(E A))))). Shape: maps (B, H, N, N) -> (B, H, N, N). Source: Refiner code"""
 
     def __init__(self, num_heads: int, ratio: int = 3, kernel_size: int = 3, **kind: Any) -> None:
         super().__init__()
@@ -38,12 +34,9 @@ class ReleasedDLA(nn.Module):
 
 
 class ReleasedAttention(Attention):
-    """The first layer of a pair: plain attention that adds the maps of the previous pair to its own.
+    """The first layer of a pair: y = proj((softmax(q k^T / sqrt(hd)) + maps / sqrt(hd)) v), maps of the previous pair.
 
-    y = proj((softmax(q k^T / sqrt(hd)) + maps / sqrt(hd)) v); arguments are those of timm's Attention.
-
-    Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, N, C) and the map that was applied
-    Source: Refiner code
+    Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, N, C) and the map that was applied. Source: Refiner code
     """
 
     def attention(self, x: Tensor, maps: Tensor | None = None) -> Tensor:
@@ -51,10 +44,7 @@ class ReleasedAttention(Attention):
         return self.maps_and_values(x, maps)[0]
 
     def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the maps to apply and the values.
-
-        Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)
-        """
+        """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         content = torch.softmax((q * self.scale) @ k.mT, dim=-1)
         return self.attn_drop(content if maps is None else content + maps * self.scale), v
@@ -65,12 +55,9 @@ class ReleasedAttention(Attention):
 
 
 class ReleasedReuse(nn.Module):
-    """The second layer of a pair: values only, to which the refined maps of the first layer are applied.
+    """The second layer of a pair: y = proj(BN(DLA(maps)) / sqrt(hd) v), v = qkv(x); maps are returned unrefined.
 
-    y = proj(BN(DLA(maps)) / sqrt(hd) v), v = qkv(x); the maps are returned unrefined.
-
-    Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C), maps
-    Source: Refiner code
+    Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C), maps. Source: Refiner code
     """
 
     def __init__(

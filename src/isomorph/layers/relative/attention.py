@@ -21,10 +21,9 @@ from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, 
 
 
 def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
-    """Resize the table to another grid by bilinear interpolation in float32 at least; offset 0 stays in the middle.
+    """Resize the table by bilinear interpolation in float32 at least; offset 0 stays in the middle (CoAtNet A.1).
 
     Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, 2 H' - 1, 2 W' - 1)
-    Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
     """
     size = [2 * n - 1 for n in grid_size]
     # sizes that an export leaves open are not known to be equal, and are interpolated
@@ -35,11 +34,9 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 
 def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
-    """Return the entry of the flat table for every query and key; in front of the table are those of prefix tokens.
+    """Return the entry of the flat table for every query and key. Shape: -> (p + N, p + N)
 
-    These are three: from a prefix token to a position, from a position to a prefix token, and between prefix tokens.
-
-    Shape: -> (p + N, p + N)
+    In front are three: from a prefix token to a position, from a position to a prefix token, between prefix tokens.
     """
     H, W = grid_size
     rows, columns = (n - 1 - axis_offsets(n, n, device=device, dtype=torch.long) for n in grid_size)
@@ -52,13 +49,10 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
 
 
 def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: Tensor | None = None) -> Tensor:
-    """Return the entry P[i - i', j - j'] for every query (i, j) and key (i', j').
-
-    From and to `prefix` tokens, which come first, the bias is 0 or one of three scalars per head.
+    """Return P[i - i', j - j'] for every query (i, j) and key (i', j'); from and to prefix tokens 0, or `scalars`.
 
     Shape: table (nh, 2 H - 1, 2 W - 1), scalars (3, nh) -> (nh, p + N, p + N)
-    Source of the scalars: BEiT (Bao et al., 2022), as published: class token to positions, positions to class token,
-        both
+    Source of the scalars: BEiT (Bao et al., 2022), as published
     """
     flat = table.flatten(1)
     if prefix:
@@ -68,12 +62,10 @@ def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: T
 
 
 def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(hd) + bias) v.
+    """Return softmax(q k^T / sqrt(hd) + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
 
-    Where the bias needs a gradient, only CUDA has a fused kernel; elsewhere torch would form the maps too, and take 1.1
-    to 1.3 times as long. The fast path of the kernel needs a bias with four axes.
-
-    Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
+    Where the bias needs a gradient, only CUDA has a fused kernel, and torch's own maps take 1.1 to 1.3 times as long.
+    The fast path of the kernel needs a bias with four axes.
     """
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
@@ -129,11 +121,10 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         self.reset_bias()
 
     def reset_bias(self) -> None:
-        """Draw the table from N(0, .02)."""
         trunc_normal_(self.relative_bias, std=0.02)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters that weight decay would change without need: it would make all offsets equal."""
+        """Return the parameters that weight decay would make equal."""
         return {name for name, _ in self.named_parameters(recurse=False)}
 
     @torch.no_grad()
@@ -148,11 +139,9 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         return self.keep(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return P for every pair of positions. Shape: -> (nh, N, N)"""
         return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
-        """Apply attention with the position bias. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
 
@@ -170,7 +159,6 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         return self.map(q, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype))
 
     def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        """Return the attention map. Shape: q, k (B, nh, N, hd), bias (nh, N, N) -> (B, nh, N, N)"""
         return ((q * self.scale) @ k.mT + bias).softmax(-1)
 
     def extra_repr(self) -> str:
@@ -195,21 +183,16 @@ class PostRelativeAttention(RelativeAttention):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
-        """Add attention and the convolution with P. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
     def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        """Return the map, whose rows do not sum to 1. Shape: q, k (B, nh, N, hd), bias (nh, N, N) -> (B, nh, N, N)"""
         return ((q * self.scale) @ k.mT).softmax(-1) + bias
 
 
 def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
-    """Return sum_j w_(i - j) v_j for all images in one product per head.
-
-    Shape: bias (nh, N, N), v (B, nh, N, hd) -> (B, nh, N, hd)
-    """
+    """Return sum_j w_(i - j) v_j. Shape: bias (nh, N, N), v (B, nh, N, hd) -> (B, nh, N, hd)"""
     B, nh, N, hd = v.shape
     side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
     return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)
@@ -256,12 +239,10 @@ class ViTRelativeAttention(RelativeAttention):
         self.prefix_bias = nn.Parameter(like.new_zeros(3, num_heads)) if prefix_bias and prefix_tokens else None
 
     def reset_bias(self) -> None:
-        """Set the table, and the bias of prefix tokens, to zero."""
         for parameter in self.parameters(recurse=False):
             nn.init.zeros_(parameter)
 
     def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
-        """Return P for every pair of positions, from and to prefix tokens 0 or their bias. Shape: -> (nh, N, N)"""
         table = resize_table(self.relative_bias, grid_size)
         return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
 
@@ -290,10 +271,6 @@ class ViTRelativeAttention(RelativeAttention):
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
-        """Return the plain attention that this layer equals.
-
-        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
-        largest |output|) if it is above `atol`: the bias is not zero any more.
-        """
+        """Return the plain attention that this layer equals. Raises: ValueError unless the bias is zero."""
         tokens = self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
         return plain_attention(self, tokens, atol, "keep it, or call reset_bias()")

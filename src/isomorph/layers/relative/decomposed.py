@@ -24,9 +24,7 @@ from isomorph.layers.grid import GridSize, no_mask
 
 
 def offset_vectors(table: Tensor, size: int) -> Tensor:
-    """Return the vector R[i - i'] for every query i and key i' of an axis, from a table for any size.
-
-    A table for another size is interpolated linearly; offset 0 stays in the middle.
+    """Return R[i - i'] for every query and key of an axis, from a table for any size, interpolated linearly.
 
     Shape: table (2 s - 1, hd) -> (size, size, hd)
     """
@@ -118,10 +116,7 @@ class DecomposedAttention(AttentionBase):
         return (queries @ keys.mT).softmax(-1)
 
     def longer_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [q / sqrt(hd), score of every row, score of every column], [k, row, column as one-hot], and values.
-
-        Shape: x (B, H, W, C) -> two of (B n, nh, h w, hd + h + w), (B n, nh, h w, hd)
-        """
+        """Shape: x (B, H, W, C) -> two of (B n, nh, h w, hd + h + w), values (B n, nh, h w, hd)"""
         q, k, v = self.queries_keys_values_in_windows(x)
         h, w = window = self.window_of(x)
         rows, columns = offset_vectors(self.rel_pos_h, h).to(q.dtype), offset_vectors(self.rel_pos_w, w).to(q.dtype)
@@ -133,11 +128,10 @@ class DecomposedAttention(AttentionBase):
         return queries, torch.cat([k, positions.expand(*k.shape[:2], -1, -1)], -1), v
 
     def window_of(self, x: Tensor) -> GridSize:
-        """Return the size of the windows of a map, which is that of the map by default. Shape: x (B, H, W, C)"""
         return self.window or (x.shape[1], x.shape[2])
 
     def queries_keys_values_in_windows(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of every window. Shape: x (B, H, W, C) -> three of (B n, nh, h w, hd)"""
+        """Shape: x (B, H, W, C) -> three of (B n, nh, h w, hd)"""
         (B, H, W, _), (h, w) = x.shape, self.window_of(x)
         right, below = -W % w, -H % h
         if right or below:
@@ -152,10 +146,7 @@ class DecomposedAttention(AttentionBase):
         return self.split_projection(window_partition(projected, (h, w)).flatten(1, 2))
 
     def project_windows(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Join heads and windows, cut off the padding, and project.
-
-        Shape: mixed (B n, nh, h w, hd), x (B, H, W, C) -> (B, H, W, C)
-        """
+        """Join heads and windows. Shape: mixed (B n, nh, h w, hd), x (B, H, W, C) -> (B, H, W, C)"""
         (H, W), (h, w) = x.shape[1:3], self.window_of(x)
         tokens = mixed.transpose(1, 2).flatten(2).unflatten(1, (h, w))  # (B n, h, w, nh hd)
         joined = window_reverse(tokens, (h, w), H + -H % h, W + -W % w)[:, :H, :W].flatten(1, 2)  # (B, N, nh hd)

@@ -12,12 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 
 class MaxPool(nn.Module):
-    """Max pooling over 2 x 2 windows that also covers the last row and column of odd sizes.
-
-    The output has as many positions as a convolution of stride 2 would give.
-
-    Shape: x (B, C, H, W) -> (B, C, ceil(H / 2), ceil(W / 2))
-    """
+    """Pool 2 x 2 windows, also at odd sizes. Shape: x (B, C, H, W) -> (B, C, ceil(H / 2), ceil(W / 2))"""
 
     def forward(self, x: Tensor) -> Tensor:
         # the same values; torch can derive this output size if the export leaves sizes open
@@ -27,34 +22,16 @@ class MaxPool(nn.Module):
 
 
 def make_pool(stride: int) -> nn.Module:
-    """Return max pooling for stride 2, the identity for stride 1."""
     return MaxPool() if stride == 2 else nn.Identity()
 
 
 def make_shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
-    """Return Proj(Pool(x)), without the parts that the shapes do not require.
-
-    Shape: (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
-    Source: CoAtNet eq. 4 and 5
-    """
+    """Return Proj(Pool(x)), without the parts that the shapes do not require: CoAtNet eq. 4 and 5."""
     return make_pool(stride) if dim == dim_out else nn.Sequential(make_pool(stride), nn.Conv2d(dim, dim_out, 1))
 
 
 class InvertedBottleneck(nn.Module):
-    """Inverted bottleneck: expand, depthwise convolution, reweight the channels, project; subclasses choose the norm.
-
-    This class itself is what `MBConv.fuse` returns: norm is the identity, norm1 and norm2 are GELUs.
-
-    y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
-
-    The block is `expand_ratio` times `dim_out` wide, its squeeze-and-excitation (SE) `se_ratio` times. `stride_on`:
-    "expand" puts the stride on the first 1x1 convolution (the paper's choice), "depthwise" on the 3x3 convolution
-    (Table 9: slower, better in small models).
-
-    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
-    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is chosen to give the published model sizes
-    Raises: ValueError for a stride other than 1 and 2, a ratio that is not positive, or an unknown `stride_on`.
-    """
+    """Base of `MBConv` and `LayerNormMBConv`; itself what `MBConv.fuse` returns: without norm, then GELUs."""
 
     norm_layer: ClassVar[Any]
     norm_act_layer: ClassVar[Any]
@@ -125,7 +102,7 @@ class MBConv(InvertedBottleneck):
     def fuse(self) -> InvertedBottleneck:
         """Return the block in eval mode with its norms folded in float64, which saves three passes over feature maps.
 
-        Recast layers inside are fused first; if they are still not convolutions after that, the norms stay.
+        Recast layers inside are fused first; the norms stay where that gives no convolution.
         """
         block: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(block.expand, nn.Conv2d) and isinstance(block.depthwise, nn.Conv2d):
@@ -155,7 +132,6 @@ class LayerNormMBConv(InvertedBottleneck):
 
 
 def _fuse_inside(module: nn.Module) -> nn.Module:
-    """Replace every submodule that has a fused form by it, and put the module into eval mode."""
     for name, child in module.named_children():
         fuse = getattr(child, "fuse", None)
         setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
@@ -163,14 +139,13 @@ def _fuse_inside(module: nn.Module) -> nn.Module:
 
 
 def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Fold the norm that follows a convolution into it; the new bias requires gradients if the weight does."""
     folded = fuse_conv_bn_eval(conv, norm)
     folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
     return folded
 
 
 def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
-    """Fold the norm before a 1x1 convolution into it: W (s x + t) = (W s) x + W t."""
+    """W (s x + t) = (W s) x + W t, for a 1x1 convolution."""
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
     shift = norm.bias - norm.running_mean * scale
     folded = copy.deepcopy(conv)
@@ -182,12 +157,9 @@ def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
 
 
 class Stem(nn.Module):
-    """The first layers of the network: two 3x3 convolutions, the first of them strided.
-
-    y = conv2(norm(conv1(x)))        (the norm, which a subclass chooses, ends in GELU)
+    """y = conv2(norm(conv1(x))), of 3x3 convolutions, the first strided; the norm ends in GELU: CoAtNet Table 3, S0.
 
     Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / stride), ceil(W / stride))
-    Source: CoAtNet Table 3, S0
     """
 
     norm_act_layer: ClassVar[Any]
@@ -209,7 +181,7 @@ class BatchNormStem(Stem):
 
     @torch.no_grad()
     def fuse(self) -> Stem:
-        """Return the stem in eval mode with its norm folded in float64; recast layers inside are fused first."""
+        """Return the stem in eval mode with its norm folded in float64."""
         stem: Any = _fuse_inside(copy.deepcopy(self).double())
         if isinstance(stem.conv1, nn.Conv2d):
             stem.conv1, stem.norm = _fold_after(stem.conv1, stem.norm), nn.GELU()

@@ -25,21 +25,14 @@ still alive. Paper: the "verge of locality" of T-CNN section 2.
 
 
 def check_gating(locality: float, gate: float) -> None:
-    """Check that a locality and a gate are within bounds.
-
-    Raises: UserError otherwise.
-    """
+    """Raises: UserError for values out of bounds."""
     check_number("locality", locality, LOCALITY)
     check_number("gate", gate, GATE)
 
 
 GatedLayer = GPSA2d | PositionalConv2d
 
-CONTENT: Mapping[str, type[GatedLayer]] = {
-    "global": GPSA2d,
-    "window": WindowGPSA2d,
-    "none": PositionalConv2d,
-}
+CONTENT: Mapping[str, type[GatedLayer]] = {"global": GPSA2d, "window": WindowGPSA2d, "none": PositionalConv2d}
 """Layer for every value of `content` of ConvToGPSA."""
 
 
@@ -141,10 +134,7 @@ class ConvToGPSA(GatedRule):
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
-        """Return the attention that replaces a convolution, after its SAME padding, if any.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
+        """Return the attention, after SAME padding, if any. Raises: UserError if the module is not accepted."""
         self.check(module)
         conv: Any = plain_layer(module)
         named_padding = {"same": conv.kernel_size[0] // 2, "valid": 0}

@@ -29,9 +29,8 @@ def attention_mismatch(module: nn.Module) -> str | None:
         return f"{type(module).__name__} is not timm's Attention"
     if methods := " and ".join(overridden_methods(module, Attention)):
         return f"{type(module).__name__} overrides {methods} of timm's Attention"
-    if extra := [
-        name for name in (*module._modules, *module._parameters, *module._buffers) if name not in ATTENTION_PARTS
-    ]:
+    names = (*module._modules, *module._parameters, *module._buffers)
+    if extra := [name for name in names if name not in ATTENTION_PARTS]:
         return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
     if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
         kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
@@ -107,7 +106,7 @@ class AttentionToGPSA(GatedRule, GridRule):
         return edit_reason(module) or gating_reason(module)
 
     def _edits_map(self, module: Any) -> bool:
-        """True if the layer keeps its class and gets an edit of its map: `ViTGPSA` does not compute what it does."""
+        """True if the layer gets an edit of its map: `ViTGPSA` does not compute what it does."""
         if attention_mismatch(module) or projection_mismatch(module, "qkv"):
             return True
         if module.gate is not None or type(module.norm) is not nn.Identity or module.attn_drop.p:
@@ -117,19 +116,14 @@ class AttentionToGPSA(GatedRule, GridRule):
 
     @torch.no_grad()
     def build(self, module: Any) -> nn.Module:
-        """Return the ViTGPSA that replaces timm's Attention, or another attention layer with a `GatedMap`.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
+        """Return a ViTGPSA, or the layer with a `GatedMap`. Raises: UserError if the module is not accepted."""
         self.check(module)
         locality, gate = self.gating()
         if self._edits_map(module):
             make = partial(GatedMap, locality=locality, gate=gate)
             return edit_map(module, make, self.grid_size, self.prefix_tokens)
         qkv, dim, grid_size = module.qkv, module.qkv.in_features, self.grid_size or (1, 1)
-        gpsa = ViTGPSA(
-            dim, module.num_heads, grid_size, qkv_bias=qkv.bias is not None, prefix_tokens=self.prefix_tokens or 0
-        )
+        gpsa = ViTGPSA(dim, module.num_heads, grid_size, qkv.bias is not None, self.prefix_tokens or 0)
         gpsa.to(qkv.weight.device, qkv.weight.dtype).set_gating(locality, gate)
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])

@@ -77,7 +77,6 @@ class AttentionToLinears(Rule):
 
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:
-    """Return how a layer differs from torch's own, or None."""
     if methods := " and ".join(overridden_methods(module, nn.MultiheadAttention)):
         return f"{type(module).__name__} overrides {methods} of nn.MultiheadAttention"
     if is_parametrized(module):

@@ -25,7 +25,7 @@ from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, reg
 from isomorph.surgery.where import JOINT_PARTS, JointPart, joint_parts
 
 _LOGIT_PROJECTIONS = {
-    f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
+    f"{start}{name}{end}" for name in "qk" for start in ("", "to_", "proj_", "w") for end in ("", "_proj")
 }
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 """Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3)."""
@@ -35,14 +35,9 @@ _RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
 
 
 def _rectify_by_name(rectify: str | Mapping[str, str]) -> dict[str, str]:
-    """Return the rectifications by the last name of a layer; that of all layers has the name "".
-
-    Raises: UserError for an unknown rectification, or a name given twice.
-    """
-    given = (
-        rectify.items() if isinstance(rectify, Mapping) else (p.rpartition("=")[::2] for p in str(rectify).split(","))
-    )
-    pairs = [(name.strip(), value.strip()) for name, value in given]
+    """Return the rectifications by the last name of a layer, that of all layers by "". Raises: UserError."""
+    raw = rectify.items() if isinstance(rectify, Mapping) else (p.rpartition("=")[::2] for p in str(rectify).split(","))
+    pairs = [(name.strip(), value.strip()) for name, value in raw]
     if not pairs or len(dict(pairs)) < len(pairs) or any(value not in _RECTIFICATIONS for _, value in pairs):
         raise UserError(
             f"rectify {rectify!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each layer, "
@@ -131,10 +126,7 @@ class LinearToPyramid(Rule):
             check_number("rescale_by", self.rescale_by, RESCALE)
 
     def within(self, model: nn.Module) -> "LinearToPyramid":
-        """Return the rule with the last names of the model's layers, by which it recognises queries and keys.
-
-        Raises: UserError if `rectify` names a layer that the model does not have.
-        """
+        """Return the rule with the last names of the model's layers. Raises: UserError if `rectify` names another."""
         parents = {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
         known = {"", *(name for name, _ in parents.values()), *(part.name for part in joint_parts(model).values())}
         if unknown := _rectify_by_name(self.rectify).keys() - known:
@@ -144,10 +136,7 @@ class LinearToPyramid(Rule):
         return bound
 
     def attach(self, model: nn.Module) -> None:
-        """Make attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that is a pyramid.
-
-        And make timm's methods that merge branches fuse the pyramids first.
-        """
+        """Make attention with separate biases call pyramids, and timm's methods that merge branches fuse them."""
         guard_pyramids(model)
         call_joint_projections(model)
 
@@ -166,9 +155,7 @@ class LinearToPyramid(Rule):
                 return f"{type(module).__name__} may compute something else than AnnealedPair"
             if self.keeps_function and not module.act.is_identity:  # type: ignore[union-attr]
                 return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
-            parts = [
-                part for part in module.children() if not isinstance(part, AnnealedReLU) and not is_plain_norm(part)
-            ]
+            parts = (part for part in module.children() if not (part is module.act or is_plain_norm(part)))
             return next(filter(None, map(linear_mismatch, parts)), None)
         if reason := linear_mismatch(plain_layer(module)):
             return reason
@@ -179,7 +166,6 @@ class LinearToPyramid(Rule):
         return None
 
     def _split_mismatch(self, module: nn.Module) -> str | None:
-        """Return why a layer cannot be split into queries, keys and values, or None if it can."""
         name, parent = self._parents.get(module, ("", None))
         if name not in JOINT_PARTS or not isinstance(module, nn.Linear):
             return f"it is no linear layer named {' or '.join(JOINT_PARTS)}"
@@ -191,10 +177,7 @@ class LinearToPyramid(Rule):
 
     @torch.no_grad()
     def build(self, module: nn.Module | JointPart) -> nn.Module:
-        """Return the pyramid, or the joint layer with pyramids, that replaces a layer or a part of a joint projection.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
+        """Return the pyramid, or the joint layer with it. Raises: UserError if the module is not accepted."""
         self.check(module)
         if isinstance(module, JointPart):
             joint, index = module.joint, module.names.index(module.name)
@@ -218,7 +201,6 @@ class LinearToPyramid(Rule):
         return JointPyramid([self._pyramid(*pair, name) for pair in pairs])  # type: ignore[misc]
 
     def _pyramid(self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = "") -> PyramidLinear | PyramidConv2d:
-        """Return the pyramid of a layer, by its last name and that of its joint projection, if any."""
         given = _rectify_by_name(self.rectify)
         rectify: Any = next((given[key] for key in (name, joint, "") if key in given), "paper")
         if rectify == "paper":

@@ -11,14 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, RefinedMap, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs, like_attention
-from isomorph.layers.refined.refiner import (
-    CrossKernel,
-    Expansion,
-    MapConvolution,
-    Refiner,
-    SpatialRefiner,
-    SquareKernel,
-)
+from isomorph.layers.refined import refiner
 from isomorph.surgery.attention_layers import facts_of
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import GridRule
@@ -122,12 +115,10 @@ class AttentionToRefined(GridRule):
         return self.grid_reason() if self.span == "spatial" else None
 
     def _edits_map(self, module: nn.Module) -> bool:
-        """True if the layer keeps its class and gets an edit of its map."""
         needs_image = self.span == "spatial" and self.grid_from_image and self.grid_size is None
         return not isinstance(module, Attention) or needs_image
 
     def _edit_mismatch(self, module: nn.Module) -> str | None:
-        """Return which option attention of another class than timm's Attention does not support, or None."""
         name = type(module).__name__
         if not self.reduce:
             return f"reduce=False needs a projection of all maps, which only timm's Attention gets, not {name}"
@@ -138,10 +129,7 @@ class AttentionToRefined(GridRule):
 
     @torch.no_grad()
     def build(self, module: Any) -> nn.Module:
-        """Return the refined attention that replaces timm's Attention, or another attention layer with a `RefinedMap`.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
+        """Return a refined layer, or the layer with a `RefinedMap`. Raises: UserError if it is not accepted."""
         self.check(module)
         if self._edits_map(module):
             return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
@@ -154,18 +142,17 @@ class AttentionToRefined(GridRule):
         return RefinedMap(self._refiner(heads, **kind))
 
     def _refiner(self, heads: int, **kind: Any) -> Any:
-        """Return what changes a map of this many heads."""
         form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
         if self.ratio == 0:
-            return MapConvolution(heads, **form)
+            return refiner.MapConvolution(heads, **form)
         if not self.reduce:
-            return Expansion(heads, self.ratio, **form)
+            return refiner.Expansion(heads, self.ratio, **form)
         if self.span == "spatial":
-            return SpatialRefiner(heads, self.ratio, **form)
-        return Refiner(heads, self.ratio, local=CrossKernel if self.span == "row+column" else SquareKernel, **form)
+            return refiner.SpatialRefiner(heads, self.ratio, **form)
+        kernel = refiner.CrossKernel if self.span == "row+column" else refiner.SquareKernel
+        return refiner.Refiner(heads, self.ratio, local=kernel, **form)
 
     def new_layer(self, **arguments: Any) -> RefinedAttention:
-        """Return a new layer; the arguments are those of timm's Attention."""
         kind: type[RefinedAttention] = RefinedAttention
         place: dict[str, Any] = {}
         if self.ratio == 0:
@@ -175,5 +162,5 @@ class AttentionToRefined(GridRule):
         elif self.span == "spatial":
             kind, place = SpatialAttention, dict(grid_size=self.grid_size or (14, 14))
             place["prefix_tokens"] = self.prefix_tokens or 0
-        refiner = self._refiner(arguments["num_heads"], **factory_kwargs(arguments))
-        return kind(refine=refiner, recompute=self.recompute, **place, **arguments)
+        refine = self._refiner(arguments["num_heads"], **factory_kwargs(arguments))
+        return kind(refine=refine, recompute=self.recompute, **place, **arguments)

@@ -61,10 +61,7 @@ class AttentionToRelative(GridRule):
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> ViTRelativeAttention:
-        """Return the relative attention that replaces an attention layer.
-
-        Raises: UserError with the reason if the module is not accepted.
-        """
+        """Return the relative attention. Raises: UserError if the module is not accepted."""
         self.check(module)
         assert isinstance(module, Attention)
         assert self.grid_size is not None

@@ -22,8 +22,6 @@ SIDE = (1, 4096)
 
 
 class _Attend(FollowMaps):
-    """Context in which the fused attention of a layer is that of its windows."""
-
     def __init__(self, layer: Any, shapes: list[GridSize]) -> None:
         super().__init__()
         self.layer, self.shapes, self.seen = layer, shapes, False
@@ -43,10 +41,7 @@ class _Attend(FollowMaps):
 
 
 class WindowAttention(AlteredAttention):
-    """Mixin of the classes of attention layers in which scores outside of the query's window get log(share).
-
-    The buffer `share` is 1 for global attention, and 0 for windows alone. If `pruned`, only those are computed.
-    """
+    """Mixin for scores plus log(share) outside of windows: share 1 is global; `pruned` layers compute windows alone."""
 
     window: int
     share: Tensor
