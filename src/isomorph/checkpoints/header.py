@@ -1,8 +1,4 @@
-"""The schema of a checkpoint's header: types, names and sizes are checked before any of it is used.
-
-A header may come from anyone. A value of another type, or a size that no model has, raises an error that names the
-file, the field, its value and what is allowed.
-"""
+"""The schema of a checkpoint's header, which may come from anyone: types, names and sizes are checked before use."""
 
 import dataclasses
 import json

@@ -1,6 +1,5 @@
-"""Saving models with a header that rebuilds them, and loading weights into a model.
+"""Saving models with a header that rebuilds them (timm base, edits, images), and loading weights into a model.
 
-A header describes a model by its timm base, the edits made on it, and the images it expects.
 Before a model is saved, the header is tried: the network that it builds must be the same but for its values.
 """
 

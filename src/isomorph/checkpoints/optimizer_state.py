@@ -1,7 +1,6 @@
 """The tensors of a run by name: weights, averaged weights, and the optimiser's state of every parameter.
 
-State is stored by parameter name, not by index as in torch, so that it stays with its parameter when groups change,
-when a recast adds or removes parameters, and when parameters are sharded differently.
+By name, so that state stays with its parameter when groups, a recast or the sharding change.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""Names of checkpoints, checked without torch: files to write, and models on the Hugging Face hub.
-
-On the hub a model is OWNER/NAME, as a model of a command hf-hub:OWNER/NAME@REVISION.
-"""
+"""Names of checkpoints and of models on the hub (hf-hub:OWNER/NAME@REVISION), checked without torch."""
 
 import errno
 import os

@@ -1,8 +1,7 @@
 """Snapshots of a run: folders of safetensors shards and one JSON file, written completely or not at all.
 
-A snapshot is written to a hidden folder, flushed to disk, given the checksums of its files and a digest of all other
-values, and then renamed. Tensors may be sharded: each process writes its own shards, and any number of processes can
-read them (torch.distributed.checkpoint). A snapshot contains no code.
+Each process writes its own shards, and any number can read them. The hidden folder of a new one gets checksums of its
+files and a digest of all other values before it is renamed. A snapshot contains no code.
 """
 
 import hashlib

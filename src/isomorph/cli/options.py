@@ -1,8 +1,6 @@
 """The application, and options that several commands share, each declared once: types, help texts and limits.
 
-A group is a dataclass: a command takes it as one keyword argument, for example `checkpoint: CheckpointOptions`, and
-each of its fields becomes an option. To add an option to every command of a group, add a field with its help text. The
-type of an option says what it may be: a number has its smallest and largest value, a file has to exist.
+A command takes a group, a dataclass, as one keyword argument; each field with its help text becomes an option.
 """
 
 import dataclasses

@@ -95,12 +95,9 @@ class LabelMapSource(Source):
         below = folders[named.index(owner) :] if owner in named else [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
 
-    def _path(self, index: int) -> Path:
-        return self.folder / self._relative_path(index)
-
     def label_map(self, index: int) -> Tensor:
         """Return the scores and classes of one image. Shape: -> (2, K, H, W)"""
-        return _load_label_map(self._path(index), self.num_classes)
+        return _load_label_map(self.folder / self._relative_path(index), self.num_classes)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image, box, flipped = apply_and_track_crop(self.transform, self.image(index))

@@ -1,7 +1,6 @@
 """The order of training images: the images of every step, and the seed of each one's augmentation.
 
-Both depend on the run's seed, the epoch and the step alone, not on the state of a random generator. So a step's batch
-is the same however many processes and workers share the work, and from whichever step a run resumes.
+Both depend on the run's seed, the epoch and the step alone, whatever the processes, workers and resumed steps.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""`Stream`, a data set that is read in order without being stored and shuffled through a buffer, and its loaders.
-
-Processes and workers of a loader read separate shares of a stream.
-"""
+"""`Stream`, a data set that is read in order, and its loaders, whose processes and workers read separate shares."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator

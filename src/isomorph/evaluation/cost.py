@@ -1,8 +1,7 @@
 """Cost of models: parameters, multiply-accumulates, memory of a pass, and the table of all with the speed.
 
-Multiply-accumulates are counted by the shapes of convolutions and matrix products (1 MAC = 2 FLOPs), so they are the
-same on every device. Those that grow with the batch are counted per image; the rest, such as the products of weights of
-pyramids in closed form, are counted per pass. Memory is what torch's own allocators count.
+Multiply-accumulates of convolutions and matrix products (1 MAC = 2 FLOPs) are counted by shape: those that grow with
+the batch per image, others, such as products of the weights of pyramids, per pass. Memory is what allocators count.
 """
 
 import copy

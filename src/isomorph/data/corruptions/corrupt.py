@@ -1,7 +1,6 @@
 """Corrupted copies of images and sources; the corruption of an image depends on neither order nor worker.
 
-The corruptions follow ImageNet-C's own code, and are compared with its output in docs/robustness.md. Those that the
-package imagecorruptions implements differently or slowly are isomorph's own; the others are the package's.
+They follow ImageNet-C's code (docs/robustness.md compares), where the package imagecorruptions differs or is slow.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """The cells of a robustness evaluation, a corruption at a severity each: wanted, measured, and kept in a result file.
 
-A result file has a line that identifies the evaluation, then one for every finished cell, so that an evaluation
-resumes. Results are compared only if they were measured on the same images.
+The file has a line that identifies the evaluation, which is compared with others on the same images only.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""The images of a robustness evaluation: clean images to corrupt, or a published data set of corrupted ones.
-
-The published data sets are ImageNet-C, CIFAR-10-C and CIFAR-100-C, as their archives unpack.
-"""
+"""The images of a robustness evaluation: clean ones to corrupt, or ImageNet-C, CIFAR-10-C, CIFAR-100-C as unpacked."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
