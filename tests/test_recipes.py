@@ -339,5 +339,5 @@ def test_weights_are_asked_for_before_anything_is_written(tmp_path):
 
 def test_label_maps_need_a_model_that_classifies_its_patches(tmp_path):
     changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
-    changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null"]
+    changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null", "data.workers=0"]
     refused("classifies its patches", open_run, iso.load_recipe("refiner_plain_b", changes))
