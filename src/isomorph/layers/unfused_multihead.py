@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention` that forms its map: out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v)."""
+    """`nn.MultiheadAttention` that forms its map: out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v).
+
+    Shape: query (B, Nq, C), key and value (B, Nk, C) -> (B, Nq, C) and the maps or None; (N, B, C) unless batch_first
+    """
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Shape: three of (B, N, C) -> three of (B, nh, N, hd)"""

@@ -31,7 +31,11 @@ def make_shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
 
 
 class InvertedBottleneck(nn.Module):
-    """Base of `MBConv` and `LayerNormMBConv`; itself what `MBConv.fuse` returns: without norm, then GELUs."""
+    """Base of `MBConv` and `LayerNormMBConv`; itself what `MBConv.fuse` returns: without norm, then GELUs.
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 5, Table 3
+    """
 
     norm_layer: ClassVar[Any]
     norm_act_layer: ClassVar[Any]

@@ -22,12 +22,7 @@ WINDOWS = 8
 
 
 def window_starts(side: int, window: int, stride: int) -> list[int]:
-    """Return where windows start along a side that they cover; the last one ends at its end.
-
-    >>> from isomorph.tasks.segmentation.predict import window_starts
-    >>> window_starts(683, window=512, stride=341)
-    [0, 171]
-    """
+    """Return where windows start along a side that they cover; the last one ends at its end."""
     count = -(-max(side - window, 0) // stride) + 1
     return [max(0, min(number * stride, side - window)) for number in range(count)]
 
