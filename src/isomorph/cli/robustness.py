@@ -8,7 +8,6 @@ from cyclopts import Parameter
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, progress_bar, show
-from isomorph.errors import UserError
 
 
 @opt.group
@@ -100,7 +99,7 @@ def robustness(
         from isomorph.evaluation.robustness.images import SEVERITIES, RobustnessOptions, open_published
         from isomorph.evaluation.robustness.scores import severity_table, summary_lines
         from isomorph.report.robustness_page import write_robustness
-        from isomorph.training.task import task_of, task_record
+        from isomorph.tasks.robustness import check_classifier
     own = dict(folder=of.folder, size=of.size, partial=of.partial)
     loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
     files = dict(out=cells.out, baseline=cells.baseline, name=opt.display_name(model, opening.pretrained))
@@ -109,8 +108,7 @@ def robustness(
     open_published(options)
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
-    if task_of(net):
-        raise UserError(f"robustness is for image classifiers; {model} is for {task_record(net)['name']}")
+    check_classifier(net, model)
     clean = None if of.folder and data is None else open_test_images(net, data, load.root, of.classes, of.split)
     with progress_bar("cells", show=runtime.is_main) as progress:
         result = measure_classifier(net, clean, replace(options, runtime=runtime, progress=progress))

@@ -71,16 +71,20 @@ def _is_main_process() -> bool:
     return not (rank.isdecimal() and int(rank))
 
 
+def _flush() -> None:
+    with suppress(AttributeError, ValueError):  # no stdout, or a closed one
+        sys.stdout.flush()
+
+
 def _end(status: int) -> NoReturn:
     """Exit; at once if this is one of several processes, so that torchrun ends the others, which wait for it.
 
     Output that nobody reads any more is dropped, else Python's own flush at exit fails too.
     """
-    with suppress(AttributeError, ValueError):  # no stdout, or a closed one
-        try:
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(status)
     sys.exit(status)
@@ -132,8 +136,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def _end_written(ended: SystemExit) -> NoReturn:
     """Exit as a command did, once all its output is written, so that a reader that is gone is noticed."""
     try:
-        with suppress(AttributeError, ValueError):  # no stdout, or a closed one
-            sys.stdout.flush()
+        _flush()
     except BrokenPipeError:
         _end(_SIGPIPE)
     raise ended

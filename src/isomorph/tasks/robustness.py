@@ -58,7 +58,12 @@ def robustness(
     (10, ['snow', 'fog'])
     """
     given, model = RobustnessOptions(suite, **options), unwrap(model, to_copy=False)
-    if task_of(model):
-        raise UserError(f"robustness is for image classifiers; the model is for {task_record(model)['name']}")
+    check_classifier(model, "the model")
     source = open_source(source, "test") if isinstance(source, str | Path) else source
     return measure_classifier(model, source, given)
+
+
+def check_classifier(model: nn.Module, name: str) -> None:
+    """Raise UserError for a model of another task; `name` is the model's in the message."""
+    if task_of(model):
+        raise UserError(f"robustness is for image classifiers; {name} is for {task_record(model)['name']}")

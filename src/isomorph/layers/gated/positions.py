@@ -12,6 +12,7 @@ follows from that of the rows, and the intermediate products are recomputed with
 Letters: nh heads, Hq Wq query grid, H W key grid, hd head width, C channels, p prefix tokens.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.eager import constant, is_eager, on_cpu
+from isomorph.layers.eval_mode import KeepsInEval
 from isomorph.layers.grid import axis_offsets
 
 
@@ -178,3 +180,28 @@ def gated_mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
     """Return (1 - sigma(gate)) content + sigma(gate) position. Shape: (..., nh, Nq, n), (nh, Nq, n), (nh,)"""
     share, rest = mix_weights(gate).to(content.dtype)[:, :, None, None]
     return torch.addcmul(position * share, content, rest)
+
+
+class PositionHeads(KeepsInEval):
+    """Base of layers whose heads attend by position; where they attend by content too, they have a `gate`."""
+
+    num_heads: int
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: sigmoid(gate), 1 without gates. Shape: -> (nh,)"""
+        gate = self._parameters.get("gate")
+        return next(self.parameters()).new_ones(self.num_heads) if gate is None else torch.sigmoid(gate)
+
+    @torch.no_grad()
+    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
+        """Set what is given of every head, if it has it. Raises: ValueError for a locality not above 0 and finite."""
+        if locality is not None:
+            if not 0 < locality < math.inf:
+                raise ValueError(f"locality {locality} must be above 0 and finite")
+            self._set_locality(locality)
+        if gate is not None and (own := self._parameters.get("gate")) is not None:
+            own.fill_(gate)
+
+    def _set_locality(self, locality: float) -> None:
+        raise NotImplementedError

@@ -15,8 +15,9 @@ from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.eager import can_keep, on_cpu
-from isomorph.layers.eval_mode import KeepsInEval, require_same
+from isomorph.layers.eval_mode import require_same
 from isomorph.layers.gated.positions import (
+    PositionHeads,
     axis_scores,
     compute_dtype,
     geometry_dtype,
@@ -45,7 +46,7 @@ def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
     return (centre.round() + middle).clamp(0, 2 * middle).long()
 
 
-class TapHeads(KeepsInEval):
+class TapHeads(PositionHeads):
     """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
 
     Gating parameters, per head: `locality` (positive through softplus of `raw_locality`) and `centre` (row, column).
@@ -135,21 +136,8 @@ class TapHeads(KeepsInEval):
         groups = "" if self.groups == 1 else f", groups={self.groups}"
         return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{groups}"
 
-    @torch.no_grad()
-    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set what is given of every head, if it has it. Raises: ValueError for a locality that is not above 0."""
-        if locality is not None:
-            if not 0 < locality < math.inf:
-                raise ValueError(f"locality {locality} must be above 0 and finite")
-            self.raw_locality.fill_(inverse_softplus(locality))
-        if gate is not None and (own := self._parameters.get("gate")) is not None:
-            own.fill_(gate)
-
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate), 1 without gates. Shape: -> (nh,)"""
-        gate = self._parameters.get("gate")
-        return torch.ones_like(self.raw_locality) if gate is None else torch.sigmoid(gate)
+    def _set_locality(self, locality: float) -> None:
+        self.raw_locality.fill_(inverse_softplus(locality))
 
     @property
     def locality(self) -> Tensor:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.eager import on_cpu
-from isomorph.layers.gated.positions import centred_axis_attention
+from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
 
 MIN_CHANNELS = 16
 """Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f)."""
@@ -207,9 +207,7 @@ def folded_taps(x: Tensor, axes: Sequence[TapAxis], filters: Tensor) -> Tensor |
 
     high, wide = (axis.window(far) for axis, far in zip(axes, reach, strict=True))
     each_head = (high[:, :, None] * wide[:, None]).to(x.dtype)  # (nh, kh, kw)
-    # products with numbers below the smallest normal one take up to forty times as long
-    each_head = F.threshold(each_head, torch.finfo(each_head.dtype).tiny ** 0.5, 0.0)
-    kernel = (filters @ each_head.flatten(1)).unflatten(-1, each_head.shape[1:])
+    kernel = (filters @ without_subnormals(each_head).flatten(1)).unflatten(-1, each_head.shape[1:])
     padding = [axis.padding + far - axis.kernel_size // 2 for axis, far in zip(axes, reach, strict=True)]
     y = F.conv2d(x, kernel, None, [axis.stride for axis in axes], padding, groups=C // within)
     if (Hq, Wq) == (bottom - top, right - left):

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.layers.eval_mode import KeepsInEval
-from isomorph.layers.gated.positions import axis_scores, image_axis, mix_weights, without_subnormals
+from isomorph.layers.gated.positions import PositionHeads, axis_scores, image_axis, mix_weights, without_subnormals
 from isomorph.layers.grid import GridSize, fill_grid, no_mask, squarest_window, window_centres
 
 
-class TokenPositions(KeepsInEval):
+class TokenPositions(PositionHeads):
     """Base of the layers whose heads attend by position (ConViT eq. 4, 5 and 7).
 
     `position` holds v_pos, from which `locality` and `centre` are read; where there is content, there is a `gate`.
     """
 
-    num_heads: int
     position: nn.Parameter
 
     def tap_offsets(self) -> Tensor:
@@ -44,12 +42,6 @@ class TokenPositions(KeepsInEval):
         locality = self.locality[:, None]
         return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate), 1 without gates. Shape: -> (nh,)"""
-        gate = self._parameters.get("gate")
-        return torch.ones_like(self.position[:, 0]) if gate is None else torch.sigmoid(gate)
-
     def axis_maps(self, grid_size: GridSize) -> tuple[Tensor, Tensor]:
         """Return softmax(v_pos . r) along rows and along columns. Shape: -> (nh, H, H), (nh, W, W)"""
         rows, columns = axis_scores(self.position, map(image_axis, grid_size, grid_size))
@@ -61,19 +53,10 @@ class TokenPositions(KeepsInEval):
         gate = self._parameters.get("gate")
         return maps if gate is None else (*maps, mix_weights(gate).to(dtype))
 
-    @torch.no_grad()
-    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set what is given of every head, if it has it; a head without a peak is centred on its initial tap.
-
-        Raises: ValueError if the locality is not above 0 and finite.
-        """
-        if locality is not None:
-            if not 0 < locality < math.inf:
-                raise ValueError(f"locality {locality} must be above 0 and finite")
-            centre = torch.where(self.centre.isfinite(), self.centre, self.tap_offsets().to(self.centre))
-            self._set_position(centre, locality)
-        if gate is not None and (own := self._parameters.get("gate")) is not None:
-            own.fill_(gate)
+    def _set_locality(self, locality: float) -> None:
+        """Set the locality of every head; one without a peak is centred on its initial tap."""
+        centre = torch.where(self.centre.isfinite(), self.centre, self.tap_offsets().to(self.centre))
+        self._set_position(centre, locality)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""

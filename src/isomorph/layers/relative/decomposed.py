@@ -9,7 +9,6 @@ is the whole score. No N x N bias is formed, and memory grows linearly with the 
 Letters: B batch, H W grid, N = H W, C channels, nh heads, hd head width, h w window, n windows per image.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from timm.layers import Attention, register_notrace_module
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import ATTENTION_PARTS, AttentionBase, factory_kwargs
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, like_attention
 from isomorph.layers.eager import constant
 from isomorph.layers.grid import GridSize, no_mask
 
@@ -94,11 +93,7 @@ class DecomposedAttention(AttentionBase):
         cls, attention: Attention, window: GridSize | None, grid_size: GridSize | None = None
     ) -> "DecomposedAttention":
         """Return this layer with the weights of timm's Attention, whose projections may be pyramids."""
-        first = next(attention.parameters())
-        layer = cls(attention.attn_dim, attention.num_heads, window, grid_size, device=first.device, dtype=first.dtype)
-        for name in ATTENTION_PARTS:
-            setattr(layer, name, copy.deepcopy(getattr(attention, name)))
-        return layer
+        return like_attention(attention, cls, window=window, grid_size=grid_size)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         no_mask(self, attn_mask, is_causal)

@@ -344,7 +344,7 @@ def gating_row(run: Run) -> dict[str, Any]:
 def _rounded(values: Tensor, decimals: int) -> Any:
     if values.ndim > 1:
         return [_rounded(row, decimals) for row in values]
-    return [round(x, decimals) if x - x == 0 else None for x in values.float().tolist()]
+    return [round(x, decimals) if math.isfinite(x) else None for x in values.float().tolist()]
 
 
 def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
