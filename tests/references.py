@@ -153,7 +153,7 @@ def refined_maps(layer, x, real=None):
         if real is not None:
             logits = logits.masked_fill(~real[:, None], -torch.inf)
         maps.append(torch.softmax(logits, dim=-1))
-    maps = torch.stack(maps, dim=1)
+    maps = layer.attn_drop(torch.stack(maps, dim=1))
     refine = layer.refine
     if real is not None:
         maps = maps * real[:, None, :, None]

@@ -5,6 +5,7 @@ import timm
 import torch
 
 import isomorph as iso
+from isomorph.analysis.windows import Windows
 from refusals import refused
 
 SMALL = {
@@ -89,6 +90,12 @@ class TestWhere:
         assert list(iso.analysis.attention_from(model, x, where="blocks.2.*")) == ["blocks.2.attn"]
         said = r"where='blocks\.7\.\*' matches no attention layer; nearest names: .*attn$"
         refused(said, iso.attention_maps, model, x, "blocks.7.*")
+
+
+def test_padding_of_windows_is_no_query_and_no_key():
+    windows = Windows((1, 3), torch.tensor([[0, 1], [2, -1]]))
+    distances, tokens = windows.distances(range(2, 4))  # those of the second image
+    assert (distances.tolist(), tokens) == ([[[0, 1], [1, 0]], [[0, 0], [0, 0]]], 3)
 
 
 def test_attention_without_a_map_is_refused_with_its_reason():

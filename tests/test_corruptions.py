@@ -1,6 +1,7 @@
 """ImageNet-C's corruptions against its own code's output; who draws what."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -130,6 +131,8 @@ def test_order_workers_and_subsets_change_nothing(workers):
     assert torch.equal(some[:, 0], images[[4, 1], 1])
     other = CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
+    cases = product(("fog", "snow"), (1, 2), (0, 1), (0, 1))
+    assert len({corruption_seed(*case) for case in cases}) == 16  # by corruption, severity, image and seed
     corrupted = CorruptedSource(source, "impulse_noise", 2)
     for part in (corrupted.subset([4, 1]), CorruptedSource(source.subset([4, 1]), "impulse_noise", 2)):
         assert part.image(1).tobytes() == corrupted.image(1).tobytes()

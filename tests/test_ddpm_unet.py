@@ -1,5 +1,6 @@
 """The U-Net of diffusion models: equal to the published network written out, in size, function and checkpoints."""
 
+import math
 import sys
 
 import pytest
@@ -136,6 +137,8 @@ def test_the_initialisation_is_that_of_the_released_code():
         assert 0 < last.weight.abs().max() < 1e-5
     assert all(not layer.bias.any() for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear))
     assert not model.unet.time_proj.weight.requires_grad
+    angle = 3 * 10_000 ** (-2 / 6)  # the second of three frequencies
+    torch.testing.assert_close(sinusoids(5, 6)[3, 2:4].tolist(), [math.sin(angle), math.cos(angle)])
 
 
 def test_pyramids_keep_the_function_and_fuse_back_at_every_time_step():

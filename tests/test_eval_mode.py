@@ -88,6 +88,29 @@ CHANGES = {
 }
 
 
+class Squared(KeepsInEval):
+    """A layer whose result is a product of matrices, in the precision of the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def square(self):
+        return self.weight @ self.weight
+
+    def forward(self, x):
+        return x @ self.keep((self.weight,), self.square)
+
+
+@torch.no_grad()
+def test_what_is_kept_has_the_precision_of_the_call():
+    layer, x = Squared().eval(), torch.randn(2, 4)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer.keep((layer.weight,), layer.square).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x), x @ layer.weight @ layer.weight)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 class TestKept:
     def test_the_second_call_keeps_and_equals_the_first(self, name):

@@ -125,6 +125,8 @@ def test_all_that_is_one_layer_is_merged(name):
     assert all(getattr(module, "weight", None) is None for module in new.modules() if "Norm" in type(module).__name__)
     assert sum(p.numel() for p in new.parameters()) <= sum(p.numel() for p in model.parameters()) + 16
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    layers = [module for module in new.modules() if getattr(module, "weight", None) is not None]
+    assert len(layers) == 1 + (name == "before two readers")
     again = fuse_with_report(new, x, affine=name in AFFINE)[1]
     assert not again.merged
 
@@ -267,6 +269,9 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     thin = iso.fuse(model, x)
     normed = iso.recast(thin, iso.ConvToConvNorm())
     assert deviation(normed(x), thin(x)) < 1e-12
+    for batches in ([x], [x[:1, :, :4, :4]]):  # the variance is unbiased, as torch's BatchNorm has it
+        found = iso.recalibrate(normed, batches)[0].norm.running_var
+        torch.testing.assert_close(found, thin[0](batches[0]).movedim(1, -1).flatten(0, -2).var(0))
     near = iso.recalibrate(normed, [x])
     assert deviation(near(x), thin(x)) < 1e-12
     trained = copy.deepcopy(near).train()

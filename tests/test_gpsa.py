@@ -62,6 +62,7 @@ def test_attention_on_tokens_is_the_papers_formula(kind, H, W, heads, prefix):
 
 
 def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
+    assert GPSA(5, 5).centre.tolist() == [[0.0, column] for column in (-2.0, -1.0, 0.0, 1.0, 2.0)]
     layer = GPSA(36, 9, (14, 14))
     layer.set_gating(gate=50.0)
     middle = layer.attention(torch.randn(1, 196, 36))[0, 4, 7 * 14 + 7]

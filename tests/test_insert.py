@@ -117,6 +117,20 @@ def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
     refused("its gamma is up to 0.5", lambda: iso.revert(moved))
 
 
+def test_a_block_sees_channels_first_and_each_has_its_gamma():
+    x = torch.randn(2, 4, 4, 4)
+    for layout, axis in (("map", 1), ("map, channels last", -1), ("tokens", -1)):
+        block = InsertedBlock(nn.Identity() if layout == "tokens" else nn.Conv2d(4, 4, 1, groups=4), 4, layout)
+        block.gamma.data.copy_(torch.arange(4.0))
+        y = block(x).movedim(axis, 0)
+        given = x.movedim(axis, 1)
+        wanted = given + (block.gamma * block.block(given).movedim(1, -1)).movedim(-1, 1)
+        torch.testing.assert_close(y, wanted.movedim(1, 0))
+    attention = MapAttention(8)
+    tokens = torch.randn(2, 12, 8)
+    torch.testing.assert_close(attention(tokens.mT.unflatten(2, (3, 4))).flatten(2).mT, attention(tokens))
+
+
 def test_pickle_export_and_compile():
     model = timm.create_model("resnet18").eval()
     new = set_gammas(iso.insert(model, MapAttention, "layer3.1"))

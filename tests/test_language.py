@@ -108,6 +108,9 @@ class TestNetworks:
         assert logits.shape == (3, 32, len(WORDS))
         positions = torch.tensor([[1, 5]] * 3)
         torch.testing.assert_close(words(**inputs, positions=positions), logits[:, [1, 5]])
+        for ids, length, found in zip(inputs["input_ids"], (32, 24, 16), logits, strict=True):
+            torch.testing.assert_close(words(ids[None, :length])[0], found[:length])  # as without padding
+        assert not torch.allclose(words(**inputs, token_type_ids=torch.ones(3, 32).long()), logits)
         words.reset_classifier(4)
         assert words(**inputs).shape == (3, 4)
 

@@ -194,12 +194,27 @@ def test_recalibration_keeps_convolutions_and_plain_norms_too():
     assert (copy.deepcopy(wide).train()(images) - wide(images)).abs().max() > 0.3
 
 
+@torch.no_grad()
+def test_recalibrated_variances_are_unbiased():
+    """As those of torch's BatchNorm: of the inputs of the norms of a branch, in eval mode."""
+    layer = iso.layers.PyramidLinear(5, 4, "P-W2S", "batchnorm").double().eval()
+    x, seen = torch.randn(6, 5, dtype=torch.float64), []
+    near = iso.recalibrate(nn.Sequential(layer), [x])[0]
+    for norm in near.norms:
+        norm.register_forward_pre_hook(lambda norm, args: seen.append((norm, args[0].var(0))))
+    near.run_branches(x)
+    assert len(seen) == len(near.norms)
+    for norm, variance in seen:
+        torch.testing.assert_close(norm.running_var, variance)
+
+
 @pytest.mark.parametrize(
     ("model", "batches", "said"),
     [
         (nn.Linear(2, 2), 1, "no BatchNorm"),
         (nn.BatchNorm1d(2), 0, "at least one batch"),
         (nn.BatchNorm1d(2, affine=False), 1, "has no weights"),
+        (nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)), 1, "more than 1 value per channel"),
     ],
 )
 def test_recalibration_says_what_is_missing(model, batches, said):

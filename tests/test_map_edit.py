@@ -122,6 +122,11 @@ def test_a_gated_map_is_that_of_gpsa():
     mixed = edit(content, MapCall(allowed, ((3, 4),), 1))
     torch.testing.assert_close(mixed.sum(-1), torch.ones(2, 4, 13, dtype=torch.float64))
     assert mixed.masked_fill(allowed[:, None], 0).abs().max() == 0
+    cells = torch.cartesian_prod(torch.arange(3.0), torch.arange(4.0))
+    torch.testing.assert_close(edit.place_map(cells, cells), edit.position_map((3, 4), (3, 4)))
+    allowed = regions(2, 12)[:, None]
+    by_place, by_axis = edit.place_map(cells, cells, allowed), edit.position_map((3, 4), (3, 4), allowed)
+    torch.testing.assert_close(by_place, by_axis)
     pooled = edit.position_map((4, 6), (2, 3))  # each key is the mean of 2 x 2 positions
     torch.testing.assert_close(pooled.sum(-1), torch.ones(4, 24, dtype=torch.float64))
 

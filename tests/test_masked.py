@@ -283,6 +283,8 @@ def test_evaluation_is_the_same_whatever_the_batches(cifar):
     state = torch.get_rng_state()
     other = evaluate_pretraining(task, model, [(images[:50], None), (images[50:], None)])
     assert torch.equal(state, torch.get_rng_state())
+    repeated = evaluate_pretraining(task, model, [*cifar, (images[:1], torch.tensor([-1]))])
+    assert repeated == found  # label -1: to fill up a process's batches
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
     assert found["reconstruction"] != evaluate_pretraining(task, model, cifar, seed=1)["reconstruction"]
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 from timm.models import group_parameters
 from timm.models._features_fx import create_feature_extractor, get_graph_node_names
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -92,6 +93,18 @@ def create(name, **kwargs):
 
 def image(batch=2, channels=3):
     return torch.randn(batch, channels, 64, 64)
+
+
+BLOCKS = {"cifar_resnet20": 9, "t_cifar_resnet20": 9, "t_resnet50d": 4, "t_resnetrs50": 4, "coatnet_0": 4}
+"""Blocks with a residual branch, where they are not the two of a ViT."""
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "vanilla" not in name])
+def test_drop_path_grows_evenly_from_none_in_the_first_block(name):
+    drops = [module.drop_prob for module in create(name, drop_path_rate=0.3).modules() if isinstance(module, DropPath)]
+    assert drops == sorted(drops)
+    steps = BLOCKS.get(name, 2) - 1
+    assert sorted({0.0, *drops}) == pytest.approx([0.3 * step / steps for step in range(steps + 1)])
 
 
 def test_the_table_is_complete():

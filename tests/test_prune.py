@@ -126,11 +126,13 @@ def small_vit():
     vit = iso.recast(vit, iso.AttentionToGPSA(locality=1.0, gate=0.0), "blocks.*.attn")
     vit.blocks[0].attn.set_gating(gate=9.0)
     vit.blocks[1].attn.set_gating(gate=-9.0)
+    vit.blocks[2].attn.set_gating(gate=-9.0)
+    vit.blocks[2].attn.gate.data[0] = -4.0  # a share of 0.018: one head is enough to keep the layer
     return vit
 
 
 MODELS = {
-    "T-CNN": (lambda: small_tcnn(0.3), {"layer3.0.conv1": "GPSA2d", "layer3.0.conv2": "PositionalConv2d"}),
+    "T-CNN": (lambda: small_tcnn(4.0), {"layer3.0.conv1": "GPSA2d", "layer3.0.conv2": "PositionalConv2d"}),
     "model with its own edits": (
         lambda: timm.create_model("t_cifar_resnet20", init="exact"),
         {"layer3.1.conv1": "Conv2d"},

@@ -106,6 +106,11 @@ def test_the_input_model_is_untouched_and_its_dtype_device_mode_and_format_are_k
         assert not any(p.requires_grad for p in new.parameters())
         assert all(module.training for module in new.modules())
         assert all(p.is_contiguous(memory_format=torch.channels_last) for p in new.parameters() if p.ndim == 4)
+    old = copy.deepcopy(plain(name))
+    for number, parameter in enumerate(old.parameters()):
+        parameter.requires_grad_(number % 2 == 0)
+    kept, before = (dict(model.named_parameters()) for model in (iso.recast(old, row.rule, row.where), old))
+    assert all(kept[key].requires_grad == before[key].requires_grad for key in kept.keys() & before.keys())
     new = iso.recast(copy.deepcopy(plain(name)).to("meta"), row.rule, row.where)
     assert {p.device.type for p in new.parameters()} == {"meta"}
     assert not any(module.training for module in new.modules())

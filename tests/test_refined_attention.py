@@ -53,6 +53,16 @@ def test_equals_the_paper(name, init, recompute):
     torch.testing.assert_close(layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "local"])  # which forms no map to drop from
+def test_dropout_comes_between_softmax_and_refiner(name):
+    layer, x = build(name, attn_drop=0.5), torch.randn(3, 9, DIM, dtype=torch.float64)
+    found = []
+    for run in (layer, lambda x: references.refined_attention(layer, x)):
+        torch.manual_seed(3)
+        found.append(run(x))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_born_with_the_same_function_and_free_to_leave(name):
     layer, x = build(name, "same-function"), torch.randn(2, 9, DIM, dtype=torch.float64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import references
-from isomorph.layers import PostRelativeAttention, RelativeAttention
+from isomorph.layers import PostRelativeAttention, RelativeAttention, ViTRelativeAttention
 from isomorph.layers.relative import attention as relative_attention
 from isomorph.layers.relative.attention import attend_with_bias, resize_table
 from torch_citizens import TorchCitizens
@@ -36,6 +36,16 @@ def test_equals_the_paper_with_gradients(kind, grid, wider):
     with torch.no_grad():  # the kept bias
         torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def test_prefix_tokens_have_a_bias_each_way_and_one_among_themselves():
+    layer = build(ViTRelativeAttention, prefix_tokens=2, prefix_bias=True)
+    bias = layer.expand_bias((4, 3), torch.float64)
+    to_position, from_position, among = layer.prefix_bias
+    torch.testing.assert_close(bias[:, 2:, 2:], references.relative_scores(layer, 4, 3))
+    assert torch.equal(bias[:, :2, 2:], to_position[:, None, None].expand(-1, 2, 12))
+    assert torch.equal(bias[:, 2:, :2], from_position[:, None, None].expand(-1, 12, 2))
+    assert torch.equal(bias[:, :2, :2], among[:, None, None].expand(-1, 2, 2))
 
 
 def test_a_table_alone_is_a_convolution():

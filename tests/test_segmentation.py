@@ -184,6 +184,14 @@ def test_joint_augmentation_keeps_masks_on_their_images():
         assert (x[:, ~valid].abs() < 1e-6).all()  # the border, which is black, and the padding
 
 
+def test_what_pads_a_small_image_has_no_class():
+    part = SegmentationPart(crop=(40, 40), resize=None, ratio=(1.0, 1.0), photometric=False, category_share=1.0)
+    image, mask = torch.full((3, 24, 40), 255, dtype=torch.uint8), torch.ones(24, 40, dtype=torch.int64)
+    x, y = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)(Pair(tv_tensors.Image(image), tv_tensors.Mask(mask)))
+    assert torch.equal(y == IGNORE, torch.arange(40)[:, None].expand(40, 40) >= 24)
+    assert torch.equal(x[0] == 0, y == IGNORE)
+
+
 def test_sizes_and_capped_crops():
     assert scaled_size((512, 683), (2048, 512)) == (512, 683)
     assert scaled_size((300, 2000), (2048, 512)) == (307, 2048)

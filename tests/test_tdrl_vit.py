@@ -16,6 +16,7 @@ from isomorph.training.optim import scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
+from isomorph.training.run import loop
 from isomorph.training.run.log import read_log
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -200,5 +201,7 @@ def test_branch_similarity_is_the_cka_of_the_branches():
         outputs = [nn.Sequential(*chain)(seen[name]) for chain in pyramid.chains]
         expected = torch.stack([torch.stack([iso.analysis.linear_cka(a, b) for b in outputs]) for a in outputs])
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+    pairs = found[fc1][0, 1], found[fc1][0, 2], found[fc1][1, 2]
+    assert loop._branches(model, x)["branch_similarity"][fc1] == pytest.approx(sum(pairs).item() / 3)
     with pytest.raises(iso.UserError, match="no pyramids"):
         iso.analysis.branch_similarity(thin, x)

@@ -1,5 +1,7 @@
 """Recipes, the loop and its checkpoints: what a user trusts a run with."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -17,7 +19,8 @@ from isomorph.training.optim import (
 )
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.run.log import read_log
-from isomorph.training.run.loop import train_epoch
+from isomorph.training.run import loop
+from isomorph.training.run.loop import train_epoch, train_step
 from isomorph.training.run.state import open_run
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny
 
@@ -43,6 +46,11 @@ class TestOptim:
             **dict.fromkeys(groups, 0),
             "decayed": 0.05,
         }
+        vit = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+        vit = iso.recast(vit, iso.AttentionToRelative(), "blocks.*.attn")
+        decayed, exempt = (group["params"] for group in scaled_groups(vit, OptimPart(lr=1e-3)))
+        assert {id(vit.pos_embed), id(vit.cls_token), id(vit.blocks[0].attn.relative_bias)} <= set(map(id, exempt))
+        assert all(parameter.ndim > 1 for parameter in decayed)
 
     def test_no_scheduler_and_no_optimiser_loses_a_group(self):
         """Every group keeps its share of the rate through the whole schedule, whatever moves the weights."""
@@ -84,6 +92,8 @@ class TestOptim:
         plain = learning_rate_scales(vit, 0.5)
         wide = iso.recast(vit, iso.LinearToPyramid("P-W2S"), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
         gated = iso.recast(vit, iso.AttentionToGPSA(), where="blocks.[01].attn")
+        names = ["head.weight", *(f"blocks.{i}.norm1.weight" for i in (3, 2, 1, 0)), "patch_embed.proj.weight"]
+        assert [plain[name] for name in names] == [1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
         for model in (wide, gated):
             model.blocks[0].requires_grad_(False)
             for name, scale in learning_rate_scales(model, 0.5).items():
@@ -112,6 +122,30 @@ class TestRun:
         rebuilt = iso.load(folder / "model.safetensors")
         assert torch.equal(rebuilt(x), result.model(x))
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
+
+    def test_each_step_has_its_rate_and_its_draws_and_averages_follow_it(self, tmp_path, monkeypatch):
+        """In a run of three steps: an epoch of two, and half of one, whose loss is the mean of its own steps."""
+        optim, parts = dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"), dict(accumulate=2)
+        run = open_run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
+        draws, backward = [], loop._backward
+
+        def draw(*args):
+            draws.append(torch.rand(()).item())
+            backward(*args)
+
+        monkeypatch.setattr(loop, "_backward", draw)
+        for step in range(3):
+            before = copy.deepcopy(run.averaged.conv1.weight.detach())
+            train_step(run)
+            assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * (1 - step / 3))
+            kept = 0.5 * (step > 1)  # timm's average begins with the weights
+            wanted = before.lerp(run.trained.conv1.weight, 1 - kept)
+            torch.testing.assert_close(run.averaged.conv1.weight, wanted, rtol=0, atol=1e-9)
+            run.progress.step += 1
+        assert len(set(draws)) == 6
+        run.progress.step, run.progress.closed = 2, 1
+        run.total.zero_()
+        assert train_epoch(run) == pytest.approx(run.total[0].item())
 
     def test_the_log_follows_attention_from_the_start(self, ended):
         """Gates, spans and centres of every head before training and after each epoch, in few bytes."""

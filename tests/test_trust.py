@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, start
@@ -22,6 +23,7 @@ from isomorph.training.run.guards import stop_requests
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.state import Run, open_run
+from refusals import refused
 from tiny_runs import stopped_run
 
 TINY = dict(
@@ -183,6 +185,17 @@ def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, c
     assert "resuming after step 4 of 12" in said
     assert [path.name for path in tmp_path.glob("damaged-*")] == ["damaged-step-00000006"]
     same_run(whole, tmp_path)
+
+
+def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no space left")
+
+    run = open_run(tiny(tmp_path))
+    path = run.snapshot()
+    monkeypatch.setattr(dcp, "save", fail)
+    refused("no space left; the snapshots before it are intact", run.snapshot)
+    assert newest_snapshot(tmp_path).path == path
 
 
 @pytest.mark.slow

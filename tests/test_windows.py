@@ -43,6 +43,14 @@ def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     assert deviation(attend_with_share(attend, q, k, v, bias, windows, torch.tensor(share)), expected) < 1e-6
     if share == 0 or side >= max(H, W):
         assert deviation(attend_in_windows(attend, q, k, v, bias, windows), expected) < 1e-12
+    allowed = torch.rand(2, 1, 1, N) < 0.7  # real tokens, of which every window has one
+    allowed[..., :prefix] = allowed[..., prefix::2] = True
+    hidden = torch.zeros(2, 1, 1, N, dtype=torch.float64).masked_fill(~allowed, -1e3)
+    for mask in (allowed, allowed.expand(-1, -1, N, -1)):
+        found = attend_with_share(attend, q, k, v, mask, windows, torch.tensor(share))
+        assert deviation(found, attend_with_share(attend, q, k, v, hidden, windows, torch.tensor(share))) < 1e-12
+        found = attend_in_windows(attend, q, k, v, mask, windows)
+        assert deviation(found, attend_in_windows(attend, q, k, v, hidden.expand(-1, -1, N, -1), windows)) < 1e-12
 
 
 MODELS = {

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import torch
+from torch import nn
 
 
 class TorchCitizens:
@@ -19,6 +20,14 @@ class TorchCitizens:
         assert (y - expected).abs().max() < 0.04 * expected.abs().max()  # bfloat16 has 8 bits
         z = copy.deepcopy(self.layer).bfloat16()(self.x.bfloat16())
         assert (z - expected).abs().max() < 0.04 * expected.abs().max()
+
+    def test_every_dropout_acts_in_training_alone(self):
+        layer, still = copy.deepcopy(self.layer), self.layer.eval()(self.x)
+        for drop in (module for module in layer.modules() if isinstance(module, nn.Dropout)):
+            drop.p = 0.5
+            torch.testing.assert_close(layer.eval()(self.x), still)
+            assert not torch.allclose(layer.train()(self.x), still, atol=1e-3)
+            drop.p = 0.0
 
     def test_copies_pickles_and_builds_on_meta(self):
         for twin in (copy.deepcopy(self.layer), pickle.loads(pickle.dumps(self.layer))):

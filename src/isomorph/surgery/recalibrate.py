@@ -33,8 +33,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         keep_function: False to leave weights and biases of BatchNorm, for models whose running statistics are not those
             of their weights: averaged weights, or pre-training on masked images.
 
-    Raises: UserError if the model has no BatchNorm with statistics, if there is no batch, or, with keep_function, if a
-        BatchNorm has no weights.
+    Raises: UserError if the model has no BatchNorm with statistics, if there is no batch or one with a single value per
+        channel, or, with keep_function, if a BatchNorm has no weights.
 
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> new = iso.recalibrate(cnn, [torch.randn(8, 3, 32, 32) for _ in range(2)])
@@ -95,6 +95,9 @@ def _measure_inputs(model: nn.Module) -> Iterator[None]:
 def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
     if isinstance(module, _BatchNorm):
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
+        if len(channels) == 1:
+            shape = list(x.shape)
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
         yield module, channels.mean(0), channels.var(0)
         return
     parts = module.pyramids if isinstance(module, JointPyramid) else [module]
