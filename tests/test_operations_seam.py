@@ -207,6 +207,26 @@ def test_every_head_of_every_class_is_edited_by_itself(name):
     assert torch.linalg.matrix_rank(moves, rtol=1e-6) == heads
 
 
+class Averaging(nn.Module):
+    """Attention that takes the mean instead of forming its map when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.averages = nn.Linear(12, 36), False
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return v.mean(1, keepdim=True).expand_as(v) if self.averages else (q @ k.mT).softmax(-1) @ v
+
+
+def test_a_call_that_passes_an_edit_by_is_an_error():
+    layer, x = edit_map(Averaging(), Scale, None, None), torch.randn(2, 7, 12)
+    assert layer(x).shape == x.shape
+    layer.averages = True
+    with pytest.raises(ValueError, match="Averaging did not form its map in this call"):
+        layer(x)
+
+
 class Net(nn.Module):
     """Layers whose outputs are read by a norm, by a norm and a sum, and twice; one whose weight alone is read."""
 

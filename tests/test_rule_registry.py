@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import pytest
+import torch
 from torch import nn
 
 import isomorph as iso
@@ -28,6 +29,21 @@ class Kept(iso.surgery.Rule):
 
     def build(self, module: nn.Module) -> nn.Module:
         return module
+
+
+class Anew(Kept):
+    """A layer made anew, as torch makes it."""
+
+    def build(self, module: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4))
+
+
+def test_what_a_rule_makes_has_dtype_device_and_mode_of_what_it_replaces():
+    old = nn.Sequential(nn.Linear(3, 4)).to(torch.bfloat16).requires_grad_(False).eval()
+    for model in (old, old.to("meta").double().requires_grad_(True).train()):
+        new, like = iso.recast(model, Anew(), "0")[0][0], model[0].weight
+        found = new.weight.dtype, new.weight.device, new.weight.requires_grad, new.training
+        assert found == (like.dtype, like.device, like.requires_grad, model.training)
 
 
 def recipe(**recast):

@@ -18,8 +18,8 @@ from isomorph.training.optim import (
     scaled_groups,
 )
 from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.run.log import read_log
 from isomorph.training.run import loop
+from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch, train_step
 from isomorph.training.run.state import open_run
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny
