@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import isomorph as iso
-from isomorph.layers.eval_mode import KeepsInEval
+from isomorph.layers.modes import KeepsInEval
 
 
 class Edited(nn.Module):

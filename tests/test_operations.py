@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import isomorph as iso
-from isomorph.layers import eager
+from isomorph.layers import modes
 from test_eval_mode import LAYERS as KEPT
 
 NOT_LAUNCHED = {"_unsafe_view", "promote_types", "result_type", "can_cast"}
@@ -135,7 +135,7 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def gpu_form(monkeypatch):
     """Layers take the form that they take on a GPU."""
-    monkeypatch.setattr(eager, "CPU_DEVICE", "another")
+    monkeypatch.setattr(modes, "CPU_DEVICE", "another")
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -172,7 +172,7 @@ EVERY = {name: (row.make, row.size) for name, row in LAYERS.items()} | KEPT | OT
 @pytest.mark.parametrize("device", ["another", "cpu"])
 @pytest.mark.parametrize("name", EVERY)
 def test_nothing_waits_for_the_device(name, device, monkeypatch):
-    monkeypatch.setattr(eager, "CPU_DEVICE", device)
+    monkeypatch.setattr(modes, "CPU_DEVICE", device)
     make, size = EVERY[name][:2]
     layer, x = make(), torch.randn(size)
     launched(layer, x, wait=False)

@@ -16,7 +16,7 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.imagenet_labels import imagenet_labels
 from isomorph.evaluation import Sweep, evaluate_suites, open_suites
-from isomorph.evaluation.sweep import run_sweep
+from isomorph.evaluation.model_data import run_sweep
 from refusals import refused
 
 LABELS = imagenet_labels()

@@ -12,8 +12,8 @@ from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
-from isomorph.surgery.model_inputs import check_inputs
-from isomorph.surgery.where import Where
+from isomorph.surgery.calls import check_inputs
+from isomorph.surgery.modules import Where
 
 
 def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[str, Tensor]:

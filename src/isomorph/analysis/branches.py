@@ -11,7 +11,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.moments import measure_moments
-from isomorph.surgery.where import outermost_modules
+from isomorph.surgery.modules import outermost_modules
 
 
 def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:

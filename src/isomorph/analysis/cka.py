@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import batches
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
-from isomorph.surgery.where import Where
+from isomorph.surgery.modules import Where
 
 MIN_IMAGES = 4
 """Smallest batch for unbiased HSIC, which divides by n - 3."""

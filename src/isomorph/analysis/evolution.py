@@ -12,7 +12,7 @@ from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
-from isomorph.surgery.where import Where
+from isomorph.surgery.modules import Where
 
 NUM_DRAWS, DRAW_SIZE = 10, 32
 """Number and size of the random batches over which the paper averages F_k."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import run_with_hooks
 from isomorph.errors import UserError
-from isomorph.surgery.where import Where, matches_where, nearest_names
+from isomorph.surgery.modules import Where, matches_where, nearest_names
 
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA, GatedMap, PositionalAttention
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.edited_attention import attention_name
-from isomorph.surgery.where import outermost_modules
+from isomorph.surgery.modules import outermost_modules
 
 _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 

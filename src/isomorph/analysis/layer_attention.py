@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
-from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.gated.tap_heads import TapHeads
+from isomorph.layers.modes import eval_mode
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk
 from isomorph.surgery.attention_layers import facts_of, heads_of
-from isomorph.surgery.model_inputs import check_inputs
-from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
+from isomorph.surgery.calls import check_inputs
+from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
 """Submodules whose operations count as those of the layer around them."""

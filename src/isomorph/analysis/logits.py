@@ -10,7 +10,7 @@ from isomorph.analysis.batches import mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
-from isomorph.surgery.where import Where
+from isomorph.surgery.modules import Where
 
 _QUERIES_PER_CHUNK = 64
 """Rows of the attention map that are computed at the same time."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.operations import AppliedAttention
-from isomorph.surgery.where import Where
+from isomorph.surgery.modules import Where
 
 
 def _mean_of_maps(

@@ -10,14 +10,14 @@ import torch
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import Contents, strip_wrappers
+from isomorph.checkpoints.files import Contents, check_foreign_kwargs, strip_wrappers
 from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered
-from isomorph.models.model_kwargs import check_foreign_kwargs, check_model_kwargs
-from isomorph.surgery.record import add_notes
+from isomorph.models.model_kwargs import check_model_kwargs
+from isomorph.surgery.rule import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 

@@ -17,8 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from isomorph.checkpoints.files import is_own, read_header
-from isomorph.checkpoints.header import DATA_KEYS, parse_data
+from isomorph.checkpoints.files import DATA_KEYS, is_own, parse_data, read_header
 from isomorph.errors import UserError
 from isomorph.models.download import impatient_hub, is_connection_error
 

@@ -16,16 +16,25 @@ from safetensors.torch import save as serialize
 from timm.models._input import get_model_args
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import Contents, read_contents, short_reason, strip_wrappers, write_atomically
-from isomorph.checkpoints.header import DATA_KEYS, FORMAT, Header, parse_header
+from isomorph.checkpoints.files import (
+    DATA_KEYS,
+    FORMAT,
+    Contents,
+    Header,
+    parse_header,
+    read_contents,
+    short_reason,
+    strip_wrappers,
+    write_atomically,
+)
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import built_size, label_names
 from isomorph.models import create
 from isomorph.operations import unwrap
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
+from isomorph.surgery.modules import joint_candidates
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.record import add_notes, record, update_record
-from isomorph.surgery.where import joint_candidates
+from isomorph.surgery.rule import add_notes, record, update_record
 
 _ALWAYS_ALLOWED_NUMEL = 2**20  # models of up to this many numbers are built however small their file is
 _WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})

@@ -32,7 +32,7 @@ from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, read
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.surgery import edits, replay
-from isomorph.surgery.record import add_notes, notes
+from isomorph.surgery.rule import add_notes, notes
 
 
 def load(

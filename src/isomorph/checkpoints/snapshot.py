@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from isomorph.checkpoints.header import describe_problems
+from isomorph.checkpoints.files import describe_problems
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 

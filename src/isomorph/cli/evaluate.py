@@ -133,9 +133,16 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
-    from isomorph.evaluation.model_data import evaluation_data
+    from isomorph.evaluation.model_data import (
+        Sweep,
+        TestSet,
+        check_num_classes,
+        evaluation_data,
+        measure_costs,
+        run_sweep,
+        write_csv,
+    )
     from isomorph.evaluation.suites import NUM_CLASSES, open_located
-    from isomorph.evaluation.sweep import Sweep, TestSet, check_num_classes, measure_costs, run_sweep, write_csv
 
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)

@@ -21,7 +21,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import random_inputs, training_config
 from isomorph.evaluation.model_data import record_root
 from isomorph.surgery import notes
-from isomorph.surgery.model_inputs import Inputs
+from isomorph.surgery.calls import Inputs
 from isomorph.terminal_tables import say
 from isomorph.training.recipe.read import parse_value
 

@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import short_reason
-from isomorph.checkpoints.header import DATA_KEYS, parse_data
+from isomorph.checkpoints.files import DATA_KEYS, parse_data, short_reason
 from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.program import quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes

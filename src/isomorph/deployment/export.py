@@ -20,7 +20,7 @@ from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
-from isomorph.surgery.model_inputs import cast_floats, run_model
+from isomorph.surgery.calls import cast_floats, run_model
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import ROUNDING, Difference
 from isomorph.terminal_tables import count_of

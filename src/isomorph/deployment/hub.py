@@ -26,12 +26,11 @@ from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.model_card import model_card, read_training, recipe_text
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.operations import unwrap
-from isomorph.surgery.model_inputs import run_model
-from isomorph.surgery.outputs import largest_difference, relative
+from isomorph.surgery.calls import largest_difference, relative, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}

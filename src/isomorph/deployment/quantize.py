@@ -20,8 +20,8 @@ from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, tr
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
+from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
-from isomorph.surgery.where import nearest_names
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

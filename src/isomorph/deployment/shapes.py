@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, input_size_problem
-from isomorph.surgery.model_inputs import Inputs
+from isomorph.surgery.calls import Inputs
 
 DYNAMIC = ("batch", "batch,size", "size", "none")
 """What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing."""

@@ -3,9 +3,9 @@
 from isomorph.evaluation.accuracy import PredictionCounts, evaluate
 from isomorph.evaluation.cost import cost_table, count_macs, count_parameters, peak_bytes, saved_bytes
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
+from isomorph.evaluation.model_data import Sweep
 from isomorph.evaluation.speed import Speed, measure_speeds, throughput
 from isomorph.evaluation.suites import SUITES, evaluate_suites, open_suites
-from isomorph.evaluation.sweep import Sweep
 
 __all__ = [
     "SUITES",

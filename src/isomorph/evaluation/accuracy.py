@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 
 _ECE_BINS = 15
 _STEP = 2.0**-28

@@ -19,7 +19,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_like
 from isomorph.evaluation.speed import Step, measure_speeds, restored_afterwards, stepped_module
 from isomorph.layers.pyramid.base import Parallel, Pyramid
-from isomorph.surgery.model_inputs import run_model
+from isomorph.surgery.calls import run_model
 
 _COUNTED_BATCH = 2  # size of the smaller of the two counted batches: enough for BatchNorm in training mode
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}  # True for a pass of training

@@ -14,9 +14,9 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import class_logits
-from isomorph.layers.eval_mode import eval_mode
-from isomorph.surgery.model_inputs import Inputs, run_model
-from isomorph.surgery.record import record
+from isomorph.layers.modes import eval_mode
+from isomorph.surgery.calls import Inputs, run_model
+from isomorph.surgery.rule import record
 
 ImageSize = tuple[int, int]
 

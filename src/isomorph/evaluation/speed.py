@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import inputs_like
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.surgery.model_inputs import Inputs, run_model
+from isomorph.surgery.calls import Inputs, run_model
 
 Step = Literal["inference", "train", "pretrain"]
 """What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked pre-training, with the

@@ -15,7 +15,7 @@ from isomorph.data.formats.registry import CLASS_NAME, data_root, detect_format,
 from isomorph.data.imagenet_labels import imagenet_classes, imagenet_labels, real_labels
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.sweep import Scoring, Sweep, TestSet, check_num_classes, run_sweep
+from isomorph.evaluation.model_data import Scoring, Sweep, TestSet, check_num_classes, run_sweep
 
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 Location = tuple[Path, str]

@@ -8,8 +8,7 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from isomorph.layers.eager import is_eager
-from isomorph.layers.eval_mode import require_same
+from isomorph.layers.modes import is_eager, require_same
 
 Layer = TypeVar("Layer", bound=Attention)
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.eager import is_eager, is_functorch_tensor
 from isomorph.layers.gated.positions import axis_scores, gated_mix, geometry_dtype, image_axis, kronecker, mix_weights
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.grid import GridSize, fit_grid
+from isomorph.layers.modes import is_eager, is_functorch_tensor
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
 BLOCKED_SCORE = -100.0

@@ -14,8 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.staged import recompute
-from isomorph.models.variants import check_whole_patches, require_images
+from isomorph.models.base import check_whole_patches, recompute, require_images
 
 # Both read sizes, so torch.fx must call them rather than trace into them.
 torch.fx.wrap("require_images")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
-from isomorph.layers.eager import is_functorch_tensor
+from isomorph.layers.modes import is_functorch_tensor
 from isomorph.layers.relative.attention import resize_table
 from isomorph.layers.relative.mbconv import (
     BatchNormStem,
@@ -38,9 +38,9 @@ from isomorph.layers.relative.mbconv import (
     make_pool,
     make_shortcut,
 )
-from isomorph.models.staged import StagedNet
-from isomorph.models.variants import (
+from isomorph.models.base import (
     ForeignCheckpoints,
+    StagedNet,
     Variant,
     build_variant,
     image_cfg,

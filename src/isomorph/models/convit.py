@@ -14,16 +14,16 @@ from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA
-from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.staged import parameters_without_decay
-from isomorph.models.variants import (
+from isomorph.models.base import (
     ForeignCheckpoints,
     Variant,
     build_variant,
     image_cfg,
+    parameters_without_decay,
     register_variants,
     unwrap_state_dict,
 )
+from isomorph.models.blockwise import BlockwiseViT
 
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
 """Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4)."""

@@ -10,8 +10,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.models.base import check_whole_patches
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.variants import check_whole_patches
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 

@@ -1,6 +1,5 @@
 """Arguments of timm.create_model that a recipe gives as model.kwargs, or a command as --model-kwargs."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,16 +17,6 @@ RESERVED_ARGUMENTS = {
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "export the trained model instead"),
 }
 
-_OPENS_FILES = {
-    *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
-    *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
-    *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
-    *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
-}
-"""Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not."""
-_LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
-"""What a path, an address or a name on the hub has, and no option of a network."""
-
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
     """Raises: ValueError for an argument that another field of the recipe sets, or a value that no network takes."""
@@ -37,20 +26,6 @@ def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
         if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} {value!r} must be a whole number of at least 0")
         _check_value(name, value)
-
-
-def check_foreign_kwargs(value: Any, where: str = "") -> None:
-    """Raises: ValueError for an argument of a file, at any level, that may open another file, fetch one or run code."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            place = f"{where}.{name}".lstrip(".")
-            if name in _OPENS_FILES and each:
-                raise ValueError(f"{place} is not allowed: a file may name no other file, repository or code")
-            check_foreign_kwargs(each, place)
-    elif isinstance(value, str) and _LOCATION.search(value):
-        raise ValueError(f"{where} is {value[:60]!r}: a file may name no other file, repository or code")
 
 
 def largest_allowed(name: str) -> int:

@@ -22,8 +22,7 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
-from isomorph.models.blockwise import DenseHeadViT
-from isomorph.models.variants import (
+from isomorph.models.base import (
     ForeignCheckpoints,
     Variant,
     build_variant,
@@ -31,6 +30,7 @@ from isomorph.models.variants import (
     register_variants,
     unwrap_state_dict,
 )
+from isomorph.models.blockwise import DenseHeadViT
 from isomorph.surgery import AttentionToRefined
 
 

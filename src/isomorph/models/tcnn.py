@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
 from isomorph.models import cifar_resnet
+from isomorph.models.base import ForeignCheckpoints, Variant, build_variant, parameters_without_decay, register_variants
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
-from isomorph.models.staged import parameters_without_decay
-from isomorph.models.variants import ForeignCheckpoints, Variant, build_variant, register_variants
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 
 RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from isomorph.layers.pyramid.base import Parallel
 from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
-from isomorph.models.blockwise import AnySizeViT
-from isomorph.models.variants import (
+from isomorph.models.base import (
     ForeignCheckpoints,
     Variant,
     build_variant,
@@ -26,8 +25,9 @@ from isomorph.models.variants import (
     register_variants,
     unwrap_state_dict,
 )
+from isomorph.models.blockwise import AnySizeViT
 from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, replay, targets
-from isomorph.surgery.where import outermost_modules
+from isomorph.surgery.modules import outermost_modules
 
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""

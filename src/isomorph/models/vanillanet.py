@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.pyramid.annealed import AnnealedPair, SeriesActivation
-from isomorph.models.staged import StagedNet
-from isomorph.models.variants import (
+from isomorph.models.base import (
+    StagedNet,
     Variant,
     build_variant,
     image_cfg,

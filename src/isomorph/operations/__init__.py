@@ -1,7 +1,21 @@
 """What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
 from isomorph.operations.applied import AppliedAttention, ReadMaps, images_per_chunk
-from isomorph.operations.flow import Flow, Operation, Value, count_calls, see, tensors_in, value_of
+from isomorph.operations.flow import (
+    Flow,
+    Operation,
+    Value,
+    copy_module,
+    count_calls,
+    hooks_on,
+    is_compiled,
+    records_outputs,
+    see,
+    tensors_in,
+    unwrap,
+    value_of,
+    wrappers_of,
+)
 from isomorph.operations.maps import (
     EditMaps,
     FollowMaps,
@@ -11,7 +25,6 @@ from isomorph.operations.maps import (
     to_standard_map,
     usual_layout,
 )
-from isomorph.operations.wrappers import copy_module, hooks_on, is_compiled, records_outputs, unwrap, wrappers_of
 
 __all__ = [
     "AppliedAttention",

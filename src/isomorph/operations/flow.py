@@ -1,8 +1,10 @@
-"""Which operations make and read a value, in one call of a model, whatever its classes.
+"""Models without wrappers, and which operations make and read a value in one call of a model, whatever its classes.
 
 A value is a tensor at a version: an operation in place makes a new one.
 """
 
+import copy
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from timm.utils.model_ema import ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+
+from isomorph.errors import UserError, first_line
 
 Value = tuple[int, int]
 """The identity and the version of a tensor."""
@@ -167,3 +173,102 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
         for name, module in modules.items():
             vars(module).pop("forward", None)
             vars(module).update({"forward": own[name]} if own[name] else {})
+
+
+Wrappers = tuple[type[nn.Module], ...]
+
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_WRAPPERS = (*_PARALLEL, AveragedModel, ModelEmaV2, ModelEmaV3)
+"""Classes that keep their model as `module`; a compiled model is the `_orig_mod` of its wrapper."""
+
+_PERMANENT_HINT = (
+    "make pruning and weight norms permanent first (prune.remove, remove_weight_norm); if a layer keeps a result of "
+    "its last call, as timm's LeViT does, call model.train(), and call it under torch.no_grad()"
+)
+
+
+def hooks_on(module: nn.Module) -> list[str]:
+    """Return the names of a module's hooks of all kinds, but for surgery's own and transformers' records."""
+    # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
+    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
+    functions = [getattr(hook, "hook", None) or hook for hooks in kinds for hook in hooks.values()]
+    own = [hook for hook in functions if not getattr(getattr(hook, "__self__", hook), "reattached", False)]
+    return [getattr(hook, "__name__", type(hook).__name__) for hook in own if not records_outputs(hook)]
+
+
+def records_outputs(hook: Any) -> bool:
+    """True for a hook by which transformers records the outputs of layers."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def unwrap(model: Any, to_copy: bool = True) -> Any:
+    """Return the model inside the wrappers of torch.compile, DataParallel, DistributedDataParallel and averages.
+
+    To be copied or saved, submodules are unwrapped too, in a copy: they have the names that they had before. What is
+    not a model is returned as it is.
+
+    Raises: UserError if a wrapper has hooks, which would be lost; to be copied, also for weights that are divided among
+        processes (FSDP).
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> unwrap(torch.nn.DataParallel(torch.compile(cnn))) is cnn
+        True
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    model = _innermost(model, _WRAPPERS)
+    if not to_copy:
+        return model
+    if _is_sharded(model):
+        raise UserError(
+            "the weights are divided among processes (FSDP); gather them with get_model_state_dict and "
+            "StateDictOptions(full_state_dict=True) of torch.distributed.checkpoint.state_dict, and load them into a "
+            "model that is not divided"
+        )
+    if any(len(wrappers_of(module, _PARALLEL)) > 1 for module in model.modules()):
+        model = copy_module(model)
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if child is not None:
+                    parent._modules[name] = _innermost(child, _PARALLEL)
+    return model
+
+
+def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
+    """Return the wrappers around a model, the outermost first, and the model last."""
+    name = "module" if isinstance(module, kinds) else "_orig_mod"
+    inner = dict(module.named_children()).get(name)
+    return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
+
+
+def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
+    *wrappers, inner = wrappers_of(module, kinds)
+    for wrapper in wrappers:
+        if hooks := hooks_on(wrapper):
+            name = type(wrapper).__name__ if isinstance(wrapper, kinds) else "compiled model"
+            raise UserError(f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside")
+    return inner
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """True for both kinds of FSDP; without their module, which is slow to import, there is none."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(filter(None, (getattr(fsdp, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))))
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def is_compiled(model: Any) -> bool:
+    """True if the model or a submodule is compiled."""
+    # model.compile() sets a private attribute of torch's and wraps nothing
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+
+
+def copy_module(model: nn.Module) -> nn.Module:
+    """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
+    try:
+        with torch.inference_mode(False):  # the copy can be trained
+            return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise UserError(f"the model cannot be copied ({first_line(error)[:120]}); {_PERMANENT_HINT}") from None

@@ -34,7 +34,7 @@ from isomorph.report.page_models import (
     model_history,
     name_classes,
 )
-from isomorph.surgery.where import Where
+from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of
 
 RESOLUTION = 1e-3

@@ -19,7 +19,7 @@ from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
 from isomorph.report.charts import json_numbers
 from isomorph.report.page_images import PageImage
-from isomorph.surgery.where import Where
+from isomorph.surgery.modules import Where
 
 LEVELS = 255
 MAX_EXACT_BYTES = 2**30

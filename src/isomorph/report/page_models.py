@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_entropy, nonlocality
 from isomorph.evaluation.input_sizes import class_namer
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 from isomorph.surgery import edits
-from isomorph.surgery.record import record
+from isomorph.surgery.rule import record
 
 PREDICTED_CLASSES = 3
 """Classes that a prediction names."""

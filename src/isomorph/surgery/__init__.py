@@ -9,9 +9,8 @@ from isomorph.surgery.merge import FuseReport, Merge
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, recast, replay, targets
-from isomorph.surgery.record import Edit, edits, edits_since, notes
 from isomorph.surgery.revert import Revert, revert
-from isomorph.surgery.rule import RULES, Rule, build_rule, register_rule
+from isomorph.surgery.rule import RULES, Edit, Rule, build_rule, edits, edits_since, notes, register_rule
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.linears import AttentionToLinears

@@ -5,9 +5,8 @@ leaves both to transformers' attention interface. Where a map is among its opera
 """
 
 import dis
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from isomorph.layers.grid import GridSize, fit_grid, grid_places
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
 from isomorph.operations import MapLayout
 from isomorph.surgery.altered import cached_by_class
+from isomorph.surgery.modules import functions_of
 
 _HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
 """Attributes of layers, and of the configurations of transformers, for the number of heads."""
@@ -185,22 +185,6 @@ def names_of(layer: nn.Module) -> list[str]:
 
 def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def functions_of(kind: type) -> Iterator[Any]:
-    """Yield the forward of a class, and the methods and functions of its module that it uses."""
-    waiting, seen = [getattr(kind, "forward", None)], set()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
-        code = getattr(function, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        yield function
-        for name in code.co_names:
-            method, other = inspect.getattr_static(kind, name, None), function.__globals__.get(name)
-            waiting += [getattr(kind, name)] if inspect.isfunction(method) else []
-            waiting += [other] if inspect.isfunction(other) and other.__module__ == function.__module__ else []
 
 
 @cached_by_class

@@ -16,13 +16,12 @@ from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import unwrap
+from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.merge import Cases, FuseReport, merge, own_example, search
-from isomorph.surgery.model_inputs import Inputs, run_model
+from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import check_finite, check_model, replay, usual_defaults
-from isomorph.surgery.record import Edit, add_notes, copy_model
-from isomorph.surgery.rule import Rule
-from isomorph.surgery.where import outermost_modules
+from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
 """Layers that are fused before the block around them."""

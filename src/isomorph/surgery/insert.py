@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError, first_line
 from isomorph.layers import MapAttention
-from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.map_attention import InsertedBlock, Layout
+from isomorph.layers.modes import eval_mode
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
+from isomorph.surgery.calls import Inputs, cast_floats, run_model
 from isomorph.surgery.merge import own_example
-from isomorph.surgery.model_inputs import Inputs, cast_floats, run_model
+from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import check_model, replay
-from isomorph.surgery.record import Edit, add_notes, copy_model
-from isomorph.surgery.rule import Rule
-from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
+from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 MakeBlock = Callable[[int], nn.Module]
 """A function from a number of channels to a block that keeps the shape of its input."""

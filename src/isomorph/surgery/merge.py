@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, Part, Plan, Window
-from isomorph.surgery.model_inputs import Inputs, cast_floats, describe_shape, run_model
-from isomorph.surgery.outputs import largest_difference, relative
+from isomorph.surgery.calls import Inputs, cast_floats, describe_shape, largest_difference, relative, run_model
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
-from isomorph.surgery.where import list_names
 
 TOLERANCE = 1e-6
 """Largest difference in float64, relative to the largest output, that is rounding: models may round inside."""

@@ -9,11 +9,10 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.gated.tap_heads import TapHeads
+from isomorph.surgery.modules import Where, describe_where, matches_where, outermost_modules
 from isomorph.surgery.recast import check_finite, check_model, replay
-from isomorph.surgery.record import Edit, copy_model
-from isomorph.surgery.rule import Rule, check_choice, check_number
+from isomorph.surgery.rule import Edit, Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
-from isomorph.surgery.where import Where, describe_where, matches_where, outermost_modules
 
 TOLERANCE = (0.0, 0.5)
 """Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open."""

@@ -10,12 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.moments import measure_moments
-from isomorph.surgery.model_inputs import run_model
-from isomorph.surgery.record import copy_model
-from isomorph.surgery.where import outermost_modules
+from isomorph.surgery.calls import run_model
+from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.rule import copy_model
 
 
 @torch.no_grad()

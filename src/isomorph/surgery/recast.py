@@ -13,23 +13,23 @@ from torch import Tensor, nn
 
 from isomorph.errors import NotFinite, UserError
 from isomorph.operations import records_outputs, unwrap
-from isomorph.surgery.parents import make_parents_call, reading_parent
-from isomorph.surgery.plain_layers import check_attached
-from isomorph.surgery.record import Edit, add_notes, copy_model, edits, record, update_record
-from isomorph.surgery.rule import Rule
-from isomorph.surgery.ties import Ties
-from isomorph.surgery.where import (
+from isomorph.surgery.modules import (
     JointPart,
+    Ties,
     Where,
     describe_where,
     find_target,
     is_excluded,
     joint_parts,
     list_names,
+    make_parents_call,
     matches_where,
     nearest_names,
+    reading_parent,
     selectable_modules,
 )
+from isomorph.surgery.plain_layers import check_attached
+from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
 
 
 def check_model(model: Any) -> nn.Module:

@@ -8,12 +8,10 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.modules import Ties, Where, describe_where, list_names, matches_where
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import attach, check_model, replace_module, usual_defaults
-from isomorph.surgery.record import Edit, add_notes, copy_model, edits, update_record
-from isomorph.surgery.rule import Rule
-from isomorph.surgery.ties import Ties
-from isomorph.surgery.where import Where, describe_where, list_names, matches_where
+from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
 
 _REVERT_METHODS = ("to_conv", "to_attention", "to_original")
 """Methods by which a recast layer converts back to its original form, if it still computes the same function."""

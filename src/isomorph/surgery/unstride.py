@@ -7,10 +7,9 @@ from typing import ClassVar
 from timm.layers import BlurPool2d
 from torch import nn
 
+from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import replay, targets
-from isomorph.surgery.record import Edit, copy_model
-from isomorph.surgery.rule import Rule
-from isomorph.surgery.where import Where
+from isomorph.surgery.rule import Edit, Rule, copy_model
 
 
 @dataclass(frozen=True)

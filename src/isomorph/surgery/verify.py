@@ -13,20 +13,24 @@ from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.operations import count_calls
-from isomorph.surgery.model_inputs import (
+from isomorph.surgery.calls import (
     Inputs,
     cast,
     cast_floats,
     check_not_empty,
     describe_shape,
+    largest_difference,
+    leaves,
     map_floats,
+    max_or_inf,
+    noise_of,
     other_inputs,
+    relative,
     run_model,
 )
-from isomorph.surgery.outputs import largest_difference, leaves, max_or_inf, noise_of, relative
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model, edited_names
-from isomorph.surgery.record import edits, edits_since, notes
-from isomorph.surgery.where import list_names
+from isomorph.surgery.rule import edits, edits_since, notes
 
 ROUNDING = 8
 """Differences up to this many times what a model differs from itself in float64 are rounding."""

@@ -22,9 +22,9 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create
-from isomorph.models.variants import init_as_mae
+from isomorph.models.base import init_as_mae
 from isomorph.surgery import notes, recast, unstride
-from isomorph.surgery.record import add_notes, update_record
+from isomorph.surgery.rule import add_notes, update_record
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import Recipe
 

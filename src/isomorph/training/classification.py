@@ -17,7 +17,7 @@ from isomorph.data.streams import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.evaluation.accuracy import class_logits, count_predictions, sum_counts
 from isomorph.evaluation.input_sizes import check_image_size, class_namer, evaluation_config
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective

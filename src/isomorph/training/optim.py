@@ -14,7 +14,7 @@ from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.map_attention import InsertedBlock
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.models.staged import parameters_without_decay
+from isomorph.models.base import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
 

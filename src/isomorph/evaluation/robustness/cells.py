@@ -27,7 +27,7 @@ from isomorph.evaluation.robustness.scores import (
     compare_to_baseline,
     robustness_summary,
 )
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")

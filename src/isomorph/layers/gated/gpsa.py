@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.eval_mode import require_same
 from isomorph.layers.gated.positions import MixPositions, attend_by_axis, gated_mix, kronecker
 from isomorph.layers.gated.token_heads import TokenHeads, ViTCall, softmax_map
+from isomorph.layers.modes import require_same
 
 
 @register_notrace_module

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.eager import constant, is_eager, on_cpu
-from isomorph.layers.eval_mode import KeepsInEval
 from isomorph.layers.grid import axis_offsets
+from isomorph.layers.modes import KeepsInEval, constant, is_eager, on_cpu
 
 
 def geometry_dtype(parameter: Tensor) -> torch.dtype:

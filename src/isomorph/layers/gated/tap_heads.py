@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor, nn
 
-from isomorph.layers.eager import can_keep, on_cpu
-from isomorph.layers.eval_mode import require_same
 from isomorph.layers.gated.positions import (
     PositionHeads,
     axis_scores,
@@ -27,6 +25,7 @@ from isomorph.layers.gated.positions import (
 )
 from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import batched, conv_output_size, window_centres
+from isomorph.layers.modes import can_keep, on_cpu, require_same
 
 SOFTPLUS_BETA = 5.0
 """Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.eager import on_cpu
 from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
+from isomorph.layers.modes import on_cpu
 
 MIN_CHANNELS = 16
 """Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f)."""

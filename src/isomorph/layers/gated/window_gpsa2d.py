@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
-from isomorph.layers.eager import constant, is_eager, recomputed
 from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.grid import GridSize, odd_window
+from isomorph.layers.modes import constant, is_eager, recomputed
 
 WINDOW = 7
 """Default height and width of the window."""

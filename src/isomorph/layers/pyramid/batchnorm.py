@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.eager import is_eager
+from isomorph.layers.modes import is_eager
 from isomorph.layers.pyramid.moments import Moments
 
 NEEDS_EVAL = "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.eager import constant, is_eager
+from isomorph.layers.modes import constant, is_eager
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 from isomorph.layers.pyramid.tokens import saves_work

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.layers.eager import can_write_into, is_eager
+from isomorph.layers.modes import can_write_into, is_eager
 from isomorph.layers.pyramid.tokens import RIDGE_ULPS, Window, count_tokens, read_tokens, saves_work, scatter_tokens
 
 NARROWEST_BLOCK = 96

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.eager import on_cpu
+from isomorph.layers.modes import on_cpu
 
 RIDGE_ULPS = 8
 """Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.

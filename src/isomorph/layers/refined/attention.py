@@ -18,8 +18,8 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
-from isomorph.layers.eager import on_cpu, recomputed
 from isomorph.layers.grid import GridSize, fill_grid
+from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
 
 

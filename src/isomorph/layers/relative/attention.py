@@ -15,9 +15,8 @@ from timm.layers import Attention, register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
-from isomorph.layers.eager import constant, is_eager, is_functorch_tensor
-from isomorph.layers.eval_mode import KeepsInEval
 from isomorph.layers.grid import GridSize, axis_offsets, fill_grid, known_true, no_mask
+from isomorph.layers.modes import KeepsInEval, constant, is_eager, is_functorch_tensor
 
 
 def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:

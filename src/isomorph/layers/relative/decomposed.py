@@ -18,8 +18,8 @@ from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs, like_attention
-from isomorph.layers.eager import constant
 from isomorph.layers.grid import GridSize, no_mask
+from isomorph.layers.modes import constant
 
 
 def offset_vectors(table: Tensor, size: int) -> Tensor:

@@ -12,9 +12,8 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.models.base import build_variant, own_filter, parameters_without_decay, unwrap_state_dict
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.staged import parameters_without_decay
-from isomorph.models.variants import build_variant, own_filter, unwrap_state_dict
 
 
 class FeatureBackbone(NamedTuple):

@@ -15,7 +15,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.variants import Variant, build_variant, image_cfg, register_variants, renamed_in_order
+from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, renamed_in_order
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel

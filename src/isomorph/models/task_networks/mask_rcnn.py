@@ -31,7 +31,8 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
-from isomorph.layers.eval_mode import require_finite
+from isomorph.layers.modes import require_finite
+from isomorph.models.base import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
 from isomorph.models.task_networks.backbone import (
     BackboneNetwork,
     backbone_state,
@@ -39,7 +40,6 @@ from isomorph.models.task_networks.backbone import (
     create_network,
     feature_maps,
 )
-from isomorph.models.variants import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
 
 Target = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""

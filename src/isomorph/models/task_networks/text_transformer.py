@@ -16,7 +16,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.variants import Variant, build_variant, register_variants
+from isomorph.models.base import Variant, build_variant, register_variants
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -17,6 +17,7 @@ from timm.layers import ConvNormAct, PatchEmbed
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
+from isomorph.models.base import Variant, image_cfg, register_variants, require_images
 from isomorph.models.task_networks.backbone import (
     BackboneNetwork,
     backbone_state,
@@ -24,7 +25,6 @@ from isomorph.models.task_networks.backbone import (
     create_network,
     feature_maps,
 )
-from isomorph.models.variants import Variant, image_cfg, register_variants, require_images
 
 
 class PlainNeck(nn.Module):

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from isomorph.layers.unfused_multihead import JointLinears, MultiheadLinears, multihead_reason
-from isomorph.surgery.parents import call_joint_projections
+from isomorph.surgery.modules import JOINT_PARTS, call_joint_projections
 from isomorph.surgery.plain_layers import is_parametrized, layer_mismatch, overridden_methods
 from isomorph.surgery.rule import Rule, register_rule
-from isomorph.surgery.where import JOINT_PARTS
 
 
 @register_rule

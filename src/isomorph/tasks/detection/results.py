@@ -19,7 +19,7 @@ from isomorph.data.sources import read_image
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, label_names
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.detection.data import (
     DetectionSource,
     FitTransform,

@@ -22,7 +22,7 @@ from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.layers.eval_mode import require_finite
+from isomorph.layers.modes import require_finite
 from isomorph.models.download import is_connection_error, is_reachable
 
 INCEPTION = "inception"

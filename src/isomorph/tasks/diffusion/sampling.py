@@ -22,7 +22,7 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import move_into_place, must_be_new
 from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.training.task import task_record
 

@@ -18,7 +18,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.evaluation.model_data import open_split
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.training.build import build_model, build_share_loader, build_test_loader, open_sources
 from isomorph.training.objectives.masked import LossModule

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from isomorph.data.formats.registry import data_root
 from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, read_text
 from isomorph.training.objectives.masked import LossModule

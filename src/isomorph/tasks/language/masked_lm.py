@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from isomorph.data.formats.registry import data_root
 from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.language.glue import open_root, training_sentences
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
 from isomorph.training.objectives.masked import LossModule

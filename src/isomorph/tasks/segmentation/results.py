@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from isomorph.distributed import Runtime
-from isomorph.layers.eval_mode import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.task_networks.upernet import resize_map
 from isomorph.tasks.segmentation.augment import SegmentationPart
 from isomorph.tasks.segmentation.data import IGNORE

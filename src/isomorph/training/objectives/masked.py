@@ -15,7 +15,7 @@ from isomorph.checkpoints.autoencoder import load_autoencoder
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
-from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.modes import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
 from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.recipe.fields import MaskPart

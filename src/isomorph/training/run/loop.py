@@ -17,8 +17,8 @@ from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import UserError
 from isomorph.operations import count_calls, is_compiled
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.surgery.where import list_names
 from isomorph.terminal_tables import count_of
 from isomorph.training.optim import describe_groups
 from isomorph.training.parallel import no_gradient_sync, unsharded

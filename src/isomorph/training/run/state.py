@@ -47,7 +47,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import has_pyramids
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
-from isomorph.surgery.record import record
+from isomorph.surgery.rule import record
 from isomorph.training.build import apply_surgery, plan_batches
 from isomorph.training.classification import recipe_task
 from isomorph.training.optim import build_optimizer, build_scheduler

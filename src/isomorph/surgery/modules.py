@@ -1,0 +1,237 @@
+"""Modules of a model: selected by `where`, called by their parents or only read, tied by shared parameters.
+
+`where` is a glob over names, several globs, or a function of name and module.
+
+In a glob `*` is any characters, dots too. One may name a part of a joint projection: `attn.v` of `attn.qkv`.
+"""
+
+import difflib
+import dis
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from isomorph.layers import JointPyramid
+from isomorph.layers.pyramid.base import Pyramid
+
+Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""A glob over module names, several globs, or a function (name, module) -> bool."""
+
+
+def matches_where(where: Where, name: str, module: nn.Module) -> bool:
+    """Return True if `where` selects the module with this name."""
+    if callable(where):
+        return bool(where(name, module))
+    globs = [where] if isinstance(where, str) else where
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def is_excluded(exclude: Where, name: str, module: nn.Module) -> bool:
+    """Return True if `exclude` selects a module, or by a glob one around it."""
+    globs = () if callable(exclude) else [exclude] if isinstance(exclude, str) else exclude
+    return matches_where(exclude, name, module) or any(fnmatchcase(name, f"{glob}.*") for glob in globs)
+
+
+def describe_where(where: Where) -> str:
+    """Return a description of `where` for an error message."""
+    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return at most three names in a row, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def nearest_names(where: Where, names: Iterable[str]) -> str:
+    """Return a hint: the names closest to a `where` that selects nothing, or the first; as globs over numbers."""
+    globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
+    grouped: dict[str, str] = {}
+    for name in filter(None, names):
+        glob = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
+        glob = glob if glob.strip("*.") else name  # not *.*, which selects all
+        grouped[glob] = glob if glob in grouped else name
+    near = [each for glob in globs for each in difflib.get_close_matches(glob, grouped, n=3, cutoff=0.4)]
+    if near:
+        return f"; nearest names: {', '.join(dict.fromkeys(grouped[each] for each in near))}"
+    return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
+
+
+JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
+"""The last component of a joint projection's name, mapped to the names of its parts in order."""
+
+
+@dataclass(frozen=True)
+class JointPart:
+    """One part of a joint projection: for example `blocks.0.attn.v`, a part of the layer `blocks.0.attn.qkv`."""
+
+    joint: nn.Linear | JointPyramid
+    joint_name: str
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parts of the layer, in order."""
+        return JOINT_PARTS[self.joint_name.rpartition(".")[2]]
+
+
+def joint_parts(model: nn.Module) -> dict[str, JointPart]:
+    """Return the parts of every joint projection by name, except where a module already has that name."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    parts_by_name: dict[str, JointPart] = {}
+    for name, module in named.items():
+        parent, _, last = name.rpartition(".")
+        if last in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid):
+            parts_by_name |= {
+                f"{parent}.{part}".lstrip("."): JointPart(module, name, part) for part in JOINT_PARTS[last]
+            }
+    return {name: part for name, part in parts_by_name.items() if name not in named}
+
+
+def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
+    """Return the module or the part of a joint projection with this name, or None if there is neither."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return joint_parts(model).get(name)
+
+
+def joint_candidates(name: str) -> list[str]:
+    """Return the names of the joint projections that a part with this name may belong to."""
+    parent, dot, last = name.rpartition(".")
+    return [f"{parent}{dot}{joint}" for joint, parts in JOINT_PARTS.items() if last in parts]
+
+
+def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules by all their names, except those inside a pyramid, which reads the weights of its layers."""
+    named = list(model.named_modules(remove_duplicate=False))
+    inside = tuple(f"{name}." if name else "" for name, module in named if isinstance(module, Pyramid))
+    return [(name, module) for name, module in named if isinstance(module, Pyramid) or not name.startswith(inside)]
+
+
+def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Return the modules for which `wanted` is True and that are not inside another such module, by name."""
+    outermost: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in outermost)
+        if not inside and wanted(module):
+            outermost[name] = module
+    return outermost
+
+
+_FORMS = {"dtype", "device", "shape", "size", "ndim", "dim", "is_meta", "requires_grad", "numel"}
+"""What code reads of a weight besides its values."""
+
+
+def functions_of(kind: type) -> Iterator[Any]:
+    """Yield the forward of a class, and the methods and functions of its module that it uses."""
+    waiting, seen = [getattr(kind, "forward", None)], set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
+        code = getattr(function, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        yield function
+        for name in code.co_names:
+            method, other = inspect.getattr_static(kind, name, None), function.__globals__.get(name)
+            waiting += [getattr(kind, name)] if inspect.isfunction(method) else []
+            waiting += [other] if inspect.isfunction(other) and other.__module__ == function.__module__ else []
+
+
+def reading_parent(model: nn.Module, name: str) -> str | None:
+    """Return that the parents of a layer read its weight and never call it, or None."""
+    path = name.split(".")
+    found = None
+    for depth in range(1, len(path) + 1):
+        parent = model.get_submodule(".".join(path[:-depth]))
+        reads, uses = _uses(type(parent), tuple(path[-depth:]))  # type: ignore[arg-type]
+        if uses:
+            return None
+        found = found or (f"{type(parent).__name__} reads its weight without calling it" if reads else None)
+    return found
+
+
+@cache
+def _uses(kind: type, path: tuple[str, ...]) -> tuple[bool, bool]:
+    """Return whether the forward of a class reads the weight of a module inside, and whether it uses it otherwise."""
+    reads = uses = False
+    for function in functions_of(kind):
+        steps: list[Any] = [None, *dis.get_instructions(function)]
+        names = [s.argval if s and s.opname in ("LOAD_ATTR", "LOAD_METHOD") else None for s in steps] + [None] * 2
+        for i in range(len(steps) - len(path) + 1):
+            if tuple(names[i : i + len(path)]) == path:
+                after, form = names[i + len(path)], names[i + len(path) + 1]
+                reads |= after == "weight" and form not in _FORMS
+                uses |= after is None
+    return reads, uses
+
+
+def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
+    """Turn off the fast paths of torch's encoders around replaced modules, whose weights they read without a call."""
+    for path, module in model.named_modules():
+        if any(name != path and f"{name}.".startswith(f"{path}." if path else "") for name in names):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+
+
+SEPARATE_BIAS = "qkv_bias_separate"
+"""Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight."""
+
+
+def call_joint_projections(model: nn.Module) -> None:
+    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that was replaced."""
+    for module in model.modules():
+        if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
+            setattr(module, SEPARATE_BIAS, True)
+
+
+class Ties:
+    """The names of each parameter that two or more modules of a model share; a module used twice counts once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names_of: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in _parameters_by_module(model):
+            names_of.setdefault(parameter, []).append(name)
+        self.groups = [names for names in names_of.values() if len(names) > 1]
+        self.known = {name for names in names_of.values() for name in names}
+
+    def restore(self, model: nn.Module) -> Iterator[str]:
+        """Tie parameters again if name, shape and values are unchanged; yield a sentence for every tie that is less."""
+        current = dict(_parameters_by_module(model))
+        new = [name for name in current if name not in self.known]
+        for names in self.groups:
+            candidates = [current[name] for name in names if name in current]
+            shared = Counter(candidates).most_common(1)[0][0] if candidates else None
+            tied = [n for n in names if n in current and shared is not None and _are_equal(current[n], shared)]
+            for name in tied:
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, shared)
+            if lost := [name for name in names if name not in tied]:
+                verb = "was" if tied and len(lost) == 1 else "were"
+                partners = f" to {list_names(tied)}" if tied else ""
+                yield f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"
+            paths = dict.fromkeys(name.rpartition(".")[0] for name in tied)
+            if wider := [path for path in paths if path and any(name.startswith(f"{path}.") for name in new)]:
+                whose = f"{list_names(wider)} {'has' if len(wider) == 1 else 'have'}"
+                yield f"{list_names(tied)} are still tied, but {whose} new parameters that train apart"
+
+
+def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, module in model.named_modules():
+        yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
+
+
+def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
+    same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return a is b or (same_form and (a.is_meta or torch.equal(a, b)))
