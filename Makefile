@@ -24,7 +24,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("isomorph needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV) with torch, torchvision and timm (about 2 minutes, 6 GB, once) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e .
+	@$(PIP) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

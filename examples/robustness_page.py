@@ -3,7 +3,7 @@
     python examples/robustness_page.py                     # a CNN and its T-CNN, trained on scikit-learn's digits
     python examples/robustness_page.py PHOTOS a.safetensors b.safetensors      # your models, on PHOTOS/CLASS/*.jpg
 
-Needs pip install -e '.[corruptions]'. Writes robustness.html, which loads nothing and can be mailed as it is.
+Needs pip install 'isomorph[corruptions]'. Writes robustness.html, which loads nothing and can be mailed as it is.
 """
 
 import sys

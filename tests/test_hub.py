@@ -40,7 +40,9 @@ class TestHuggingface:
         dataset().rename_column("label", "target").to_parquet(tmp_path / "test.parquet")
         refused("has columns image, target; it must have image and label", open_it, name, "test", tmp_path)
         monkeypatch.setitem(sys.modules, "datasets", None)
-        refused(r"pip install -e '\.\[data\]'", open_it, name, "train", tmp_path)
+        refused(r"pip install 'isomorph\[data\]'", open_it, name, "train", tmp_path)
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        refused(r"pip install 'isomorph\[demo\]'", open_source, "digits", "train", tmp_path)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def install_hint(extra: str) -> str:
     """Return the command that installs an optional part of isomorph, to end a message with."""
-    return f"run pip install -e '.[{extra}]' in the folder of isomorph"
+    return f"run pip install 'isomorph[{extra}]'"
 
 
 def optional_module(name: str, purpose: str, extra: str) -> Any:

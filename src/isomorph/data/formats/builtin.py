@@ -12,16 +12,14 @@ from PIL import Image
 
 from isomorph.data.formats.naming import number_classes, visible
 from isomorph.data.sources import Source
-from isomorph.errors import UserError, first_line, install_hint
+from isomorph.errors import UserError, first_line, install_hint, optional_module
 
 _PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
 
 
 def digits(split: str, root: Path) -> Source:
     """Open scikit-learn's 1,797 handwritten digits (8 x 8): a fixed random split of 1,347 to train and 450 to test."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
+    data = optional_module("sklearn.datasets", "digits are images of scikit-learn", "demo").load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     chosen = order[:1347] if split == "train" else order[1347:]
     images = [Image.fromarray((data.images[i] / 16 * 255).astype(np.uint8)) for i in chosen]

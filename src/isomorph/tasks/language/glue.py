@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -256,8 +257,8 @@ def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndar
 
     Raises: NotFinite for predictions that are NaN or infinite.
     """
-    from scipy import stats
-    from sklearn import metrics
+    metrics = optional_module("sklearn.metrics", "the metrics of GLUE need scikit-learn", "nlp")
+    stats = import_module("scipy.stats")  # installed with scikit-learn
 
     require_finite(torch.from_numpy(predicted))
 
