@@ -160,7 +160,8 @@ def test_refused_with_the_reason():
     swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1,), num_heads=(3,), embed_dim=24, num_classes=0)
     refused("it attends in windows of 7 x 7 already", iso.recast, swin, iso.AttentionToWindow())
     refused("window 0 must be", iso.AttentionToWindow, 0)
-    refused("no attention .*to prune|nothing to prune", iso.prune, edited)
+    refused("nothing to prune: the share .* is 1; iso.Anneal", iso.prune, edited)
+    refused("compute windows alone already", iso.prune, iso.prune(local(edited)))
     layer, x = local(edited)[0], torch.randn(2, 9, 12)
     for fail, said in (
         (lambda: layer(x, is_causal=True), "not causal"),

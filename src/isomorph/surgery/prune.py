@@ -109,6 +109,17 @@ def prunable_layers(model: nn.Module, tolerance: float = 0.01, where: Where = "*
     return found
 
 
+def _nothing_to_prune(layers: list[Any], tolerance: float) -> str:
+    windows = [layer for layer in layers if isinstance(layer, WindowAttention)]
+    if len(windows) < len(layers):
+        closed = f"no layer has closed or opened all of its heads within tolerance {tolerance:g}"
+        return f"{closed}; train on, or give a larger one"
+    if all(layer.pruned for layer in windows):
+        return "these layers compute windows alone already"
+    share = max(layer.share.item() for layer in windows)
+    return f"the share of attention outside of the windows is {share:g}; iso.Anneal moves it to 0 in fine-tuning"
+
+
 def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.Module:
     """Return a copy of the model without the parts of gated attention that whole layers no longer use.
 
@@ -138,10 +149,7 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     """
     forms = prunable_layers(model, tolerance, where)
     if not forms:
-        raise UserError(
-            f"nothing to prune: no layer has closed or opened all of its heads within tolerance {tolerance:g}; train "
-            "on, or give a larger one"
-        )
+        raise UserError(f"nothing to prune: {_nothing_to_prune(list(_gated_layers(model, where).values()), tolerance)}")
     pruned = copy_model(model)
     for form in dict.fromkeys(forms.values()):
         rule: Any = Prune(form, tolerance)  # type: ignore[arg-type]  # its atol is no class variable, as in the protocol
