@@ -14,7 +14,9 @@ import timm
 import isomorph as iso
 import isomorph_command
 from command_line import LONGEST, settings
+from isomorph import models
 from isomorph.cli import main
+from isomorph.cli.options import _names_if_unknown
 from isomorph.cli.run import app
 from isomorph.cli.tables import PATH
 from isomorph.process import handler_kept
@@ -32,6 +34,8 @@ AT_ONCE = {
     "value": (["evaluate", "resnet18", "--batch-size", "many"], 2),
     "field of a rule": ([*RECAST, "--out", "x.safetensors", "--localty", "3"], 2),
     "recipe": (["train", "digits_cn"], 2),
+    "model": (["export", "resnet5O", "--out", "x.onnx"], 2),
+    "checkpoint": (["fuse", "resnet5O", "--out", "x.safetensors"], 2),
 }
 
 
@@ -68,6 +72,13 @@ def test_it_answers_before_torch_is_imported(case, tmp_path):
     assert "isomorph" in imported
     assert not HEAVY & imported
     assert stdout.strip() if code == 0 else len(printed) == 1, printed
+
+
+def test_the_names_of_models_are_known_without_torch():
+    found = _names_if_unknown("resnet5O")
+    assert set(timm.list_models()) <= {*found, *models.networks()}
+    for name in ("resnet50", "vit_base_patch16_224_in21k", *models.networks()):  # one of them has been renamed
+        assert not _names_if_unknown(name)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The exception for requests that isomorph cannot fulfil as given, and the advice on missing packages."""
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -54,6 +56,15 @@ def is_out_of_memory(error: Exception) -> bool:
     """True for the errors of Python and torch when memory is used up."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return not kinds.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> str:
+    """Return that there is no model of this name, and the most similar names among the known ones."""
+    base = name.partition(".")[0]
+    longer = sorted((other for other in known if other.startswith(base)), key=lambda other: (len(other), other))
+    close = longer[:3] or get_close_matches(base, known, n=3) or [other for other in known if base in other][:3]
+    hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
+    return f"there is no model {name!r}; {hint}"
 
 
 def install_hint(extra: str) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
@@ -19,7 +20,7 @@ from cyclopts.validators import Path as PathKind
 import isomorph as iso
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function, require_new, require_writable
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError
+from isomorph.errors import UserError, unknown_model
 from isomorph.process import exit_on_interrupt, keep_freed_memory, raise_on_interrupt
 
 app = App(
@@ -75,14 +76,32 @@ def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
 
 
 def _check_model(kind: type, path: Any) -> None:
-    """Raise ValueError for the path of a model that is not there, before torch is imported to look for it."""
+    """Raise ValueError for a model, or the path of one, that is not there, before torch is imported to look for it."""
     name = str(path)
-    missing = path is not None and not os.path.exists(name)
-    if missing and Path(name).suffix not in EXPORTED and not name.startswith(HUB) and not is_function(name):
-        if name.endswith(CHECKPOINTS):
-            raise ValueError(f"there is no checkpoint {name}")
-        if "/" in name:
-            raise ValueError(f"there is no file or folder {name}")
+    if (
+        path is None
+        or os.path.exists(name)
+        or Path(name).suffix in EXPORTED
+        or name.startswith(HUB)
+        or is_function(name)
+    ):
+        return
+    if name.endswith(CHECKPOINTS):
+        raise ValueError(f"there is no checkpoint {name}")
+    if "/" in name:
+        raise ValueError(f"there is no file or folder {name}")
+    if known := _names_if_unknown(name.partition(".")[0]):
+        raise ValueError(f"there is no checkpoint {name}" if isinstance(path, Path) else unknown_model(name, known))
+
+
+def _names_if_unknown(name: str) -> list[str]:
+    """Return the names of all models if no file of timm's or isomorph's models has the word, else an empty list."""
+    folders = Path(str(distribution("timm").locate_file("timm/models"))), Path(__file__).parents[1] / "models"
+    texts = [path.read_text("utf8") for folder in folders for path in folder.rglob("*.py")]
+    own = [model["name"] for model in tables()["models"]]
+    if name in own or any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+        return []
+    return own + [model for text in texts for model in re.findall(r"^@register_model\ndef (\w+)", text, re.MULTILINE)]
 
 
 def _check_data(kind: type, name: str | None) -> None:

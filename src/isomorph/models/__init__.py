@@ -1,13 +1,12 @@
 """The networks that isomorph adds to timm's registry when it is imported."""
 
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 import timm
 from torch import nn
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, unknown_model
 from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet
 from isomorph.models.download import build_pretrained, is_connection_error
 from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer, upernet
@@ -37,15 +36,7 @@ def networks() -> list[str]:
 def require_registered(name: str) -> None:
     """Raises: UserError, with the closest names, if timm's registry does not have this model."""
     if not timm.is_model(name.partition(".")[0]):
-        close = _close_names(name.partition(".")[0])
-        hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
-        raise UserError(f"there is no model {name!r}; {hint}")
-
-
-def _close_names(name: str) -> list[str]:
-    known = timm.list_models()
-    longer = sorted((other for other in known if other.startswith(name)), key=lambda other: (len(other), other))
-    return longer[:3] or get_close_matches(name, known, n=3) or [other for other in known if name in other][:3]
+        raise UserError(unknown_model(name, timm.list_models()))
 
 
 def create(name: str, **arguments: Any) -> nn.Module:
