@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
 from isomorph.evaluation.cost import count_macs
-from isomorph.layers.pyramid.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
+from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.models.vanillanet import checkpoint_filter_fn
 from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart

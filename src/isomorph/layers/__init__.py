@@ -1,5 +1,6 @@
 """Layers: attention with gates, refined maps or relative positions, pyramids of linear layers, convolution blocks."""
 
+from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.conv_norm import ConvNorm
 from isomorph.layers.gated.gpsa import GPSA, PositionalAttention, ViTGPSA, ViTPositionalAttention
 from isomorph.layers.gated.gpsa2d import GPSA2d
@@ -8,7 +9,6 @@ from isomorph.layers.gated.tap_heads import PositionalConv2d
 from isomorph.layers.gated.window_gpsa2d import WindowGPSA2d
 from isomorph.layers.map_attention import MapAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, RefinedMap
-from isomorph.layers.pyramid.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.pyramid.conv import PyramidConv2d
 from isomorph.layers.pyramid.linear import JointPyramid, PyramidLinear
 from isomorph.layers.refined.attention import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention

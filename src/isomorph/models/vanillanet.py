@@ -13,7 +13,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.pyramid.annealed import AnnealedPair, SeriesActivation
+from isomorph.layers.annealed import AnnealedPair, SeriesActivation
 from isomorph.models.base import (
     StagedNet,
     Variant,

@@ -23,13 +23,13 @@ from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_
 from isomorph.layers.pyramid.closed_form import Chains, collapse
 from isomorph.layers.pyramid.moments import (
     Moments,
+    Window,
     autocast_dtype,
     cast_clamped,
     disable_autocast,
     measure_moments,
     sync_group,
 )
-from isomorph.layers.pyramid.tokens import Window
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 Computed = Literal["closed", "branches"]

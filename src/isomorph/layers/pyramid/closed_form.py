@@ -32,8 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import constant, is_eager
 from isomorph.layers.pyramid.batchnorm import update_statistics
-from isomorph.layers.pyramid.moments import Moments, symmetric_product
-from isomorph.layers.pyramid.tokens import saves_work
+from isomorph.layers.pyramid.moments import Moments, saves_work, symmetric_product
 
 KEPT_FROM = 512
 """Channels from which P is kept for the backward pass; narrower ones are computed again."""

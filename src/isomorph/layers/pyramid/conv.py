@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from isomorph.layers.pyramid.base import Computed, Pyramid, Rectify, apply_map
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
-from isomorph.layers.pyramid.moments import disable_autocast, measure_moments, sync_group
-from isomorph.layers.pyramid.tokens import Window
+from isomorph.layers.pyramid.moments import Window, disable_autocast, measure_moments, sync_group
 
 
 class PyramidConv2d(Pyramid):

@@ -75,18 +75,12 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     # (G, C, C), first the rows that span those of the map
     basis = torch.linalg.svd(weight.double(), full_matrices=True).Vh
     for *inner, last in branches:
-        for layer in inner:
-            _init_orthogonal(layer)
+        for layer in inner[::2]:
+            for group in layer.weight.view(getattr(layer, "groups", 1), -1, *layer.weight.shape[1:]):
+                nn.init.orthogonal_(group)
         width = weight_matrix(inner[0]).shape[-2]
         rotation = torch.linalg.qr(weight_matrix(inner[0]).double()[..., :width]).Q  # (G, width, width)
         set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
         chain, inner_bias = fold(inner)
         outer = weight.double() / parts @ torch.linalg.pinv(chain.double())
         set_affine(last, outer, bias / parts - (outer @ inner_bias.double().unsqueeze(-1)).squeeze(-1))
-
-
-def _init_orthogonal(layer: nn.Module) -> None:
-    if not isinstance(layer, nn.Linear | nn.Conv2d):
-        return
-    for group in layer.weight.view(getattr(layer, "groups", 1), -1, *layer.weight.shape[1:]):
-        nn.init.orthogonal_(group)
