@@ -272,7 +272,7 @@ def cell(total):
 
 def markdown(result):
     """The table of the documentation: a row for each family."""
-    head = "family, models, `ConvToGPSA`, edits of maps, `AttentionToRelative`, verified, why not attention"
+    head = "family, models, `ConvToGPSA`, edits of maps, verified"
     lines = [head.split(", ")]
     lines.append(["---"] * len(lines[0]))
     for family, found in result["families"].items():
@@ -280,8 +280,7 @@ def markdown(result):
         deviations = [rule["deviation"] for rule in checked.get("rules", {}).values() if "deviation" in rule]
         worst = f"`{checked['model']}`, {max(deviations):.0e}" if deviations else ""
         edits = " / ".join(dict.fromkeys(cell(rules.get(name)) for name in ("AttentionToRefined", "AttentionToGPSA")))
-        cells = [cell(rules.get("ConvToGPSA")), edits, cell(rules.get("AttentionToRelative"))]
-        lines.append([family, str(found["models"]), *cells, worst, next(iter(rules["AttentionToGPSA"]["reasons"]), "")])
+        lines.append([family, str(found["models"]), cell(rules.get("ConvToGPSA")), edits, worst])
     return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
 
 

@@ -90,22 +90,44 @@ def command_line_page() -> str:
     return page(
         "Command line",
         "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same.",
-        *shared_options(body),
+        *shared_options(name_rule_options(body)),
     )
 
 
+OPTION = re.compile(r"^\* `(--[a-z-]+|[A-Z]+\b).*\n(?: +.*\n)*", re.MULTILINE)
+"""An option or argument in the reference that cyclopts writes."""
+
+
+def name_rule_options(body: str) -> str:
+    """Replace the texts of rules, and of their options, by their names and a link."""
+    from isomorph.surgery.rule import rule_options, rule_texts
+
+    flags = {f"--{name.replace('_', '-')}" for name in rule_options()}
+    before, start, rest = body.partition("\n## isomorph recast\n")
+    recast, end, after = rest.partition("\n## ")
+    names = ", ".join(f"`{name}`" for name in rule_texts())
+    listed = ", ".join(f"`{match[1]}`" for match in OPTION.finditer(recast) if match[1] in flags)
+    line = f"* Options of the rules, explained as [fields of a recipe](recipe-fields.md#modelrecast): {listed}.\n"
+    recast = OPTION.sub(lambda match: "" if match[1] in flags else match[0], recast)
+    recast = re.sub(
+        r"(?m)^\* `--rule CHOICE`.*\n",
+        lambda match: f"* `--rule CHOICE`: The [rule](rules.md): {names}. *[default: ConvToGPSA]*\n{line}",
+        recast,
+    )
+    return f"{before}{start}{recast}{end}{after}"
+
+
 def shared_options(body: str) -> tuple[str, str]:
-    """Return a section of the options that three commands or more have, and the commands with these by name only."""
-    option = re.compile(r"^\* `(--[a-z-]+|[A-Z]+\b).*\n(?: +.*\n)*", re.MULTILINE)
+    """Return a section of the options that two commands or more have, and the commands with these by name only."""
     shared: dict[str, str] = {}  # of several texts for one name, the most frequent
-    for text, times in Counter(match[0] for match in option.finditer(body)).most_common():
-        name = option.match(text)[1]  # type: ignore[index]
-        if times > 2 and name not in shared.values():
+    for text, times in Counter(match[0] for match in OPTION.finditer(body)).most_common():
+        name = OPTION.match(text)[1]  # type: ignore[index]
+        if times > 1 and name not in shared.values():
             shared[text] = name
     parts = []
     for command in re.split(r"(?=^## )", body, flags=re.MULTILINE):
-        names = [shared[match[0]] for match in option.finditer(command) if match[0] in shared]
-        rest = option.sub(lambda match: "" if match[0] in shared else match[0], command).rstrip()
+        names = [shared[match[0]] for match in OPTION.finditer(command) if match[0] in shared]
+        rest = OPTION.sub(lambda match: "" if match[0] in shared else match[0], command).rstrip()
         line = f"\n\n[Shared options](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}."
         rest = re.sub(r"\*\*(Arguments|Parameters)\*\*:\s*(?=\*\*|\Z)", "", rest).rstrip()
         parts.append(rest + (line if names else ""))
@@ -135,21 +157,44 @@ def default_text(field: Any) -> str:
     return "none" if value in (None, "", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def field_rows(part: Any, prefix: str) -> list[list[str]]:
-    """Return the rows of the fields of a group that are not groups themselves."""
-    from isomorph.training.recipe.fields import part_of
+def field_line(name: str, field: Any, meaning: str = "") -> str:
+    """Return a field as a line of a list: name, type, default and meaning."""
+    kind, default = type_text(field.annotation), default_text(field)
+    kinds = [] if kind == "Any" or (kind == "true or false" and default != "none") else [kind]
+    defaults = [] if default == "none" else [default if default == "required" else f"default {default}"]
+    brackets = "; ".join([*kinds, *defaults])
+    text = meaning or " ".join((field.description or "").split())
+    return f"* `{name}`{f' ({brackets})' if brackets else ''}: {text}"
 
-    fields = part.documented_fields().items()
-    return [
-        [
-            f"`{prefix}{name}`",
-            type_text(field.annotation),
-            default_text(field),
-            " ".join((field.description or "").split()),
-        ]
-        for name, field in fields
-        if not part_of(field.annotation)
-    ]
+
+def group_lines(part: Any, prefix: str) -> str:
+    """Return the fields of a group that are not groups themselves, as lists; those of rules and tasks by owner."""
+    from isomorph.surgery.rule import rule_texts
+    from isomorph.training.recipe.fields import TaskPart, part_of
+    from isomorph.training.recipe.tasks import TASKS, find_task
+
+    lists: dict[str, list[str]] = {}
+    if part is TaskPart:
+        fields = dict(part.model_fields)
+        owners: dict[str, list[str]] = {}
+        for task in TASKS:
+            for name, field in find_task(task).fields.model_fields.items():
+                owners.setdefault(field_line(prefix + name, field), []).append(f"`{task}`")
+        for line, tasks in owners.items():
+            lists.setdefault(" and ".join(tasks), []).append(line)
+    else:
+        fields = {name: field for name, field in part.documented_fields().items() if not part_of(field.annotation)}
+    names = "|".join(rule_texts())
+    for name, field in fields.items():
+        text = " ".join((field.description or "").split())
+        parts = re.split(rf"(?:^| )((?:{names})(?:, (?:{names}))*): ", text)
+        if parts[0] or len(parts) == 1:
+            lists.setdefault("", []).append(field_line(prefix + name, field))
+        for owner, meaning in zip(parts[1::2], parts[2::2], strict=True) if not parts[0] else ():
+            key = ", ".join(f"`{each}`" for each in owner.split(", "))
+            lists.setdefault(key, []).append(field_line(prefix + name, field, meaning))
+    first = lists.pop("", [])
+    return "\n\n".join(["\n".join(first), *(f"Of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items())])
 
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
@@ -158,12 +203,11 @@ def group_sections(part: Any, prefix: str = "") -> list[str]:
 
     title = f"## {prefix.rstrip('.')}" if prefix else "## The run"
     lead = [] if not prefix else [first_line(part.__doc__)]
-    table = markdown_table(["field", "value", "default", "meaning"], field_rows(part, prefix))
     inner = [(name, part_of(field.annotation)) for name, field in part.documented_fields().items()]
     return [
         title,
         *lead,
-        table,
+        group_lines(part, prefix),
         *(text for name, kind in inner if kind for text in group_sections(kind, f"{prefix}{name}.")),
     ]
 
@@ -187,32 +231,51 @@ def recipe_fields_page() -> str:
 
 
 SHORT_RESULTS = {
-    " for top-1 on ImageNet-1k": "",
-    " top-1 on ImageNet-1k": "",
-    "from --model.weights trained on": "after",
-    " (not public)": "",
+    r"(?<=\d) (for )?top-1 on ImageNet-1k": "",
+    r"(?<= top-5) on ImageNet-1k": "",
+    r" on the development set": "",
+    r" times ResNet50-RS's training": "x",
+    r"from --model\.weights (trained on|of)": "after",
+    r"from (pre-)?trained --model\.weights": "pre-trained",
+    r" after isomorph fuse and tdrl_fused_100ep": ", fused",
+    r" \(not public\)": "",
 }
-"""Texts of recipes' results, and how the page of all recipes shortens them."""
+"""Patterns in recipes' results, and how the page of all recipes shortens them."""
+
+SHORT_SOURCES = r" \[[a-g]\]|, -V-\d+|(?<=[6l]), (cola|mnli|mrpc|qnli|qqp|rte|sst2|stsb)$"
+"""Parts of sources that the names of the recipes say too."""
+
+PAPERS = ("T-CNN", "ConViT", "TDRL", "Refiner", "CoAtNet")
+"""Sections of the page of all recipes, by the first word of their sources."""
 
 
 def recipes_page() -> str:
-    """Return the list of all named recipes."""
+    """Return the list of all named recipes, by paper and source."""
     from isomorph.recipes import RECIPES
 
-    names: dict[str, list[str]] = {}
+    papers: dict[str, dict[str, list[str]]] = {paper: {} for paper in (*PAPERS, "isomorph")}
     for name, fields in sorted(RECIPES.items()):
         expected = fields.get("expected") or ""
         for long, short in SHORT_RESULTS.items():
-            expected = expected.replace(long, short)
-        names.setdefault(fields.get("source", ""), []).append(f"`{name}`" + (f" ({expected})" if expected else ""))
-    rows = [[source, ", ".join(found)] for source, found in sorted(names.items())]
+            expected = re.sub(long, short, expected)
+        source = fields.get("source", "")
+        paper = source.partition(" ")[0] if source.partition(" ")[0] in PAPERS else "isomorph"
+        source = re.sub(SHORT_SOURCES, "", source.removeprefix(f"{paper} "))
+        papers[paper].setdefault(source, []).append(f"`{name}`" + (f" ({expected})" if expected else ""))
     lead = (
         "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the result to "
-        'expect, the papers\'; a number alone is top-1 on ImageNet-1k, and "after X" means that the run starts from '
-        "`--model.weights` trained on X. JFT is not public. Which published rows have no recipe, and why: "
+        "expect, the papers'; a number alone is top-1 on ImageNet-1k, 1.65x is the training time relative to "
+        "ResNet50-RS's, and GLUE's results are on the development set.\n\n"
+        '"After X" means that the run starts from `--model.weights` trained on X or with recipe X, "pre-trained" that '
+        'it starts from weights trained before, and "fused" that the result is measured after `isomorph fuse` and '
+        "`tdrl_fused_100ep`. JFT is not public. Which published rows have no recipe, and why: "
         "[published runs](../recipes.md)."
     )
-    return page("Recipes by name", lead, markdown_table(["source", "recipes"], rows))
+    sections = [
+        f"## {paper}\n\n" + "\n".join(f"* {source}: {', '.join(names)}" for source, names in sorted(found.items()))
+        for paper, found in papers.items()
+    ]
+    return page("Recipes by name", lead, *sections)
 
 
 def model_rows() -> list[list[str]]:
