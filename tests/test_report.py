@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from scipy.stats import binomtest
 
 import isomorph as iso
 from isomorph.analysis.evolution import random_draw_indices
@@ -52,6 +53,7 @@ from isomorph.report.compare_page import (
 )
 from isomorph.report.html import render_page
 from isomorph.report.robustness_page import robustness_charts, robustness_table
+from isomorph.terminal_tables import interval_text, metric_table
 from refusals import refused
 
 NAN = math.nan
@@ -187,11 +189,19 @@ def test_the_robustness_page_has_the_suites_means():
     assert robustness_table({"net": {("saturate", 1): 9.0}})[1] == ["net", "-", "1", "9.00"]
 
 
+@pytest.mark.parametrize(("correct", "images"), [(0, 7), (9, 20), (450, 450), (8123, 10_000)])
+def test_intervals_are_wilsons(correct, images):
+    low, high = binomtest(correct, images).proportion_ci(method="wilson")
+    assert interval_text(100 * correct / images, images) == f"{100 * low:.1f} to {100 * high:.1f}"
+    rows = metric_table("net", {"top1": 100 * correct / images, "images": images})
+    assert rows[2] == ["95% interval of top-1 (%)", f"{100 * low:.1f} to {100 * high:.1f}"]
+
+
 def write_run(folder, lr=0.1, epochs=3, end=""):
     folder.mkdir(parents=True)
     recipe = {"name": "r", "model": {"name": "net"}, "epochs": 4, "optim": {"lr": lr}}
     (folder / "recipe.json").write_text(json.dumps(recipe))
-    rows = [{"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "lr": lr, "seconds": 2.0} for e in range(1, epochs + 1)]
+    rows = [{"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "images": 100, "seconds": 2.0} for e in range(1, epochs + 1)]
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     steps = [{"epoch": 1, "step": s, "loss": 1 / s, "lr": lr} for s in range(1, 30)]
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
@@ -202,6 +212,7 @@ class TestRuns:
     def test_runs_side_by_side(self, tmp_path):
         broken = write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')
         last, curves, recipes = compare_sections(read_run_logs([write_run(tmp_path / "a"), broken]))
+        assert last.finding == "a reaches the best top-1, 30.00 % (95% interval 21.9 to 39.6), 10.00 points above b."
         assert last.details.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
         assert [row[:6] for row in last.table[1:]] == [
             ["a", "r", "net", "3 of 4", "30.00", "30.00"],

@@ -71,7 +71,7 @@ def write(folder, models, images, config=CONFIG):
 
 
 def show(tab, folder, *sections):
-    write_page(folder / "page.html", "Charts", "A finding.", sections)
+    write_page(folder / "page.html", "Charts", "A finding.", sections, "Made by:\nisomorph compare a b")
     tab.open(folder / "page.html")
 
 
@@ -266,6 +266,10 @@ class TestCharts:
             tab.wait("window.files.length")
             name, data = tab.run("window.files[0]")
             return name, base64.b64decode(data)
+
+        tab.run("navigator.clipboard.writeText = async text => { window.copied = text; }")
+        tab.click("#command + .save button")
+        tab.wait("window.copied === 'isomorph compare a b'")
 
         for title, text in self.FILES.items():
             name, data = saved(f"{title} as CSV")

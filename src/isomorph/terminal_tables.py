@@ -81,13 +81,26 @@ def _cells(row: Sequence[str]) -> list[str]:
     return [printable(cell).replace("\n", r"\n") for cell in row]
 
 
+def interval_text(percent: float, images: int) -> str:
+    """Return the 95% interval of a share, in percent, that was measured on a number of images, such as "34.2 to 74.2".
+
+    Source: Wilson (1927), "Probable inference", the score interval; images are taken as drawn independently
+    """
+    z, share = 1.96, percent / 100
+    centre, variance = share + z**2 / (2 * images), share * (1 - share) / images + (z / (2 * images)) ** 2
+    low, high = (100 * (centre + sign * z * variance**0.5) / (1 + z**2 / images) for sign in (-1, 1))
+    return f"{low:.1f} to {high:.1f}"
+
+
 def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
-    """Return a table with a row for each metric that has a format."""
+    """Return a table with a row for each metric that has a format; top-1 with its interval, if images were counted."""
     rows = [
         [METRIC_FORMATS[key][0], METRIC_FORMATS[key][1](value)]
         for key, value in metrics.items()
         if key in METRIC_FORMATS
     ]
+    if "top1" in metrics and metrics.get("images"):
+        rows.insert(1, ["95% interval of top-1 (%)", interval_text(metrics["top1"], int(metrics["images"]))])
     return [["", title], *rows]
 
 

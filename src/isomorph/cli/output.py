@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,12 +38,16 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+COMMAND: list[str] = []
+"""The words of the command that runs."""
+
+
 def page_footer() -> str:
-    """Return the footer of a page: versions and the date."""
+    """Return the footer of a page: versions and the date, and on a line of its own the command that writes the page."""
     import torch
 
     versions = f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
-    return f"{versions}. This file loads nothing from the network."
+    return f"{versions}. This file loads nothing from the network. Made by:\n{shlex.join(['isomorph', *COMMAND])}"
 
 
 def page_line(out: object, size: int) -> str:

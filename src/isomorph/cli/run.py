@@ -24,6 +24,7 @@ from isomorph.cli import (  # noqa: F401 (add commands)
 )
 from isomorph.cli.messages import explain_parse_error, explain_shape_error, name_options
 from isomorph.cli.options import app
+from isomorph.cli.output import COMMAND
 from isomorph.errors import DataWarning, Stopped, UserError, is_out_of_memory
 from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, was_interrupted
 from isomorph.terminal_tables import say
@@ -113,6 +114,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         with SafeChildProcesses(), warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             NEW_PATHS.clear()
+            COMMAND[:] = tokens
             app(tokens)
     except Stopped as stopped:
         _print_error(str(stopped))

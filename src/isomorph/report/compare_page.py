@@ -15,7 +15,7 @@ from isomorph.report.charts import Chart, Line, Panel, Paths, Scatter, Table, fo
 from isomorph.report.html import Details, Section
 from isomorph.report.page_models import MEASURES
 from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog
-from isomorph.terminal_tables import METRIC_FORMATS, count_of
+from isomorph.terminal_tables import METRIC_FORMATS, count_of, interval_text
 
 
 class MeasureHistory(NamedTuple):
@@ -124,20 +124,21 @@ def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
     return charts
 
 
-def runs_finding(best: Mapping[str, float | None]) -> str:
-    """Return the best top-1 of the runs and its lead over the second, or that several runs reach it."""
+def runs_finding(best: Mapping[str, float | None], images: int | None = None) -> str:
+    """Return the best top-1 of the runs, its interval on a number of images, and its lead, or that several reach it."""
     known = sorted(((round(value, 2), name) for name, value in best.items() if value is not None), reverse=True)
     missing = f" {count_of(len(best) - len(known), 'run')} without a top-1." if len(known) < len(best) else ""
     if not known:
         return "No run has measured its top-1."
     (value, name), *others = known
     ties = sum(other == value for other, _ in known)
+    reached = f"{value:.2f} %" + (f" (95% interval {interval_text(value, images)})" if images else "")
     if not others:
-        return f"{name} reaches a top-1 of {value:.2f} %.{missing}"
+        return f"{name} reaches a top-1 of {reached}.{missing}"
     if ties > 1:
-        return f"{ties} of {len(known)} runs reach the best top-1, {value:.2f} %.{missing}"
+        return f"{ties} of {len(known)} runs reach the best top-1, {reached}.{missing}"
     second, other = others[0]
-    return f"{name} reaches the best top-1, {value:.2f} %, {value - second:.2f} points above {other}.{missing}"
+    return f"{name} reaches the best top-1, {reached}, {value - second:.2f} points above {other}.{missing}"
 
 
 def _results_table(logs: Sequence[RunLog]) -> Table:
@@ -264,7 +265,8 @@ def compare_sections(
     if logs:
         problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
         details = Details("Missing or damaged files", problems) if problems else None
-        finding = runs_finding({log.name: log.best_top1 for log in logs})
+        counts = {log.test_images for log in logs}
+        finding = runs_finding({log.name: log.best_top1 for log in logs}, counts.pop() if len(counts) == 1 else None)
         table, guide = _results_table(logs), guides.RESULTS
         sections.append(Section("Final results", table=table, details=details, finding=finding, guide=guide))
     sections += _accuracy_section(points)

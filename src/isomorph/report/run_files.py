@@ -30,6 +30,12 @@ class RunLog:
         measured = (row["top1"] for row in self.epochs if row.get("epoch") != 0 and is_number(row.get("top1")))
         return max(measured, default=None)
 
+    @property
+    def test_images(self) -> int | None:
+        """The number of images of the last test, None where it was not logged."""
+        counted = [row["images"] for row in self.epochs if is_number(row.get("images")) and row["images"] > 0]
+        return int(counted[-1]) if counted else None
+
 
 def _parse(text: str) -> Any:
     try:

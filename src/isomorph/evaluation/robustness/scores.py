@@ -10,6 +10,7 @@ from isomorph.data.corruptions.corrupt import (
     IMAGENET_C_CORRUPTIONS,
     SEVERITIES,
 )
+from isomorph.terminal_tables import interval_text
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
@@ -148,7 +149,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
     if result["clean"]:
-        lines.append(f"clean top-1 {result['clean']['top1']:.2f} %")
+        clean = result["clean"]["top1"]
+        lines.append(f"clean top-1 {clean:.2f} % (95% interval {interval_text(clean, result['images'])})")
     if "mce" in result:
         relative = f", relative mCE {result['relative_mce']:.1f} %" if "relative_mce" in result else ""
         lines.append(f"mCE {result['mce']:.1f} %{relative} (100 is AlexNet)")

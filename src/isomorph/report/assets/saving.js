@@ -1,4 +1,4 @@
-// Saving: charts and attention maps as SVG and PNG, numbers as CSV and JSON.
+// Copying and saving: charts and attention maps as SVG and PNG, numbers as CSV and JSON.
 
 const SAVED_STYLE = "text { font: 11px sans-serif; fill: #444 } .axis { stroke: #ddd }";
 const PNG_SCALE = 3;
@@ -67,6 +67,16 @@ function saveButtons(title, savers) {
     return button;
   });
   return createElement("div", {class: "save"}, "Save ", ...buttons);
+}
+
+/** Return a button that copies the text of an element. */
+function copyButton(source) {
+  const button = createElement("button", {type: "button"}, "Copy the command");
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(source.textContent);
+    button.textContent = "Copied";
+  });
+  return createElement("div", {class: "save"}, button);
 }
 
 /** Return an SVG with a white ground for a file, and its content. */

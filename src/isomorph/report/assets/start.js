@@ -1,4 +1,4 @@
-// Reads the page's data and builds its charts, viewers, and the button that saves its numbers.
+// Reads the data and builds charts, viewers, and the buttons that copy the command or save numbers.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 for (const host of document.querySelectorAll("[data-chart]")) {
@@ -9,4 +9,6 @@ for (const host of document.querySelectorAll("[data-viewer]")) {
   const number = host.dataset.viewer;
   viewers.push(new AttentionViewer(host, number, page.viewers[number]));
 }
+const command = document.getElementById("command");
+if (command) command.after(copyButton(command));
 document.querySelector("footer").append(saveButtons("all numbers", {JSON: savePageNumbers}));
