@@ -9,8 +9,8 @@ benchmarks/results/coverage.json and the table of docs/reference/coverage.md. On
 is finished and stops.
 
 With --norms, counts the BatchNorms that fuse merges in the model of each family that was verified, and in a few with
-methods of their own; --speed times some before, fused, and after timm's method, in turns, in one process. Both write
-benchmarks/results/merged_norms.json.
+methods of their own; --speed times some before, fused, after timm's method, and two of them compiled, in turns, in one
+process. Both write benchmarks/results/merged_norms.json.
 """
 
 import argparse
@@ -41,6 +41,7 @@ SAMPLE = ["resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "xcit_nano_1
 SAMPLE += ["test_nfnet"]
 """Models whose rows the tests compare."""
 OWN_METHODS = ["resnet50", "repvgg_a0", "repvit_m0_9", "regnety_002", "repghostnet_050", "lcnetv2_base"]
+OWN_METHODS += ["mobileone_s0", "ghostnetv3_050", "levit_128s", "efficientnet_b0"]
 TIMED = ["resnet50", "repvgg_a0", "repvgg_a1", "fastvit_t8"]
 LARGEST = 40e6
 """Models with more parameters are not verified: their smallest member would take a CPU minutes."""
@@ -151,7 +152,7 @@ def merged(given):
     result = json.loads(path.read_text()) if path.exists() else {}
     if given.norms:
         families = json.loads((RESULTS / "coverage.json").read_text())["verified"].values()
-        names = sorted({row["model"] for row in families if "error" not in row}) + OWN_METHODS
+        names = sorted({row["model"] for row in families if "error" not in row} | {*OWN_METHODS})
         known = {row["model"]: row for row in result.get("models", [])}
         result["models"] = [known.get(name) or row for name in names for row in merge_norms([name])]
     if given.speed:
@@ -160,6 +161,7 @@ def merged(given):
             torch.manual_seed(0)
             model, x = timm.create_model(name).eval(), torch.randn(1, 3, 224, 224)
             contenders = {"before": model, "fused": iso.fuse(model), "timm": reparameterize_model(model)}
+            contenders |= {f"{kind}, compiled": torch.compile(contenders[kind]) for kind in ("before", "fused")}
             runs = {kind: forward(net, x) for kind, net in contenders.items()}
             result["milliseconds"][name] = interleaved(runs, x.device)
             print(name, result["milliseconds"][name], flush=True)
