@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -144,9 +144,18 @@ def type_text(hint: Any) -> str:
     if hasattr(hint, "__metadata__"):
         return type_text(arguments[0])
     if origin in (list, tuple):
-        return f"list of {type_text(arguments[0])}"
-    names = {dict: "mapping", bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+        kind = type_text(arguments[0])
+        return f"list of {kind}{'s' * kind.endswith('number')}"
+    names = {
+        dict: "mapping",
+        Mapping: "mapping",
+        bool: "true or false",
+        int: "whole number",
+        float: "number",
+        str: "text",
+        Path: "path",
+    }
+    return names.get(origin or hint, getattr(hint, "__name__", str(hint)))
 
 
 def default_text(field: Any) -> str:
@@ -194,7 +203,9 @@ def group_lines(part: Any, prefix: str) -> str:
             key = ", ".join(f"`{each}`" for each in owner.split(", "))
             lists.setdefault(key, []).append(field_line(prefix + name, field, meaning))
     first = lists.pop("", [])
-    return "\n\n".join(["\n".join(first), *(f"Of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items())])
+    return "\n\n".join(
+        ["\n".join(first), *(f"Fields of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items())]
+    )
 
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
