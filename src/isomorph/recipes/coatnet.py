@@ -130,9 +130,13 @@ def _tables_6_to_9() -> dict[str, Fields]:
     v1: Fields = dict(depths=[2, 2, 2, 18, 2])
     recipes = {
         "coatnet_2_placeblind": _from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
-        "coatnet_2_placeblind_384": _fine_tune(2, 384, IN1K, "Table 6, without", "85.3", 15, **blind),
+        "coatnet_2_placeblind_384": _fine_tune(
+            2, 384, IN1K, "Table 6, without relative attention", "85.3", 15, **blind
+        ),
         "coatnet_3_placeblind_in21k": _pretrain_in21k(3, "Table 6, without relative attention", "52.8", **blind),
-        "coatnet_3_placeblind_in21k_384": _fine_tune(3, 384, IN21K, "Table 6, without", "87.4", **blind),
+        "coatnet_3_placeblind_in21k_384": _fine_tune(
+            3, 384, IN21K, "Table 6, without relative attention", "87.4", **blind
+        ),
         "coatnet_2_v1": _from_scratch(2, "Table 7, V1", "83.4", **v1),
         "coatnet_2_v2": _from_scratch(2, "Table 7, V2", "84.0", depths=[2, 2, 8, 12, 2]),
         "coatnet_3_v1_in21k": _pretrain_in21k(3, "Table 7, V1", "53.0", **v1),
