@@ -77,6 +77,7 @@ def quantize(
     float_layers: list[str] | None = None,
     batch_size: opt.BatchSize = 100,
     dynamic: Dynamic = "batch",
+    size: opt.Size = None,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
@@ -105,8 +106,9 @@ def quantize(
     with spinner("quantize") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
-        train, tested = _open_images(net, test, images, batch_size if "batch" in dynamic else 1)
-        chosen: dict[str, Any] = dict(weights_only=weights_only, float_layers=float_layers or (), dynamic=dynamic)
+        train, tested = _open_images(net, test, size, images, batch_size if "batch" in dynamic else 1)
+        chosen: dict[str, Any] = dict(weights_only=weights_only, float_layers=float_layers or ())
+        chosen |= dict(dynamic=dynamic, size=size)
         report = iso.quantize(net, train, out, overwrite=overwrite, progress=show_step, **chosen)
     accuracy = {}
     for name, each in (("float", net), ("int8", iso.deployment.open_artefact(out))):
@@ -117,12 +119,12 @@ def quantize(
     show(json_, report.as_dict() | {"accuracy": accuracy}, str(report), table, f"wrote {report.path}")
 
 
-def _open_images(net: Any, given: opt.DataOptions, images: int, batch_size: int) -> tuple[Any, Any]:
+def _open_images(net: Any, given: opt.DataOptions, size: opt.Size, images: int, batch_size: int) -> tuple[Any, Any]:
     from isomorph.data.loaders import eval_loader
     from isomorph.data.sources import spaced_images
     from isomorph.evaluation.model_data import evaluation_data, open_split, sample_images
 
-    test, config = evaluation_data(net, given.data, given.root, test_fraction=given.split)
+    test, config = evaluation_data(net, given.data, given.root, size, test_fraction=given.split)
     train = sample_images(open_split(net, "train", given.data, given.root, given.split), images)
     return eval_loader(train, config, batch_size), eval_loader(
         spaced_images(test, given.max_images), config, batch_size

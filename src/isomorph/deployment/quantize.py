@@ -20,6 +20,7 @@ from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, tr
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
+from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -106,6 +107,7 @@ def quantize(
     weights_only: bool = False,
     float_layers: str | Sequence[str] = (),
     dynamic: str = "batch",
+    size: ImageSize | None = None,
     overwrite: bool = False,
     progress: Progress = lambda step: None,
 ) -> QuantizeReport:
@@ -123,6 +125,7 @@ def quantize(
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         float_layers: Glob or globs over names of layers that stay in float.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
+        size: Height and width, by default the model's own.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
@@ -144,7 +147,9 @@ def quantize(
     mode = "weights" if weights_only else "static"
     model = check_exportable(model, path, overwrite)
     progress("fusing")
-    shapes = plan_shapes(model, dynamic)
+    if size and not hasattr(model, "example_inputs"):
+        model = fit_to_size(model, size)
+    shapes = plan_shapes(model, dynamic, size)
     if shapes.named:
         raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
     prepared, _ = prepare(model, shapes)
@@ -216,6 +221,7 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
             return
     raise UserError(
         f"calibration images are {given}; give normalised images, finite floats of B x {channels} x {height} x {width}"
+        "; for images of another size, give size"
     )
 
 

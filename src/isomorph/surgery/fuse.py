@@ -1,6 +1,7 @@
 """Fuse a model: its branches by their own methods, then its norms, scales and branches into the layers before them."""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,7 +157,10 @@ def fuse(
     ('PyramidLinear', 'Linear', 'Identity')
     """
     with usual_defaults(check_model(model)):
-        return fuse_with_report(model, example, norms, affine)[0]
+        new, report = fuse_with_report(model, example, norms, affine)
+    if report.left and report.difference is None and not report.fused:
+        warnings.warn(f"fuse merged nothing: {next(iter(report.left.values()))}", stacklevel=2)
+    return new
 
 
 def fuse_with_report(

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -218,12 +218,12 @@ def compare_outputs(
     >>> iso.surgery.compare_outputs(cnn, iso.unstride(cnn, where="layer3"), torch.randn(1, 3, 32, 32)).passed
     False
     """
-    batches = [inputs] if isinstance(inputs, Tensor | Mapping) else list(inputs)
+    original, recast = check_model(original), check_model(recast)
+    batches = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor | Mapping) else [inputs]
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
     if atol is not None and not atol >= 0:
         raise UserError(f"atol {atol:g} must be at least 0")
-    original, recast = check_model(original), check_model(recast)
     for batch in batches:
         check_not_empty(batch)
     if atol is None:
