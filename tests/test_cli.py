@@ -54,7 +54,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "run/monitor.jsonl").is_file()
     whole = isomorph("fuse", "run/model.safetensors", "--out", "whole.safetensors", folder=tmp_path)
-    assert "modules fused" in whole.stdout, whole.stderr
+    assert "replaced by their own fuse()" in whole.stdout, whole.stderr
     (tmp_path / "run/model.safetensors").unlink()  # as if the run had not come to its end
     for flags in ([], ["--no-ema", "--overwrite", "--json"]):
         fused = isomorph("fuse", "run", "--out", "thin.safetensors", *flags, folder=tmp_path)

@@ -244,7 +244,7 @@ def test_units_keep_train_mode():
     wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
     assert all(
         module.training
-        for module in iso.surgery.replay(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",))).modules()
+        for module in iso.surgery.apply_edit(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",))).modules()
     )
 
 

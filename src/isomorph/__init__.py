@@ -105,5 +105,5 @@ def prepare() -> None:
     import isomorph.models  # noqa: F401 (registers them)
 
 
-if "isomorph_command" not in sys.modules:
+if "isomorph_command" not in sys.modules:  # the installed command, which imports torch later
     prepare()

@@ -31,7 +31,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import built_size, label_names
 from isomorph.models import create
 from isomorph.operations import unwrap
-from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
+from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.modules import joint_candidates
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
@@ -111,10 +111,10 @@ def record_data(model: nn.Module, data: dict[str, Any]) -> None:
 
 
 def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
-    """Create the base and replay the edits that its constructor has not made itself."""
+    """Create the base and apply the edits that its constructor has not made itself."""
     model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
     for edit in recorded[len(edits(model)) :]:
-        model = replay(model, edit)
+        model = apply_edit(model, edit)
     return record_base(model, base)
 
 
@@ -182,7 +182,7 @@ def _check_edits_on(base: nn.Module, model: nn.Module) -> None:
     with torch.device("meta"):
         twin = copy.deepcopy(base).to("meta")
         for edit in edits(model)[len(edits(base)) :]:
-            twin = replay(twin, edit)
+            twin = apply_edit(twin, edit)
     if difference := find_difference(model, twin):
         made = f"the edits of this model do not make it from base {type(base).__name__}"
         raise UserError(f"{made}: {difference}; give another base")

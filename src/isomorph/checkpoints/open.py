@@ -31,7 +31,7 @@ from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
 from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
-from isomorph.surgery import edits, replay
+from isomorph.surgery import apply_edit, edits
 from isomorph.surgery.rule import add_notes, notes
 
 
@@ -43,7 +43,7 @@ def load(
     revision: str | None = None,
     **arguments: Any,
 ) -> nn.Module:
-    """Load a model saved by `save`: create its base, replay its edits, load every tensor; in eval mode.
+    """Load a model saved by `save`: create its base, apply its edits, load every tensor; in eval mode.
 
     The model gets the floating-point type of the saved tensors. A name such as hf-hub:me/name is a model on the hub.
 
@@ -136,7 +136,7 @@ def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
         raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
     try:
         for edit in recorded[len(done) :]:
-            model = replay(model, edit)
+            model = apply_edit(model, edit)
     except UserError as error:
         raise UserError(f"base {type(model).__name__} does not fit {contents.path}: {error}") from None
     saved_from = f" (it was saved from a {parts.module['class']})" if parts and parts.module else ""

@@ -90,7 +90,8 @@ class Artefact(nn.Module):
         super().__init__()
         self._run = run
         self.metadata = self.pretrained_cfg = self.default_cfg = dict(metadata)
-        self.num_classes = self.metadata.get("num_classes", 0)
+        if "num_classes" in self.metadata:  # otherwise the outputs are counted
+            self.num_classes = self.metadata["num_classes"]
         self.in_chans = (self.metadata.get("input_size") or [None])[0]
         # stands for the weights, which are in the file: results are stored with a hash of a model's state
         self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))

@@ -61,7 +61,7 @@ def _data_config(
     given = {**crop, **({"input_size": (number, *size)} if size else {})}
     config = resolve_data_config(given, model=model, use_test_size=use_test_size)
     height, width = config["input_size"][-2:]
-    _check_size((height, width))
+    check_size((height, width))
     normalisation = {
         k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
     }
@@ -83,7 +83,8 @@ def built_size(model: nn.Module) -> ImageSize | None:
     return size[0], size[1]
 
 
-def _check_size(size: ImageSize) -> None:
+def check_size(size: ImageSize) -> None:
+    """Raises: UserError for anything but a height and a width."""
     if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
         raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224)")
 
@@ -112,7 +113,7 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
     >>> fit_to_size(vit, (64, 64))(torch.zeros(1, 3, 64, 64)).shape
     torch.Size([1, 1000])
     """
-    _check_size(size)
+    check_size(size)
     shape = (input_channels(model), *size)
     problem = input_size_problem(model, shape)
     if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):

@@ -17,7 +17,7 @@ from isomorph.layers import GPSA2d
 from isomorph.models import cifar_resnet
 from isomorph.models.base import ForeignCheckpoints, Variant, build_variant, parameters_without_decay, register_variants
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
-from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
+from isomorph.surgery import ConvToGPSA, Edit, Unstride, apply_edit, targets
 
 RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
 RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
@@ -52,7 +52,7 @@ class TransformedMixin(ForeignCheckpoints):
         return parameters_without_decay(self)
 
     def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
-        replay(self, Edit(rule, tuple(targets(self, rule, where))))
+        apply_edit(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
 class TResNet(TransformedMixin, ResNet):
@@ -66,7 +66,7 @@ class TResNet(TransformedMixin, ResNet):
         self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
     ) -> None:
         super().__init__(block=Bottleneck, **kwargs)
-        replay(self, Edit(Unstride(), ("layer4",)))
+        apply_edit(self, Edit(Unstride(), ("layer4",)))
         self.feature_info[-1]["reduction"] //= 2
         self.recast_convs("layer4.*.conv2", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from isomorph.models.base import (
     unwrap_state_dict,
 )
 from isomorph.models.blockwise import AnySizeViT
-from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, replay, targets
+from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, apply_edit, fuse, targets
 from isomorph.surgery.modules import outermost_modules
 
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
@@ -64,10 +64,10 @@ class TDRLViT(ForeignCheckpoints, AnySizeViT):
         super().__init__(weight_init="" if weight_init == "mae" else weight_init, **kwargs)
         if relative_bias:
             positions = AttentionToRelative(prefix_bias=True)
-            replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
+            apply_edit(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
         if layout != "plain":
             rule = LinearToPyramid(layout, init="paper", rectify=rectify)
-            replay(self, Edit(rule, tuple(targets(self, rule, where))))
+            apply_edit(self, Edit(rule, tuple(targets(self, rule, where))))
         if weight_init == "mae":
             init_as_mae(self)
 

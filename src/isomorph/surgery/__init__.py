@@ -8,7 +8,7 @@ from isomorph.surgery.insert import Insert, insert, register_block
 from isomorph.surgery.merge import FuseReport, Merge
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
-from isomorph.surgery.recast import Acceptance, acceptance, recast, replay, targets
+from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, targets
 from isomorph.surgery.revert import Revert, revert
 from isomorph.surgery.rule import RULES, Edit, Rule, build_rule, edits, edits_since, notes, register_rule
 from isomorph.surgery.rules.gated import ConvToGPSA
@@ -51,6 +51,7 @@ __all__ = [
     "Unstride",
     "VerifyReport",
     "acceptance",
+    "apply_edit",
     "build_rule",
     "compare_outputs",
     "edits",
@@ -66,7 +67,6 @@ __all__ = [
     "recast",
     "register_block",
     "register_rule",
-    "replay",
     "revert",
     "targets",
     "unstride",

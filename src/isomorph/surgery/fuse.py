@@ -18,10 +18,10 @@ from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import unwrap
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.merge import Cases, FuseReport, merge, own_example, search
+from isomorph.surgery.merge import Cases, FuseReport, find_faults, merge, own_example
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import check_finite, check_model, replay, usual_defaults
+from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
@@ -131,7 +131,7 @@ def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
 def fuse(
     model: nn.Module, example: Inputs | Sequence[Inputs] | None = None, norms: bool = True, affine: bool = False
 ) -> nn.Module:
-    """Return a copy of the model with all merged that is exactly one layer; in eval mode the function is the same.
+    """Return a copy of the model in which everything that computes one layer is that layer; the same in eval mode.
 
     First the outermost layers with a method `fuse()`, such as a pyramid, or `reparameterize()` are replaced by its
     result. Then norms, scales, sums of branches, and chains of linear layers whose product is not larger are written
@@ -181,15 +181,16 @@ def fuse_with_report(
     names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
     exact, cases, problem = copy_model(model), None, ""
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
-        cases, problem = _cases(exact.double(), model, example)
+        exact = exact.double()
+        cases, problem = _cases(exact, model, example)
     if cases:
-        left = search(list(names), lambda chosen: cases.fault(lambda: _fused(copy.deepcopy(exact), chosen)))
+        left = find_faults(list(names), lambda chosen: cases.fault(lambda: _fused(copy.deepcopy(exact), chosen)))
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
     if cases:
         exact, edits, merged, reasons = merge(_fused(exact, names), cases, affine)
-        for rule in dict.fromkeys(rule for rule, _ in edits):
-            new = replay(new, Edit(rule, tuple(name for each, name in edits if each == rule)))
+        for rule in dict.fromkeys(rule for rule, _ in edits):  # first the layers, then the values found in float64
+            new = apply_edit(new, Edit(rule, tuple(name for each, name in edits if each == rule)))
         new.load_state_dict(exact.state_dict())
         left |= reasons
     elif norms:
@@ -219,7 +220,7 @@ def _cases(exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs
 
 
 def _fused(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    return replay(model, Edit(Fuse(), tuple(names))) if names else model
+    return apply_edit(model, Edit(Fuse(), tuple(names))) if names else model
 
 
 def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]:

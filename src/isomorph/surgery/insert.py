@@ -20,7 +20,7 @@ from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.calls import Inputs, cast_floats, run_model
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
-from isomorph.surgery.recast import check_model, replay
+from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 MakeBlock = Callable[[int], nn.Module]
@@ -166,7 +166,7 @@ def insert(
     rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
-        new = replay(new, Edit(rule, tuple(place for place in rules if rules[place] == rule)))
+        new = apply_edit(new, Edit(rule, tuple(place for place in rules if rules[place] == rule)))
     for place, rule in rules.items():  # also in a frozen model, and after a module without parameters
         features = _entry(seen[place][0], rule.entry)
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)

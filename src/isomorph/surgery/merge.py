@@ -100,7 +100,7 @@ class FuseReport:
     def __str__(self) -> str:
         counts = f"{len(self.merged)} norms, scales or layers merged, {len(self.left)} left"
         lines = [
-            f"{len(self.fused)} modules fused; {counts}",
+            f"{len(self.fused)} layers replaced by their own fuse(); {counts}",
             f"  parameters {self.parameters[0]:,} before, {self.parameters[1]:,} after",
         ]
         if self.difference is not None:
@@ -220,7 +220,7 @@ def _crops(inputs: Inputs) -> list[Tensor]:
     return crops if len(sides) > 1 else [*crops, pair[:, : inputs.shape[1] // 2 + 1], pair]
 
 
-def search(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
+def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
     """Return the names with which a model changes, by halving, with what `attempt` says of each."""
     good: list[Any] = []
     bad: dict[Any, str] = {}
@@ -262,7 +262,7 @@ def merge(
         new = copy.deepcopy(model)
         return new, [edit for group in groups if group in chosen for edit in _apply(new, group)]
 
-    bad = search(groups, lambda chosen: cases.fault(lambda: merged(chosen)[0]))
+    bad = find_faults(groups, lambda chosen: cases.fault(lambda: merged(chosen)[0]))
     good = [group for group in groups if group not in bad]
     into = {name: ", ".join(group.carriers) for group in good for _, name in group.gone}
     for group in (first or {}).values():

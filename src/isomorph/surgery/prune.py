@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.surgery.modules import Where, describe_where, matches_where, outermost_modules
-from isomorph.surgery.recast import check_finite, check_model, replay
+from isomorph.surgery.recast import apply_edit, check_finite, check_model
 from isomorph.surgery.rule import Edit, Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
 
@@ -153,5 +153,5 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     pruned = copy_model(model)
     for form in dict.fromkeys(forms.values()):
         rule: Any = Prune(form, tolerance)  # type: ignore[arg-type]  # its atol is no class variable, as in the protocol
-        pruned = replay(pruned, Edit(rule, tuple(name for name, own in forms.items() if own == form)))
+        pruned = apply_edit(pruned, Edit(rule, tuple(name for name, own in forms.items() if own == form)))
     return pruned

@@ -1,6 +1,6 @@
 """Recast a model: select modules with `where`, replace each by a rule, and record the edits on a copy.
 
-A checkpoint is rebuilt from them: create the base model, replay the edits, load the tensors.
+A checkpoint is rebuilt from them: create the base model, apply the edits, load the tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -216,19 +216,19 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     for name in found.accepted:
         if name in named:
             check_finite(named[name], name)
-    new = replay(copy_model(model), Edit(rule, tuple(found.accepted)))
+    new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
     if skipped := [f"{name} ({reason})" for name, reason in found.rejected.items()]:
         add_notes(new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}")
     return new
 
 
-def replay(model: nn.Module, edit: Edit) -> nn.Module:
+def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     """Apply an edit in place and return the model; `load` rebuilds a checkpoint from its base model with it.
 
     Raises: UserError if the model does not have a module of the edit, or the rule does not accept it.
 
     >>> edit = iso.surgery.Edit(iso.ConvToGPSA(), ("layer3.0.conv1",))
-    >>> type(iso.surgery.replay(timm.create_model("cifar_resnet20"), edit).layer3[0].conv1).__name__
+    >>> type(iso.surgery.apply_edit(timm.create_model("cifar_resnet20"), edit).layer3[0].conv1).__name__
     'GPSA2d'
     """
     rule, ties = edit.rule.within(model), Ties(model)
@@ -260,7 +260,7 @@ def attach(model: nn.Module) -> None:
 def edited_names(model: nn.Module, since: int = 0) -> list[str]:
     """Return the names of the recast modules that a model has, without its first edits; of a part, the whole layer.
 
-    Modules whose output is another's work, or in which it is, are left out.
+    Merged modules, whose output another layer computes, and modules around them are left out.
     """
     parts, present = joint_parts(model), dict(model.named_modules(remove_duplicate=False))
     made = edits(model)[since:]

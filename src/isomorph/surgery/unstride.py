@@ -8,7 +8,7 @@ from timm.layers import BlurPool2d
 from torch import nn
 
 from isomorph.surgery.modules import Where
-from isomorph.surgery.recast import replay, targets
+from isomorph.surgery.recast import apply_edit, targets
 from isomorph.surgery.rule import Edit, Rule, copy_model
 
 
@@ -66,4 +66,4 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     ((1, 64, 8, 8), (1, 64, 16, 16))
     """
     edit = Edit(Unstride(), tuple(targets(model, Unstride(), where)))
-    return replay(copy_model(model), edit)
+    return apply_edit(copy_model(model), edit)

@@ -30,7 +30,7 @@ class PositionalAttention(TokenHeads):
 
         y = proj(softmax(v_pos . (dx, dy, dx^2 + dy^2)) v)
 
-    It is `GPSA` with all gates at 1. Prefix tokens (class token, registers) have no position and attend by content
+    It is `GPSA` with sigma(gate) = 1. Prefix tokens (class token, registers) have no position and attend by content
     still: `q` are their queries, `k` the keys of all tokens. Arguments, `position`, `locality` and `centre` are those
     of `GPSA`.
 
@@ -149,7 +149,7 @@ class GPSA(TokenHeads):
 
     @torch.no_grad()
     def to_positional(self) -> PositionalAttention:
-        """Return the layer with all gates at 1: without queries and keys, but for those of prefix tokens."""
+        """Return the layer with sigma(gate) = 1: without queries and keys, but for those of prefix tokens."""
         size = (self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens)
         layer = self.positional_class(*size).to(self.v.weight)
         if layer.q is not None and layer.k is not None:

@@ -276,7 +276,7 @@ class GPSA2d(TapHeads):
 
     @torch.no_grad()
     def to_positional(self) -> PositionalConv2d:
-        """Return the layer with all gates at 1: without queries and keys, and with the values in the filters."""
+        """Return the layer with sigma(gate) = 1: without queries and keys, and with the values in the filters."""
         size = (self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding)
         layer = PositionalConv2d(*size, self.bias is not None, self.groups).to(self.weight)
         layer.weight.copy_(self.folded_filters().view_as(layer.weight))

@@ -235,7 +235,7 @@ class PositionalConv2d(TapHeads):
 
         y = sum_h P_h x weight_h + bias,    P_h = softmax(-locality_h |delta - centre_h|^2)
 
-    It is `GPSA2d` with all gates at 1 and without its values, which the filters contain. P_h is separable in rows and
+    It is `GPSA2d` with sigma(gate) = 1 and without its values, which the filters contain. P_h is separable in rows and
     columns, and the same for every image: no map is formed, and cost is linear in the number of positions. With high
     localities it is a convolution, at the cost of one. Arguments as in `GPSA2d`; with `groups` equal to the number of
     channels, it is a depthwise convolution with soft taps.

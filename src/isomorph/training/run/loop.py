@@ -182,7 +182,7 @@ def train_step(run: Run) -> tuple[float, Any]:
         run.note_unreadable(problems)
         seed_everything("step", recipe.seed, step, part)
         with no_gradient_sync(run.task) if part != parts[-1] else nullcontext():
-            _backward(run, inputs, targets)
+            _train_part(run, inputs, targets)
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
@@ -193,7 +193,7 @@ def train_step(run: Run) -> tuple[float, Any]:
     return waited, inputs
 
 
-def _backward(run: Run, inputs: Any, targets: Any) -> None:
+def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     """Add the gradients of one part of a batch, and its contribution to the mean loss and accuracy of the step."""
     parts = len(run.share.own)
     inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
