@@ -253,7 +253,7 @@ def test_attention_inside_a_unit_stays():
     net = disturb(nn.Sequential(levit.ConvNorm(4, 4, 3, 1, 1))).float()
     attentive = iso.recast(net, iso.ConvToGPSA(content="none"), "0.linear")
     x = torch.randn(1, 4, 6, 6)
-    assert deviation(iso.fuse(attentive)(x), net(x)) < 1e-4
+    assert deviation(iso.fuse(attentive, x)(x), net(x)) < 1e-4
     block = disturb(nn.Sequential(RepVggBlock(4, 4, 3, layers=LayerFn()))).float()
     attentive = iso.recast(block, iso.ConvToGPSA(content="none"), "0.conv_kxk.conv")
     assert deviation(iso.fuse(attentive, x)(x), block(x)) < 1e-4

@@ -127,13 +127,13 @@ class TestRun:
         """In a run of three steps: an epoch of two, and half of one, whose loss is the mean of its own steps."""
         optim, parts = dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"), dict(accumulate=2)
         run = open_run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
-        draws, backward = [], loop._backward
+        draws, backward = [], loop._train_part
 
         def draw(*args):
             draws.append(torch.rand(()).item())
             backward(*args)
 
-        monkeypatch.setattr(loop, "_backward", draw)
+        monkeypatch.setattr(loop, "_train_part", draw)
         for step in range(3):
             before = copy.deepcopy(run.averaged.conv1.weight.detach())
             train_step(run)
