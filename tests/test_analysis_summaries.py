@@ -97,6 +97,16 @@ class TestCKA:
             assert (found.rows, found.columns) == (["a", "b"], ["a", "b"])
             torch.testing.assert_close(found.matrix, torch.ones(2, 2).double())
 
+    def test_the_layers_of_a_model_that_names_none_are_its_blocks(self):
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2)]
+        x = torch.randn(8, 6)
+        for items, rows in {
+            (nn.Linear(6, 6), *blocks, nn.Linear(6, 6)): ["1", "2"],
+            (nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)): ["0", "2"],
+        }.items():
+            model = nn.Sequential(*items)
+            assert iso.cka(model, model, x).rows == rows
+
     def test_one_batch_is_the_formula(self):
         x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 7, dtype=torch.float64)
 

@@ -86,6 +86,17 @@ def test_too_few_classes_and_empty_loaders_are_said():
     refused("no batch", lambda: evaluate(Says(torch.zeros(1, 2)), []))
 
 
+def test_batches_that_are_not_images_and_one_label_each_are_said():
+    images, labels = torch.zeros(2, 1), torch.zeros(2, dtype=torch.long)
+    for given, said in {
+        "a Tensor": (images, labels),
+        "a dict": [{"images": images, "labels": labels}],
+        "a list": [[images, labels, labels]],
+        r"labels of shape \(2, 3\)": [(images, torch.eye(3)[labels])],
+    }.items():
+        refused(f"one class number for each image, not {given}; give", evaluate, Says(torch.zeros(1, 3)), said)
+
+
 def test_macs_count_convolutions_and_attention_in_any_form():
     assert count_macs(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 12)) == 8 * 3 * 9 * 120
     N, C, nh, hd = 64, 16, 9, 2

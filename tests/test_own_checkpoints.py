@@ -196,7 +196,7 @@ def test_modules_that_timm_cannot_build(tmp_path):
     assert iso.edits(again) == iso.edits(new)
     assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
     assert isinstance(iso.revert(again).layer4[0].conv2, nn.Conv2d)
-    refused("which timm cannot build; open it in Python", iso.load, path)
+    refused("which timm cannot build; give --arch package.module:function", iso.load, path)
     opened = open_own(path, arch="resnet18")
     assert same(opened, new)
     assert same(iso.load(path, base="resnet18"), new)

@@ -22,6 +22,9 @@ def folder(tmp_path_factory):
     vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=48, depth=1)
     torch.save(vit.state_dict(), top / "vit.pth")
     iso.save(cnn("cifar_resnet20", in_chans=1), top / "grey.safetensors")
+    iso.save(iso.recast(torch.nn.Sequential(torch.nn.Linear(4, 4)), iso.LinearToPyramid()), top / "own.safetensors")
+    (top / "code.yaml").write_text("model: {name: os:system}")
+    torch.save({name: tensor * float("nan") for name, tensor in model.state_dict().items()}, top / "nan.pth")
     images(top / "photos", each=4)
     return top
 
@@ -116,9 +119,55 @@ WRONG = {
     "verify my.pth grey.safetensors --arch cifar_resnet20": "1-channel",
     f"fuse {VIT} --out x.safetensors": "has nothing to fuse",
     f"{FINETUNE} --model.weights my.pth --out runs/a": "give --model.name NAME",
+    f"{FINETUNE} --model.name net:build --model.kwargs.classes 4 --out runs/a": "4 classes, the data has 3 (",
+    f"{FINETUNE} --model.name net:build --model.num_classes 3 --out runs/a": "model.num_classes cannot be passed to",
+    f"{FINETUNE} --model.name net:built --out runs/a": "no attribute 'built'",
+    "evaluate own.safetensors": "give --arch package.module:function, which builds it",
+    "train code.yaml": "model.name os:system would run code that a file names",
+    "train finetun": "did you mean finetune, ",
 }
 
 
+NET = """from torch import nn
+def build(classes=3):
+    conv = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
+    blocks = [nn.Sequential(*conv[:3]), nn.Sequential(conv[3], nn.ReLU())]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, classes))
+"""
+
+
+def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder):
+    (folder / "net.py").write_text(NET)
+    arch, page = "--arch net:build", "--overwrite --out own.html"
+    answer(folder, "recast net:build --where 1.0 --size 16 --out t_own.safetensors")
+    for name, more in (("own", "--model.weights t_own.safetensors"), ("plain", "")):
+        train = f"{FINETUNE} --model.name net:build --size 16 {more} --out runs/{name}"
+        run = isomorph(*train.split(), folder=folder)
+        assert run.returncode == 0, run.stderr
+        assert " images of 16 x 16 in batches of" in run.stdout
+        shown, notes = answer(folder, f"evaluate runs/{name} {arch} --data photos --no-cost")
+        assert shown["images"] == left_out(folder)
+        assert "as for ImageNet" not in notes  # a run says which images it takes
+    both = f"runs/own {arch} --against runs/plain/model.safetensors"
+    answer(folder, f"analyze {both} --image photos/pear/0.png --data photos {page}")
+    found, _ = answer(folder, f"compare runs/own runs/plain {arch} {page}")
+    assert [point["name"] for point in found["points"]] == ["own", "plain"]
+    _, notes = answer(folder, "evaluate net:build --data photos --no-cost --size 16")
+    assert "its weights are those that the function returns; images are prepared as for ImageNet: 224 x 224" in notes
+
+
+def test_weights_that_are_not_finite_are_said(folder):
+    train = f"{FINETUNE} --model.name cifar_resnet20 --model.weights nan.pth --out runs/a"
+    run = isomorph(*train.split(), folder=folder)
+    assert run.returncode == 1
+    assert run.stderr == "isomorph: conv1.weight is not finite; load weights that are\n"
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.data[0, 0] = float("nan")
+    with pytest.warns(UserWarning, match="weight is not finite"):
+        iso.save(layer, folder / "nan.safetensors")
+
+
 def test_what_a_stranger_gets_wrong_is_one_line(folder):
+    (folder / "net.py").write_text(NET)
     for line, said in WRONG.items():
         assert said in refusal(isomorph(*line.split(), folder=folder)), line

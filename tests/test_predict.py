@@ -31,6 +31,17 @@ def test_the_five_likeliest_classes(photo):
     assert json.loads(photo.with_name("classes.json").read_text()) == rows
 
 
+def test_an_exported_model(photo):
+    model = photo.with_name("m.pt2")
+    done = isomorph("export", "cifar_resnet20", "--no-pretrained", "--out", model)
+    assert done.returncode == 0, done.stderr
+    done = isomorph("predict", model, "--image", photo, "--json")
+    own = predict(photo, "--json")
+    assert [row["class"] for row in json.loads(done.stdout)["rows"]] == [
+        row["class"] for row in json.loads(own.stdout)["rows"]
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,6 +12,7 @@ import timm
 import torch
 
 import isomorph as iso
+from refusals import refused
 
 NAMESPACES = ("analysis", "data", "deployment", "evaluation", "layers", "report", "surgery", "training")
 """Namespaces whose names users call; `iso.models` is reached through timm's registry."""
@@ -33,6 +34,14 @@ def test_a_namespace_shows_its_public_names_only():
     for namespace in NAMESPACES:
         assert isinstance(getattr(iso, namespace), ModuleType)
         assert dir(getattr(iso, namespace)) == sorted(getattr(iso, namespace).__all__)
+
+
+def test_a_misspelt_name_is_said():
+    with pytest.raises(AttributeError, match=r"no attribute 'ConvToGSPA'; did you mean ConvToGPSA\?"):
+        _ = iso.ConvToGSPA
+    refused(r"no argument 'corruption'; did you mean corruptions\?", iso.robustness, None, corruption=["fog"])
+    layer = torch.nn.Linear(2, 2)
+    refused("where is a Linear; give the name", iso.recast, torch.nn.Sequential(layer), iso.LinearToPyramid(), layer)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -6,6 +6,7 @@
 """
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for a public one
         elif name in _SUBPACKAGES:
             value = import_module(f"isomorph.{name}")
         else:
-            raise AttributeError(f"module 'isomorph' has no attribute {name!r}")
+            hint = "".join(f"; did you mean {close}?" for close in get_close_matches(name, __all__, n=1))
+            raise AttributeError(f"module 'isomorph' has no attribute {name!r}{hint}")
         globals()[name] = value
         return value
 

@@ -9,14 +9,17 @@ from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import run_with_hooks
 from isomorph.errors import UserError
-from isomorph.surgery.modules import Where, matches_where, nearest_names
+from isomorph.surgery.modules import Where, matches_where, nearest_names, outermost_modules
 
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:
-    """Return the modules of timm's `feature_info`, or those of `where`. Raises: UserError for fewer than `least`"""
+    """Return the modules of `where`, else of timm's `feature_info`, else the blocks: items of the outermost sequences.
+
+    Raises: UserError for fewer than `least`.
+    """
     modules = dict(model.named_modules())
     if where is None:
-        names = [info["module"] for info in getattr(model, "feature_info", [])]
+        names = [info["module"] for info in getattr(model, "feature_info", ())] or _blocks(model)
         layers = {name: modules[name] for name in names if name in modules}
     else:
         layers = {name: module for name, module in modules.items() if name and matches_where(where, name, module)}
@@ -24,6 +27,18 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
         hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
         raise UserError(f"{len(layers)} layers are selected for features, and at least {least} are needed{hint}")
     return layers
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """Return the items of each Sequential or ModuleList that is inside no other: those made of modules, if any are."""
+    sequences = outermost_modules(model, lambda module: isinstance(module, nn.Sequential | nn.ModuleList))
+    items = {
+        f"{name}.{item}".lstrip("."): block
+        for name, sequence in sequences.items()
+        for item, block in sequence.named_children()
+        if next(block.parameters(), None) is not None
+    }
+    return [name for name, block in items.items() if next(block.children(), None) is not None] or list(items)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ Before a model is saved, the header is tried: the network that it builds must be
 import copy
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -194,8 +195,9 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
     if parts.module:
         kind = parts.module["class"]
         raise UserError(
-            f"{contents.path} holds a {kind}, which timm cannot build; open it in Python: iso.load(path, base="
-            f"{kind.rpartition('.')[2]}(...)), or give a timm model with the same tensors as --arch"
+            f"{contents.path} holds a {kind}, which timm cannot build; give --arch package.module:function, which "
+            f"builds it (in Python iso.load(path, base={kind.rpartition('.')[2]}(...))), or --arch with a timm model "
+            "of the same tensors"
         )
     model = build_checked(contents, lambda: rebuild(parts.base, parts.edits))
     update_record(model, edits=parts.edits)
@@ -307,7 +309,10 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
         raise UserError(
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
-    write_model(describe_model(model, base), model.state_dict(), Path(path))
+    header, tensors = describe_model(model, base), model.state_dict()
+    if wrong := [name for name, tensor in tensors.items() if not tensor.is_meta and tensor.isnan().any()]:
+        warnings.warn(f"{wrong[0]} is not finite (NaN), and is saved as it is", stacklevel=2)
+    write_model(header, tensors, Path(path))
 
 
 def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Path) -> None:

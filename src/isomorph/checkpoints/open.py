@@ -228,15 +228,19 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     if not path.is_dir():
         return _open_file(read_contents(path, options.ema), options)
     model = _open_run(path, options)
-    _check_agreement(model, options, path)
+    if _of_own_model(options) is NO_OPTIONS:
+        _check_agreement(model, options, path)
     return model
 
 
 def needs_options(name: str) -> bool:
-    """True for a checkpoint that isomorph did not write, or of a module that timm could not build."""
+    """True for a checkpoint that isomorph did not write, or one or a run of a module that timm could not build."""
     path = Path(name)
-    if not is_checkpoint_or_run(name) or path.is_dir():
+    if not is_checkpoint_or_run(name):
         return False
+    if path.is_dir():
+        found = newest_snapshot(path)
+        return bool(found and not found.damaged and "module" in found.values["model"])
     header = read_header(path) if path.suffix == ".safetensors" else {}
     return not is_own(header) or "module" in header
 
@@ -259,7 +263,7 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     if found and found.damaged:  # an older one is another model
         raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")
     if found is None and (path / "model.safetensors").is_file():
-        return _open_file(read_contents(path / "model.safetensors"), NO_OPTIONS)
+        return _open_file(read_contents(path / "model.safetensors"), _of_own_model(options))
     if found is None:
         raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
     tensors = read_snapshot(found.path)
@@ -267,16 +271,16 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     prefix = AVERAGED_PREFIX if options.ema and has_average else MODEL_PREFIX
     prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    model = rebuild_from_header(Contents(found.path, state, found.values["model"]))
-    try:
-        model.load_state_dict(state)
-    except RuntimeError:
-        raise UserError(f"{found.path} is damaged: its tensors are not those of its model") from None
+    model = _open_file(Contents(found.path, state, found.values["model"]), _of_own_model(options))
     progress, total = found.values["progress"], found.values["recipe"].get("epochs")
     kind = "averaged weights (EMA)" if prefix.startswith(AVERAGED_PREFIX) else "weights"
     when = f"after {progress['closed']} of {total} epochs, {progress['step']} steps"
     add_notes(model, f"{path}: {kind} of the run's last snapshot, {when}")
     return model.eval()
+
+
+def _of_own_model(options: ModelOptions) -> ModelOptions:
+    return options if options.arch and is_function(options.arch) else NO_OPTIONS
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:

@@ -186,6 +186,7 @@ def compare_(
     along: list[Literal["nonlocality", "entropy"]] | None = None,
     test: AlongOptions = AlongOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     evaluated: list[Path] | None = None,
+    opening: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008
     out: Path = Path("isomorph-comparison.html"),
     overwrite: opt.Overwrite = False,
     device: opt.Device = "auto",
@@ -214,13 +215,15 @@ def compare_(
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
+        from isomorph.cli.open_models import library_options
         from isomorph.report.compare_page import compare_sections, histories_json, history_tables
         from isomorph.report.html import write_page
         from isomorph.report.run_files import read_run_logs
     logs = read_run_logs(folders)
-    points = _accuracy_points(folders, logs, evaluated or [])
+    options = library_options(opening)
+    points = _accuracy_points(folders, logs, evaluated or [], options)
     with spinner("measuring") as show_step:
-        histories = _measure_along(folders, logs, along, test, device, show_step) if along else {}
+        histories = _measure_along(folders, logs, along, test, options, device, show_step) if along else {}
     sampled = f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
     sections = compare_sections(logs, gating_histories(folders, logs), histories, sampled, points)
     if not sections:
@@ -263,6 +266,7 @@ def _measure_along(
     logs: Sequence[Any],
     keys: Sequence[str],
     test: AlongOptions,
+    options: Any,
     device: str,
     show_step: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -280,7 +284,8 @@ def _measure_along(
     for folder, log in zip(folders, logs, strict=True):
         show_step(log.name)
         try:
-            epochs, values = attention_history(folder, measures, _open_images(log, test), device, log.problems)
+            images = _open_images(log, test)
+            epochs, values = attention_history(folder, measures, images, device, log.problems, options)
         except UserError as error:
             log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
             continue
@@ -291,7 +296,9 @@ def _measure_along(
     return histories
 
 
-def _accuracy_points(folders: Sequence[Path], logs: Sequence[Any], evaluated: Sequence[Path]) -> list[Any]:
+def _accuracy_points(
+    folders: Sequence[Path], logs: Sequence[Any], evaluated: Sequence[Path], options: Any
+) -> list[Any]:
     """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model."""
     from isomorph.report.run_files import AccuracyPoint, read_points
     from isomorph.training.history import run_cost
@@ -305,7 +312,7 @@ def _accuracy_points(folders: Sequence[Path], logs: Sequence[Any], evaluated: Se
         if top1 is None:
             continue
         try:
-            own.append(AccuracyPoint(log.name, str(data.get("source", "test set")), top1, **run_cost(folder)))
+            own.append(AccuracyPoint(log.name, str(data.get("source", "test set")), top1, **run_cost(folder, options)))
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
     names = [point.name for point in (*own, *points)]

@@ -208,11 +208,11 @@ def predict(
     if out and out.exists() and out.samefile(image):
         raise UserError(f"--out {out} is the image itself; give another file")
     with opt.loading():
-        from isomorph.cli.open_models import open_given
+        from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.training.classification import CLASSIFICATION
         from isomorph.training.task import recorded_task
-    net = open_given(model, opening).to(open_runtime(device).device)
+    net = open_classifier(model, opening, open_runtime(device).device)
     prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
     files = _planned_files(prediction.files, out, overwrite) if out else {}
     for path, value in files.items():

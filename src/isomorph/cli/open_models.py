@@ -11,17 +11,25 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
-from isomorph.checkpoints.open import check_pretrained_option, local_file, needs_options, open_model, open_trained
+from isomorph.checkpoints.open import (
+    check_pretrained_option,
+    is_checkpoint_or_run,
+    local_file,
+    needs_options,
+    open_model,
+    open_trained,
+)
 from isomorph.checkpoints.paths import HUB
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import random_inputs, training_config
+from isomorph.evaluation.input_sizes import evaluation_config, random_inputs, training_config
 from isomorph.evaluation.model_data import record_root
 from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
+from isomorph.surgery.rule import add_notes
 from isomorph.terminal_tables import say
 from isomorph.training.recipe.read import parse_value
 
@@ -37,16 +45,29 @@ def open_given(
     Raises: UserError when there is no such model.
     """
     if Path(name).suffix in EXPORTED:
-        raise UserError(f"{name} is an exported model, which only evaluate and robustness take; give its checkpoint")
+        takers = "evaluate, predict and robustness"
+        raise UserError(f"{name} is an exported model, which only {takers} take; give its checkpoint")
     weights = getattr(opening, "weights", None) if not among or name == among[0] else None
     pretrained = getattr(opening, "pretrained", True) if pretrained is None else pretrained
     name, among = _on_disk(name), [_on_disk(other) for other in among]
     if any(map(needs_options, among)) and not needs_options(name):
         opening = CheckpointOptions(ema=opening.ema)
-    model = _print_notes(open_model(name, weights, pretrained, library_options(opening)))
+    model = open_model(name, weights, pretrained, library_options(opening))
+    if not getattr(model, "pretrained_cfg", None):
+        _note_defaults(model, name, weighted=bool(weights) or is_checkpoint_or_run(name))
+    _print_notes(model)
     if recipe := find_recipe(Path(name)):
         record_root(model, recipe)
     return model
+
+
+def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
+    """Note what is taken for granted of a user's own model: its weights, and the images that it was trained on."""
+    weights = "" if weighted else "its weights are those that the function returns; "
+    config = evaluation_config(model)
+    size, crop = "{} x {}".format(*config["input_size"][-2:]), config["crop_pct"]
+    images = f"{size} unless --size is given, centre crop of {crop:g}, its mean and std"
+    add_notes(model, f"{name}: {weights}images are prepared as for ImageNet: {images}")
 
 
 def find_recipe(path: Path) -> dict[str, Any] | None:

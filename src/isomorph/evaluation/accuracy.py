@@ -124,13 +124,18 @@ def sum_counts(counts: list[Counts]) -> Counts:
     return reduce(add, counts)
 
 
+def named_logits(outputs: Any) -> Any:
+    """Return the `logits` of outputs with names, as transformers' models have them; others as they are."""
+    return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+
+
 def class_logits(outputs: Any) -> Tensor:
     """Return the logits in a classifier's outputs: the tensor, the first of several, or `logits` as in transformers.
 
     Shape: -> (B, K) float32
     Raises: UserError for outputs without logits of images, NotFinite for NaN or infinite ones.
     """
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    logits = named_logits(outputs)
     logits = logits[0] if isinstance(logits, tuple | list) and logits else logits
     if not isinstance(logits, Tensor) or logits.ndim != 2:
         given = f"has shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"is a {type(outputs).__name__}"
@@ -144,8 +149,20 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
     """Call `handle(logits, labels)` for every batch, in eval mode, which is then undone. Raises: as `class_logits`."""
     parameter = next(model.parameters())
     with eval_mode(model):
-        for images, labels in loader:
+        for batch in loader:
+            images, labels = _check_batch(batch)
             handle(class_logits(model(images.to(parameter, non_blocking=True))), labels)
+
+
+def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:
+    pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
+    if not pair or batch[1].ndim != 1:
+        given = f"labels of shape {tuple(batch[1].shape)}" if pair else f"a {type(batch).__name__}"
+        raise UserError(
+            f"a batch of the loader must be (images, labels) with one class number for each image, not {given}; give a "
+            "DataLoader of a data set that yields such pairs"
+        )
+    return batch[0], batch[1]
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:

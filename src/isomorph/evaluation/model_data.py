@@ -108,7 +108,7 @@ def _open(model: nn.Module, split: str, data: str | None, root: Path | None, fra
     except UserError as error:
         if data or root or default_data(model) != "imagefolder":
             raise
-        raise UserError(f"give --data, a folder of images or a data source; without it, {error}") from None
+        raise UserError(f"give data=NAME, a folder of images or a data source; without it, {error}") from None
 
 
 def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:

@@ -51,7 +51,7 @@ def recipe_values(name: str) -> dict[str, Any]:
     if path.is_file():
         raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
     completions = [known for known in RECIPES if known.startswith(name)]
-    close = completions[:3] or difflib.get_close_matches(name, RECIPES, n=3)
+    close = list(dict.fromkeys((*difflib.get_close_matches(name, completions or RECIPES, n=3), *completions)))[:3]
     hint = f"; did you mean {', '.join(close)}?" if close else "; see `isomorph recipes`, or give a .yaml or .toml file"
     raise UserError(f"there is no recipe {name!r}{hint}")
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 
@@ -27,7 +28,9 @@ Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 def matches_where(where: Where, name: str, module: nn.Module) -> bool:
-    """Return True if `where` selects the module with this name."""
+    """Return True if `where` selects the module with this name. Raises: UserError for a module as `where`."""
+    if isinstance(where, nn.Module):
+        raise UserError(f"where is a {type(where).__name__}; give the name of the module, like 'layer4.0.conv2'")
     if callable(where):
         return bool(where(name, module))
     globs = [where] if isinstance(where, str) else where

@@ -1,5 +1,7 @@
 """Accuracy of image classifiers under corruptions."""
 
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,10 @@ def robustness(
     >>> result["images"], list(result["by_corruption"])
     (10, ['snow', 'fog'])
     """
+    known = [field.name for field in fields(RobustnessOptions)]
+    for name in options.keys() - set(known):
+        close = get_close_matches(name, known, n=1) or known
+        raise UserError(f"robustness has no argument {name!r}; did you mean {' or '.join(close)}?")
     given, model = RobustnessOptions(suite, **options), unwrap(model, to_copy=False)
     check_classifier(model, "the model")
     source = open_source(source, "test") if isinstance(source, str | Path) else source

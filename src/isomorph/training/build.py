@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.model import load_state, record_base
-from isomorph.checkpoints.open import local_file, open_with_classes
+from isomorph.checkpoints.open import build_own, load, local_file, open_with_classes
+from isomorph.checkpoints.paths import is_function
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
@@ -38,15 +39,17 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     """
     arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
-    start = ""
-    if part.name is None:
+    start, own = "", bool(part.name and is_function(part.name))
+    if own:
+        model, start = _open_own_model(part, drop_path)
+    elif part.name is None:
         assert part.weights is not None
         model, new = open_with_classes(part.weights, arguments)
         start = describe_loaded_weights(model, part.weights, new)
     else:
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
         record_base(model, {"name": part.name, **arguments})
-    if part.name and part.weights:
+    if part.name and part.weights and not own:
         model, start = _load_weights(model, part, recast_now)
     else:
         model = apply_surgery(model, part, recast_now)
@@ -54,6 +57,23 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         init_as_mae(model)
     update_record(model, start="; ".join(filter(None, (start, *notes(model)))))
     return model
+
+
+def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:
+    """Return the model of package.module:function, with edits and weights of `model.weights` if given; and a message.
+
+    Raises: UserError for fields that only timm's models take.
+    """
+    assert part.name is not None
+    given = {"model.num_classes": part.num_classes, "drop_path": drop_path, "model.pretrained": part.pretrained}
+    if ignored := [field for field, value in given.items() if value]:
+        names = " and ".join(ignored)
+        raise UserError(f"{names} cannot be passed to {part.name}; give its arguments as --model.kwargs.NAME VALUE")
+    model = build_own(part.name, part.kwargs)
+    if part.weights is None:
+        return model, f"weights: those that {part.name} returns"
+    model = load(path := local_file(part.weights), base=model)
+    return model, describe_loaded_weights(model, path, ())
 
 
 def _load_weights(model: nn.Module, part: ModelPart, recast_now: bool) -> tuple[nn.Module, str]:

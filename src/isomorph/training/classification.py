@@ -16,7 +16,7 @@ from isomorph.data.sources import read_image
 from isomorph.data.streams import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.evaluation.accuracy import class_logits, count_predictions, sum_counts
-from isomorph.evaluation.input_sizes import check_image_size, class_namer, evaluation_config
+from isomorph.evaluation.input_sizes import check_image_size, class_count, class_namer, evaluation_config
 from isomorph.layers.modes import eval_mode
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation
@@ -58,8 +58,8 @@ class Classification(Task):
             return None
         if recipe.token_labels and recipe.token_labels.maps:
             return LabelMapMixup(augment.mixup, augment.cutmix)
-        classes = getattr(model, "num_classes", 1000)
-        return Mixup(augment.mixup, augment.cutmix, label_smoothing=augment.smoothing, num_classes=classes)
+        smoothing, classes = augment.smoothing, class_count(model)
+        return Mixup(augment.mixup, augment.cutmix, label_smoothing=smoothing, num_classes=classes)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         if recipe.mask:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis import GatingHistory, track, track_gating
-from isomorph.checkpoints.open import open_trained
+from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions
+from isomorph.checkpoints.open import needs_options, open_trained
 from isomorph.checkpoints.snapshot import newest_snapshot
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
@@ -21,11 +22,13 @@ from isomorph.evaluation.model_data import images_on_device
 from isomorph.training.run.log import read_log
 
 
-def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
+def saved_models(
+    folder: str | Path, damaged: list[str] | None = None, options: ModelOptions = NO_OPTIONS
+) -> Iterator[tuple[float, nn.Module]]:
     """Yield epoch and model of every checkpoint that `keep_every` saved, then of the newest snapshot of the run.
 
     Models are read one at a time, in eval mode. With a list `damaged`, unreadable checkpoints are skipped, and their
-    error messages are appended to it.
+    error messages are appended to it. `options` say how to build a model that is not timm's.
 
     Raises: UserError when `folder` is not a folder or has no checkpoint.
 
@@ -49,13 +52,17 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
         raise UserError(f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch")
     for epoch, path in epochs:
         try:
-            model = open_trained(path)
+            model = _open(path, options)
         except UserError as error:
             if damaged is None:
                 raise
             damaged.append(str(error))
         else:
             yield epoch, model
+
+
+def _open(path: Path, options: ModelOptions) -> nn.Module:
+    return open_trained(path, options if needs_options(str(path)) else NO_OPTIONS)
 
 
 def gating_history(folder: str | Path, damaged: list[str] | None = None) -> GatingHistory:
@@ -98,6 +105,7 @@ def attention_history(
     source: Source,
     device: str = "cpu",
     damaged: list[str] | None = None,
+    options: ModelOptions = NO_OPTIONS,
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
     """Measure attention (nonlocality, entropy) on some images at every saved epoch of a run.
 
@@ -112,11 +120,11 @@ def attention_history(
         found = {key: measure(model, images_on_device(loader, model)) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
-    epochs, values = track(saved_models(folder, damaged), measure_heads)
+    epochs, values = track(saved_models(folder, damaged, options), measure_heads)
     return epochs, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
 
 
-def run_cost(folder: str | Path) -> dict[str, int]:
+def run_cost(folder: str | Path, options: ModelOptions = NO_OPTIONS) -> dict[str, int]:
     """Return MACs per image, at the test size, and parameters of the newest model. Raises: UserError without one."""
-    model = open_trained(Path(folder))
+    model = _open(Path(folder), options)
     return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}

@@ -10,6 +10,7 @@ from timm.task import ClassificationTask
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.evaluation.accuracy import named_logits
 from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart
 
 MIN_LENGTH = 1e-8
@@ -75,7 +76,7 @@ class PenalisedLoss(ClassificationTask):
     def predict(self, input: Tensor, **arguments: Any) -> tuple[Any, Tensor | float]:
         """Return the output of the model for images, and the penalty on its attention maps."""
         if self.similarity is None:
-            return self.trainable_module(input, **arguments), 0.0
+            return named_logits(self.trainable_module(input, **arguments)), 0.0
         output, maps = self.trainable_module(input, return_maps=True, **arguments)
         return output, self.similarity.weight * neighbour_similarity(maps, self.similarity.pairs)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from isomorph.checkpoints.paths import is_function
 from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
@@ -59,7 +60,8 @@ class ModelPart(Part):
     """The model to train."""
 
     name: str | None = None
-    """Name of a timm model; isomorph's models are included. Without it, the model is that of the weights."""
+    """Name of a timm model, isomorph's models included; on the command line or in Python also package.module:function,
+    which builds your own. Without it, the model is that of the weights."""
     pretrained: bool = False
     """Start from the model's pretrained weights."""
     weights: File | None = None
@@ -83,7 +85,7 @@ class ModelPart(Part):
     @field_validator("name")
     @classmethod
     def check_name(cls, name: str | None) -> str | None:
-        if name is not None:
+        if name is not None and not is_function(name):
             require_registered(name)
         return name
 

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
+from isomorph.checkpoints.paths import is_function
 from isomorph.errors import UserError
 from isomorph.training.recipe.fields import DataPart
 from isomorph.training.recipe.recipe import Recipe, validate
@@ -38,6 +39,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
+    model = values.get("model")
+    if isinstance(model, dict) and is_function(str(name := model.get("name"))):
+        raise UserError(
+            f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give --model.name "
+            f"{name} on the command line"
+        )
     return values
 
 

@@ -113,9 +113,10 @@ def _print_start(run: Run, journal: Journal) -> None:
     begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
     cut = f", {run.iterations:,} in all" if run.iterations % order.steps else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
+    pixels = " of {} x {}".format(*run.config["input_size"][-2:]) if run.kind.classifies else ""
     journal.say(
         f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
-        f"{count_of(order.images, 'image')} in batches of {order.batch}, on {runtime.device}{shared}"
+        f"{count_of(order.images, 'image')}{pixels} in batches of {order.batch}, on {runtime.device}{shared}"
     )
     for message in ("" if progress.step else run.start, recipe.shortened):
         if message:

@@ -31,6 +31,7 @@ from isomorph.checkpoints.optimizer_state import (
     owner_name,
     split_optimizer,
 )
+from isomorph.checkpoints.paths import is_function
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
@@ -45,8 +46,10 @@ from isomorph.data.streams import workers_of_part
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import has_pyramids
+from isomorph.evaluation.input_sizes import class_count, shorten
 from isomorph.surgery import notes
 from isomorph.surgery.anneal import annealed_layers
+from isomorph.surgery.recast import check_finite
 from isomorph.surgery.rule import record
 from isomorph.training.build import apply_surgery, plan_batches
 from isomorph.training.classification import recipe_task
@@ -79,7 +82,9 @@ class Run:
         self.recipe, self.runtime, self.kind = recipe, runtime, recipe_task(recipe)
         check_files(recipe)
         self.found = runtime.on_main(lambda: find_snapshot(recipe))
-        if not self.found and recipe.model.start == "weights" and not (recipe.model.weights or recipe.model.pretrained):
+        own = is_function(recipe.model.name or "")  # whose function may load weights itself
+        known = recipe.model.weights or recipe.model.pretrained or own
+        if not self.found and recipe.model.start == "weights" and not known:
             raise UserError(
                 f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
                 "(--model.start random starts from random weights)"
@@ -105,6 +110,7 @@ class Run:
         model = kind.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
             apply_surgery(copy.deepcopy(model), recipe.model)  # raises, before the run starts, if it would fail later
+        check_finite(model)
         if getattr(model, "num_classes", len(classes)) < len(classes):
             raise UserError(
                 f"the data has {len(classes)} classes, but model.num_classes is {model.num_classes}; raise it or leave "
@@ -115,6 +121,11 @@ class Run:
         extra: dict[str, Any] = {} if recipe.data.streamed else {"split": getattr(self.train, "split", None)}
         extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
         record_data(model, {**self.config, "source": recipe.data.source, "label_names": classes, **extra})
+        if is_function(recipe.model.name or "") and (outputs := class_count(model)) != len(classes):
+            raise UserError(
+                f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
+                " function's own argument for it as --model.kwargs.NAME VALUE"
+            )
         return model
 
     def _check_layers(self, model: nn.Module) -> None:
