@@ -12,7 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from attention_layers import NETWORKS
-from isomorph.layers.window import Windows, attend_in_windows, attend_with_share
+from isomorph.layers.window import Windows, attend_in_padded_windows, attend_in_windows, attend_with_share
 from isomorph.surgery.rules.window import _Attend as Attend
 from law_rows import Alone, deviation, disturb
 from refusals import refused
@@ -43,6 +43,8 @@ def test_the_mask_and_the_windows_equal_the_slow_formula(windows, share):
     assert deviation(attend_with_share(attend, q, k, v, bias, windows, torch.tensor(share)), expected) < 1e-6
     if share == 0 or side >= max(H, W):
         assert deviation(attend_in_windows(attend, q, k, v, bias, windows), expected) < 1e-12
+        expected = attend_in_windows(attend, q, k, v, None, windows)
+        assert deviation(attend_in_padded_windows(attend, q, k, v, windows), expected) < 1e-12
     allowed = torch.rand(2, 1, 1, N) < 0.7  # real tokens, of which every window has one
     allowed[..., :prefix] = allowed[..., prefix::2] = True
     hidden = torch.zeros(2, 1, 1, N, dtype=torch.float64).masked_fill(~allowed, -1e3)
@@ -134,6 +136,18 @@ def test_anneals_in_training_compiles_and_exports():
         program = torch.export.export(pruned, (x,), dynamic_shapes=[{0: torch.export.Dim("batch")}]).module()
         images = torch.randn(3, 3, 64, 64, dtype=torch.float64)
         assert deviation(program(images), pruned(images)) < 1e-12
+
+
+def test_windows_alone_are_exported_at_open_sizes(tmp_path):
+    options = dict(depth=2, embed_dim=24, num_heads=2, num_classes=3, img_size=64, dynamic_img_size=True)
+    model = disturb(timm.create_model("vit_tiny_patch16_224", **options)).float()
+    pruned = iso.prune(local(iso.recast(model, iso.AttentionToWindow(3))))
+    iso.export(pruned, tmp_path / "w.pt2", size=(96, 128), dynamic="batch,size")
+    artefact = iso.deployment.open_artefact(tmp_path / "w.pt2")
+    for size in ((48, 96), (80, 208), (64, 96)):  # windows of 3 divide both sides of the grid, none, one
+        x = torch.randn(3, 3, *size)
+        assert deviation(artefact(x), pruned(x)) < 1e-5
+        assert deviation(pruned(x), model(x)) > 1e-3
 
 
 class Unfused(nn.Module):

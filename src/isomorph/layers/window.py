@@ -95,14 +95,9 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     (_, W), _, prefix = windows
     bias, parts = _as_bias(mask, q), []
     for rectangle in windows.rectangles():
-        q_, k_, v_ = (rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v))
-        count = q_.shape[1]
-        if prefix:
-            first = (x[:, None, :, :prefix].expand(-1, count, -1, -1, -1) for x in (k, v))
-            k_, v_ = (torch.cat(each, 3) for each in zip(first, (k_, v_), strict=True))
+        cut = [rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v)]
         local = None if bias is None else _bias_in(rectangle, windows, bias, len(q))
-        out = attend(q_.flatten(0, 1), k_.flatten(0, 1), v_.flatten(0, 1), local)
-        parts.append(rectangle.join(out.unflatten(0, (-1, count))))
+        parts.append(rectangle.join(_attend_in_each(attend, *cut, k[:, :, :prefix], v[:, :, :prefix], local)))
     columns = 1 if parts[0].shape[3] == W else 2
     rows = [torch.cat(parts[i : i + columns], 3) for i in range(0, len(parts), columns)]
     out = torch.cat(rows, 2).flatten(2, 3)
@@ -110,6 +105,38 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
         return out
     of_prefix = None if bias is None else _prefix_rows(bias, prefix, k.shape[2])
     return torch.cat([attend(q[:, :, :prefix], k, v, of_prefix), out], 2)
+
+
+def attend_in_padded_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, windows: Windows) -> Tensor:
+    """Return what `attend_in_windows` returns, with windows of one size: a graph for grids of any size.
+
+    Positions below and right of the grid are copies of its last ones, and no query attends to them.
+    """
+    (H, W), side, prefix = windows
+    rows, columns = (torch.arange((n + side - 1) // side * side, device=q.device) for n in (H, W))
+    whole = _Rectangle(0, rows.shape[0], side, 0, columns.shape[0], side)
+    y, x = rows.clamp(max=H - 1)[:, None], columns.clamp(max=W - 1)
+    cut = [whole.cut(each[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x]) for each in (q, k, v)]
+    inside = whole.cut(((rows < H)[:, None] & (columns < W))[None, None, ..., None])  # (1, windows, 1, s, 1)
+    seen = F.pad(inside.mT, (prefix, 0), value=True).expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
+    out = whole.join(_attend_in_each(attend, *cut, k[:, :, :prefix], v[:, :, :prefix], seen))
+    out = out[:, :, :H, :W].flatten(2, 3)
+    return torch.cat([attend(q[:, :, :prefix], k, v, None), out], 2) if prefix else out
+
+
+def _attend_in_each(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, first_k: Tensor, first_v: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Return attention in each window to its own tokens and to the first ones, those of the prefix.
+
+    Shape: q, k, v (B, windows, nh, s, hd), first (B, nh, prefix, hd), mask (B windows or 1, nh or 1, s or 1,
+        prefix + s) or None -> (B, windows, nh, s, hd)
+    """
+    count = q.shape[1]
+    if first_k.shape[2]:
+        first = (x[:, None].expand(-1, count, -1, -1, -1) for x in (first_k, first_v))
+        k, v = (torch.cat(each, 3) for each in zip(first, (k, v), strict=True))
+    return attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask).unflatten(0, (-1, count))
 
 
 def _bias_in(rectangle: _Rectangle, windows: Windows, bias: Tensor, images: int) -> Tensor:
