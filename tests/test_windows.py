@@ -147,7 +147,7 @@ def test_windows_alone_are_exported_at_open_sizes(tmp_path):
     for size in ((48, 96), (80, 208), (64, 96)):  # windows of 3 divide both sides of the grid, none, one
         x = torch.randn(3, 3, *size)
         assert deviation(artefact(x), pruned(x)) < 1e-5
-        assert deviation(pruned(x), model(x)) > 1e-3
+        assert deviation(pruned(x), model(x)) > 1e-4
 
 
 class Unfused(nn.Module):
