@@ -65,7 +65,7 @@ def loop(recipe):
     """One step of a run, with all that follows it, as often as it is called."""
     run = open_run(recipe)
     monitor = StepMonitor(run, Journal(recipe, run.runtime, show=False), StopRequest())
-    run.task.train()
+    run.loss_module.train()
 
     def step():
         waited, images = train_step(run)

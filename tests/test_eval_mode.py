@@ -99,7 +99,7 @@ class Squared(KeepsInEval):
         return self.weight @ self.weight
 
     def forward(self, x):
-        return x @ self.keep((self.weight,), self.square)
+        return x @ self.cached((self.weight,), self.square)
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def test_what_is_kept_has_the_precision_of_the_call():
     layer, x = Squared().eval(), torch.randn(2, 4)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
-            assert layer.keep((layer.weight,), layer.square).dtype == torch.bfloat16
+            assert layer.cached((layer.weight,), layer.square).dtype == torch.bfloat16
         torch.testing.assert_close(layer(x), x @ layer.weight @ layer.weight)
 
 

@@ -47,7 +47,7 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     model = dict(name="tdrl_vit_ti_distilled", kwargs=SMALL | dict(layout=layout))
     recipe = run_recipe(tmp_path / "run", distill=distill, model=model)
     run = open_run(recipe)
-    run.task.train()
+    run.loss_module.train()
     x, soft = torch.randn(8, 3, 16, 16), torch.rand(8, 10).softmax(1)
     first, second = run.trained(x)
     mean = torch.tensor(net.pretrained_cfg["mean"])
@@ -57,7 +57,7 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     term = nn.functional.cross_entropy(second, goal)
     if kind == "soft":  # the divergence from the teacher, without the teacher's entropy
         term = term + (goal * goal.log()).sum(1).mean()
-    torch.testing.assert_close(run.task(x, soft)["loss"], (labels + term) / 2)
+    torch.testing.assert_close(run.loss_module(x, soft)["loss"], (labels + term) / 2)
     result = iso.train(recipe, show=False)
     wide = iso.load(tmp_path / "run/model.safetensors")
     tokens = wide.forward_features(x)

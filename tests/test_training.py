@@ -222,16 +222,18 @@ class TestRun:
         distill = dict(teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, temperature=2.0)
         recipe = tiny(tmp_path / "run", distill=distill, ema=0.9)
         run = open_run(recipe)
-        run.task.train()
+        run.loss_module.train()
         student = run.eval_model.train()
         loaded = iso.load(tmp_path / "teacher.safetensors")
-        assert not run.task.teacher.model.training
-        assert not any(p.requires_grad for p in run.task.teacher.parameters())
+        assert not run.loss_module.teacher.model.training
+        assert not any(p.requires_grad for p in run.loss_module.teacher.parameters())
         x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
-        mean, std = (torch.tensor(run.task.trainable_module.pretrained_cfg[k])[:, None, None] for k in ("mean", "std"))
+        mean, std = (
+            torch.tensor(run.loss_module.trainable_module.pretrained_cfg[k])[:, None, None] for k in ("mean", "std")
+        )
         t_mean, t_std = torch.tensor((0.1, 0.2, 0.3))[:, None, None], torch.tensor((0.5, 0.6, 0.7))[:, None, None]
         seen = loaded((x * std + mean - t_mean) / t_std)
-        result = run.task(x, y)
+        result = run.loss_module(x, y)
         labels = nn.functional.cross_entropy(result["output"], y)
         if kind == "hard":
             second = nn.functional.cross_entropy(result["output"], seen.argmax(1))

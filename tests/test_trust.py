@@ -218,7 +218,7 @@ class TestDivergence:
         kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
         run = open_run(tiny(tmp_path))
         with torch.no_grad():
-            run.task.trainable_module.conv1.weight.fill_(float("nan"))
+            run.loss_module.trainable_module.conv1.weight.fill_(float("nan"))
         with pytest.raises(Diverged, match=r"not finite at epoch 1, step 3; the last snapshot is .*step-00000002"):
             train_epoch(run)
         assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}

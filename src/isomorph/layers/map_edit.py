@@ -214,7 +214,7 @@ class GatedMap(TokenPositions):
             queries, prefix = fit_grid(maps.shape[-2], call.shapes, call.prefix)
             keys, p = fit_grid(maps.shape[-1], (queries,), prefix)
         if call.mask is None:
-            scaled, rest = self.keep((self.position, self.gate), self.scaled_map, queries, keys, p, maps.dtype)
+            scaled, rest = self.cached((self.position, self.gate), self.scaled_map, queries, keys, p, maps.dtype)
         else:
             allowed = allowed_pairs(call.mask, maps)[..., prefix:, p:]
             scaled, rest = self.scaled_map(queries, keys, p, maps.dtype, allowed)

@@ -94,7 +94,7 @@ class KeepsInEval(nn.Module):
     _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
     """By function: the tensors that a result was computed from, the state in which they were, and the result."""
 
-    def keep(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
+    def cached(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
         """Return `compute(*arguments)`, a function of `sources` alone, which must not be written to; one is kept."""
         if self.training or not can_keep(*sources):
             return compute(*arguments)

@@ -1,7 +1,7 @@
 """What of a model is exactly one layer, found by what one call of it computes.
 
 A value is an affine function of another, its source, where only layers, norms in eval mode, scales, sums and views lie
-between them: the sum of parts gain * layer(source), or gain * source, plus a shift. Such a value is written into one
+between them: the sum of summands gain * layer(source), or gain * source, plus a shift. Such a value is written into one
 layer; without a layer it is written into all layers that read it.
 """
 
@@ -43,7 +43,7 @@ Change = tuple[str, str]
 """What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias)."""
 
 
-class Window(NamedTuple):
+class InputWindow(NamedTuple):
     """Which inputs a layer reads; a linear layer has no sides. `padding` is half of what both sides of an axis get."""
 
     kernel: tuple[int, ...] = ()
@@ -59,58 +59,58 @@ class Window(NamedTuple):
         return self.groups == 1 and not self.transposed and set(sides) <= {1} and not any(self.padding)
 
 
-class Part(NamedTuple):
+class Summand(NamedTuple):
     """A summand of a value: gain * layer(source), or gain * source if there is no layer. Shape: gain (C,)
 
     `stays`: the model's own code adds the source, and goes on to.
     """
 
     layer: str | None
-    window: Window
+    window: InputWindow
     gain: Tensor
     stays: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """A value as a function of its source: the sum of parts, plus a shift of shape (C,); `axis` is that of channels.
+    """A value as a function of its source: the sum of summands, plus a shift of shape (C,); `axis` is that of channels.
 
     `gone`: what becomes of the modules between them when it is written into a layer.
     """
 
     source: Value
     axis: int
-    parts: tuple[Part, ...]
+    summands: tuple[Summand, ...]
     shift: Tensor
     gone: tuple[Change, ...] = ()
     viewed: bool = False
 
     def scaled(self, gain: Tensor, shift: Tensor, change: Change) -> "Affine":
         """Return gain * value + shift, computed by what the change removes."""
-        parts = tuple(part._replace(gain=part.gain * gain) for part in self.parts)
+        summands = tuple(summand._replace(gain=summand.gain * gain) for summand in self.summands)
         gone = self.gone if change in self.gone else (*self.gone, change)
-        return replace(self, parts=parts, shift=self.shift * gain + shift, gone=gone)
+        return replace(self, summands=summands, shift=self.shift * gain + shift, gone=gone)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What is written together: parts and a shift into the first of the carriers, or into all readers, or a chain.
+    """What is written together: summands and a shift into the first of the carriers, or into all readers, or a chain.
 
     A chain is two layers, of which the first becomes the product. `windows` are those of the carriers.
     """
 
     kind: str
     carriers: tuple[str, ...]
-    windows: tuple[Window, ...]
+    windows: tuple[InputWindow, ...]
     gone: tuple[Change, ...]
-    parts: tuple[Part, ...] = ()
+    summands: tuple[Summand, ...] = ()
     shift: Tensor = torch.zeros(0)  # noqa: RUF009
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What decides whether two calls agree."""
-        parts = tuple((part.layer, part.window, part.stays) for part in self.parts)
-        return self.kind, self.carriers, self.windows, self.gone, parts
+        summands = tuple((summand.layer, summand.window, summand.stays) for summand in self.summands)
+        return self.kind, self.carriers, self.windows, self.gone, summands
 
 
 def _bind(operation: Operation) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _bind(operation: Operation) -> dict[str, Any]:
     return dict(zip(names, operation.args, strict=False)) | operation.kwargs
 
 
-def _window(operation: Operation) -> Window:
+def _window(operation: Operation) -> InputWindow:
     given, weight = _bind(operation), _bind(operation)["weight"]
     sides = tuple(weight.shape[2:])
 
@@ -130,24 +130,24 @@ def _window(operation: Operation) -> Window:
         same = padding == "same"
         padding = tuple(d * (k - 1) / 2 if same else 0 for d, k in zip(dilation, sides, strict=True))
     numbers = each(given.get("stride", 1)), each(padding), dilation
-    return Window(sides, *numbers, given.get("groups", 1), "transpose" in operation.name)
+    return InputWindow(sides, *numbers, given.get("groups", 1), "transpose" in operation.name)
 
 
-def _carrier(parts: tuple[Part, ...]) -> Part | None:
-    """Return the part whose layer can hold the sum of all, or None: that with the largest window."""
-    layers = [part for part in parts if part.layer]
-    if len(parts) == 1 or not layers or any(part.window.transposed for part in layers):
-        return layers[0] if len(parts) == 1 and layers else None
-    carrier = max(layers, key=lambda part: math.prod(part.window.kernel))
-    return carrier if all(_fits(part, carrier) for part in parts) else None
+def _carrier(summands: tuple[Summand, ...]) -> Summand | None:
+    """Return the summand whose layer can hold the sum of all, or None: that with the largest window."""
+    layers = [summand for summand in summands if summand.layer]
+    if len(summands) == 1 or not layers or any(summand.window.transposed for summand in layers):
+        return layers[0] if len(summands) == 1 and layers else None
+    carrier = max(layers, key=lambda summand: math.prod(summand.window.kernel))
+    return carrier if all(_fits(summand, carrier) for summand in summands) else None
 
 
-def _fits(part: Part, carrier: Part) -> bool:
-    """True if the filters of a part, padded with zeros, are filters of the carrier's window."""
-    outer, inner = carrier.window, part.window
-    if part.layer is None:
+def _fits(summand: Summand, carrier: Summand) -> bool:
+    """True if the filters of a summand, padded with zeros, are filters of the carrier's window."""
+    outer, inner = carrier.window, summand.window
+    if summand.layer is None:
         one = (1,) * len(outer.kernel)
-        inner = Window(one, one, (0,) * len(one), outer.dilation, outer.groups)
+        inner = InputWindow(one, one, (0,) * len(one), outer.dilation, outer.groups)
     same = inner.stride == outer.stride and inner.groups % outer.groups == 0
     axes = zip(inner.kernel, outer.kernel, inner.padding, outer.padding, inner.dilation, outer.dilation, strict=True)
     return same and all(
@@ -187,7 +187,8 @@ class Plan:
                 self._used |= {value for value in taken if value != found.source}
         for value, found in self._values.items():
             if value not in self._used:
-                self._write_into_layer(found) if any(p.layer for p in found.parts) else self._push(value, found)
+                has_layer = any(each.layer for each in found.summands)
+                self._write_into_layer(found) if has_layer else self._push(value, found)
         self._add_chains()
 
     def concerns(self, group: Group) -> bool:
@@ -205,10 +206,10 @@ class Plan:
     def _shape(self, value: Value) -> tuple[int, ...]:
         return tuple(self.flow.tensors[value].shape)
 
-    def _source(self, value: Value, axis: int, layer: str | None = None, window: Window = Window()) -> Affine:  # noqa: B008
+    def _source(self, value: Value, axis: int, layer: str | None = None, window: InputWindow = InputWindow()) -> Affine:  # noqa: B008
         """Return a layer of a source, or the source itself; `axis` and the number of channels are those of `value`."""
         ones = torch.ones(self._shape(value)[axis], dtype=torch.float64, device=self.flow.tensors[value].device)
-        return Affine(value, axis, (Part(layer, window, ones),), torch.zeros_like(ones))
+        return Affine(value, axis, (Summand(layer, window, ones),), torch.zeros_like(ones))
 
     def _follow(self, operation: Operation) -> Affine | None:
         name, x = operation.name, next((v for v in operation.inputs if v not in self.flow.constant), None)
@@ -336,39 +337,42 @@ class Plan:
         one, other = (self._take(value) for value in operation.inputs)
         total = None
         if one and other and not (one.viewed or other.viewed) and (one.source, one.axis) == (other.source, other.axis):
-            parts, gone = (*one.parts, *other.parts), (*one.gone, *other.gone)
-            total = replace(one, parts=parts, shift=one.shift + other.shift, gone=gone)
+            summands, gone = (*one.summands, *other.summands), (*one.gone, *other.gone)
+            total = replace(one, summands=summands, shift=one.shift + other.shift, gone=gone)
         else:
             for each, value in ((one, operation.inputs[1]), (other, operation.inputs[0])):
                 if each and each.source == value and not each.viewed:
-                    own = Part(None, Window(), torch.ones_like(each.shift), stays=True)
-                    total = replace(each, parts=(*each.parts, own))
-        return total if total and (_carrier(total.parts) or not any(part.layer for part in total.parts)) else None
+                    own = Summand(None, InputWindow(), torch.ones_like(each.shift), stays=True)
+                    total = replace(each, summands=(*each.summands, own))
+        kept = total and (_carrier(total.summands) or not any(each.layer for each in total.summands))
+        return total if kept else None
 
     def _write_into_layer(self, found: Affine) -> None:
-        carrier = _carrier(found.parts)
-        others = [part.layer for part in found.parts if part.layer and part is not carrier]
+        carrier = _carrier(found.summands)
+        others = [summand.layer for summand in found.summands if summand.layer and summand is not carrier]
         if carrier is None or carrier.layer is None or not (found.gone or others):
             return
-        gone, branch = list(found.gone), any(part.layer is None and not part.stays for part in found.parts)
+        gone, branch = list(found.gone), any(summand.layer is None and not summand.stays for summand in found.summands)
         for i, (form, name) in enumerate(gone):
             if branch and form == "identity" and found.source in self.flow.inputs[name][0]:
                 gone[i] = "nothing", name  # the branch without a layer: its weight is in the carrier
         changes = (*gone, *(("nothing", name) for name in others if name))
-        self._add(Group("sum", (carrier.layer,), (carrier.window,), changes, found.parts, found.shift))
+        self._add(Group("sum", (carrier.layer,), (carrier.window,), changes, found.summands, found.shift))
 
     def _push(self, value: Value, found: Affine) -> None:
-        if len(found.parts) > 1:
+        if len(found.summands) > 1:
             return
-        readers: list[tuple[str, Window]] = []
+        readers: list[tuple[str, InputWindow]] = []
         if reason := self._find_readers(value, found.axis, bool(found.shift.any()), readers):
             for name in self.norms.intersection(name for _, name in found.gone):
                 self.left[name] = f"{self.left[name]}; {reason}" if name in self.left else reason
             return
         names, windows = zip(*readers, strict=True)
-        self._add(Group("readers", names, windows, found.gone, found.parts, found.shift))
+        self._add(Group("readers", names, windows, found.gone, found.summands, found.shift))
 
-    def _find_readers(self, value: Value, axis: int, shifted: bool, readers: list[tuple[str, Window]]) -> str | None:
+    def _find_readers(
+        self, value: Value, axis: int, shifted: bool, readers: list[tuple[str, InputWindow]]
+    ) -> str | None:
         """Add the layers that read a value, also as a view of it; return why it cannot be written into all, if so."""
         if value in self._kept or not self.flow.reads[value]:
             return "what it gives is an output of the model"
@@ -383,9 +387,9 @@ class Plan:
                     return reason
                 continue
             layer = self._values.get(output) if operation.name in _LAYERS else None
-            if not layer or layer.source != value or axis != len(shape) - 1 - len(layer.parts[0].window.kernel):
+            if not layer or layer.source != value or axis != len(shape) - 1 - len(layer.summands[0].window.kernel):
                 return self._refused.get(output) or f"it is read by {operation.name}"
-            name, window = layer.parts[0][:2]
+            name, window = layer.summands[0][:2]
             if window.transposed or (shifted and any(window.padding)):
                 return f"{name} is transposed" if window.transposed else f"{name} pads with zeros"
             readers.append((str(name), window))
@@ -408,17 +412,17 @@ class Plan:
         nothing = {name for group in self.groups for form, name in group.gone if form == "nothing"}
         outputs: dict[str, int] = {}
         for output, before in self._chained[::-1]:
-            first, last = _carrier(before.parts), self._values[output].parts[0].layer
+            first, last = _carrier(before.summands), self._values[output].summands[0].layer
             if first is None or not first.layer or not last or nothing & {first.layer, last}:
                 continue
-            stays = any(part.layer is None for part in before.parts)
+            stays = any(summand.layer is None for summand in before.summands)
             if stays or first.window.groups > 1 or first.window.transposed:
                 continue
             one, two = (self.model.get_submodule(name).get_parameter("weight") for name in (first.layer, last))
             rows = outputs.get(last, len(two))
             if one.ndim == two.ndim and rows * one[0].numel() <= one.numel() + rows * two.shape[1]:
                 outputs[first.layer] = rows
-                windows = first.window, self._values[output].parts[0].window
+                windows = first.window, self._values[output].summands[0].window
                 self._add(Group("chain", (first.layer, last), windows, (("identity", last),)))
 
 

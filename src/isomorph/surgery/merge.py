@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
-from isomorph.surgery.affine_plan import Group, Part, Plan, Window
+from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
 from isomorph.surgery.calls import Inputs, cast_floats, describe_shape, largest_difference, relative, run_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
@@ -55,7 +55,7 @@ class Merge(Rule):
         if self.form == "nothing":
             return Nothing()
         if self.form == "identity":
-            kept = [(name, part) for name, part in module.named_children() if type(part) is not nn.Identity]
+            kept = [(name, child) for name, child in module.named_children() if type(child) is not nn.Identity]
             return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
         new: Any = copy.deepcopy(module)
         if self.form == "unscaled":
@@ -139,8 +139,8 @@ class Cases:
         first, *others = [cast_floats(x, torch.float64) for x in (given if given[1:] else (*given, *_crops(given[0])))]
         self._calls = list[tuple[str, Inputs, list[Tensor]]]()
         deciding = see(model, lambda: run_model(model, _copy(first))).deciding
-        parts = [(name, child) for name in deciding for child, _ in model.get_submodule(name).named_children()]
-        self._watched = [f"{name}.{child}".lstrip(".") for name, child in parts]
+        inside = [(name, child) for name in deciding for child, _ in model.get_submodule(name).named_children()]
+        self._watched = [f"{name}.{child}".lstrip(".") for name, child in inside]
         entries = [name for name in _ENTRIES if callable(getattr(model, name, None))]
         for x in others:
             for entry in entries if isinstance(x, Tensor) else entries[:1]:
@@ -225,15 +225,15 @@ def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) ->
     good: list[Any] = []
     bad: dict[Any, str] = {}
 
-    def halve(part: list[Any]) -> None:
-        reason = attempt([*good, *part])
+    def halve(half: list[Any]) -> None:
+        reason = attempt([*good, *half])
         if reason is None:
-            good.extend(part)
-        elif len(part) == 1:
-            bad[part[0]] = reason
+            good.extend(half)
+        elif len(half) == 1:
+            bad[half[0]] = reason
         else:
-            halve(part[: len(part) // 2])
-            halve(part[len(part) // 2 :])
+            halve(half[: len(half) // 2])
+            halve(half[len(half) // 2 :])
 
     if names:
         halve(names)
@@ -308,44 +308,44 @@ def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
 
 
-def _after_scale(layer: Any, window: Window, group: Group) -> tuple[Tensor, Tensor | None]:
+def _after_scale(layer: Any, window: InputWindow, group: Group) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of layer(gain * x + shift)."""
     weight, bias = layer.weight.unflatten(0, (window.groups, -1)), layer.bias  # (G, out, in, ...)
     sides = (window.groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
     if group.shift.any():
         extra = (weight * group.shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
         bias = extra if bias is None else bias + extra
-    return (weight * group.parts[0].gain.view(sides)).flatten(0, 1), bias
+    return (weight * group.summands[0].gain.view(sides)).flatten(0, 1), bias
 
 
 def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias with which the carrier computes the sum of the parts and the shift."""
+    """Return the weight and the bias with which the carrier computes the sum and the shift."""
     weight, bias = torch.zeros_like(carrier.weight), group.shift
-    for part in group.parts:
-        layer: Any = model.get_submodule(part.layer) if part.layer else None
+    for summand in group.summands:
+        layer: Any = model.get_submodule(summand.layer) if summand.layer else None
         if layer is not None and layer.bias is not None:
-            bias = bias + part.gain * layer.bias
-        weight = weight + _filters(part, layer, group.windows[0], weight)
+            bias = bias + summand.gain * layer.bias
+        weight = weight + _filters(summand, layer, group.windows[0], weight)
     return weight, bias if carrier.bias is not None or bias.any() else None
 
 
-def _filters(part: Part, layer: Any, window: Window, like: Tensor) -> Tensor:
-    """Return what a part adds to the weight of the carrier, which has a window and a weight `like` this one."""
+def _filters(summand: Summand, layer: Any, window: InputWindow, like: Tensor) -> Tensor:
+    """Return what a summand adds to the weight of the carrier, which has a window and a weight `like` this one."""
     if window.transposed:
-        gain = part.gain.view(window.groups, 1, -1, *[1] * (like.ndim - 2))
+        gain = summand.gain.view(window.groups, 1, -1, *[1] * (like.ndim - 2))
         return (layer.weight.unflatten(0, (window.groups, -1)) * gain).flatten(0, 1)  # (in, out / G, ...)
-    gain = part.gain.view(-1, *[1] * (like.ndim - 1))
+    gain = summand.gain.view(-1, *[1] * (like.ndim - 1))
     if layer is None:
         weight, rows = torch.zeros_like(like), torch.arange(len(like), device=like.device)
         middle: tuple[Any, ...] = (rows, rows % like.shape[1], *(side // 2 for side in window.kernel))
         weight[middle] = 1.0
-        return weight * (gain - 1.0 if part.stays else gain)
-    weight, finer = layer.weight, part.window.groups // window.groups
+        return weight * (gain - 1.0 if summand.stays else gain)
+    weight, finer = layer.weight, summand.window.groups // window.groups
     if finer > 1:  # blocks on the diagonal of each of the carrier's groups
         blocks = weight.unflatten(0, (window.groups, finer, -1))  # (G, finer, out, in, ...)
         full = blocks.new_zeros(*blocks.shape[:3], finer, *blocks.shape[3:])
         index = torch.arange(finer, device=weight.device)
         full[:, index, :, index] = blocks.transpose(0, 1)
         weight = full.flatten(3, 4).flatten(0, 2)
-    margins = [(K - k) // 2 for K, k in zip(window.kernel, part.window.kernel, strict=True)]
+    margins = [(K - k) // 2 for K, k in zip(window.kernel, summand.window.kernel, strict=True)]
     return F.pad(weight, [side for margin in margins[::-1] for side in (margin, margin)]) * gain

@@ -150,7 +150,7 @@ def functions_of(kind: type) -> Iterator[Any]:
             waiting += [other] if inspect.isfunction(other) and other.__module__ == function.__module__ else []
 
 
-def reading_parent(model: nn.Module, name: str) -> str | None:
+def why_not_called(model: nn.Module, name: str) -> str | None:
     """Return that the parents of a layer read its weight and never call it, or None."""
     path = name.split(".")
     found = None

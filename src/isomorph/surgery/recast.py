@@ -25,8 +25,8 @@ from isomorph.surgery.modules import (
     make_parents_call,
     matches_where,
     nearest_names,
-    reading_parent,
     selectable_modules,
+    why_not_called,
 )
 from isomorph.surgery.plain_layers import check_attached
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
@@ -90,7 +90,7 @@ def _judge(model: nn.Module, rule: Rule, named: Sequence[tuple[str, Any]]) -> Ac
     found = Acceptance([], {})
     for name, module in named:
         joint = module.joint_name if isinstance(module, JointPart) else name
-        reason = rule.reason(module) or (reading_parent(model, joint) if name else None)
+        reason = rule.reason(module) or (why_not_called(model, joint) if name else None)
         if reason is None:
             found.accepted.append(name)
         elif isinstance(module, (*rule.kind, JointPart)):

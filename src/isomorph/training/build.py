@@ -195,7 +195,7 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
     return BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats), BatchParts(own, parts)
 
 
-def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: TrainSampler) -> DataLoader[Any]:
+def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler) -> DataLoader[Any]:
     augment, data = recipe.augment, recipe.data
     transform = train_transform(
         config,
@@ -209,7 +209,7 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deal
         re_mode="pixel",
     )
     load: Any = stream_loader if isinstance(train, Stream) else train_loader
-    return load(train, transform, deals, data.workers, data.unreadable)
+    return load(train, transform, sampler, data.workers, data.unreadable)
 
 
 def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:

@@ -65,14 +65,14 @@ class Classification(Task):
         if recipe.mask:
             return pretraining_objective(recipe.mask, model, device)
         criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
-        task: TrainingTask
+        loss: TrainingTask
         if recipe.token_labels:
-            task = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
+            loss = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
         elif recipe.distill:
-            task = build_distillation(model, recipe.distill, criterion, device)
+            loss = build_distillation(model, recipe.distill, criterion, device)
         else:
-            task = PenalisedLoss(model, criterion, device, similarity)
-        return Objective(task, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
+            loss = PenalisedLoss(model, criterion, device, similarity)
+        return Objective(loss, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
 
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:

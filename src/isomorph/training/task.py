@@ -68,7 +68,7 @@ class Objective:
     10.0
     """
 
-    task: TrainingTask
+    loss_module: TrainingTask
     """The loss, with the modules that it trains."""
     measure: Measure
     """Computes the test metrics, over all processes."""

@@ -58,7 +58,7 @@ class PositionalAttention(TokenHeads):
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         grid_size = self.check_grid(x, grid_size)
         v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
-        rows, columns = self.keep((self.position,), self.positions, grid_size, v.dtype)
+        rows, columns = self.cached((self.position,), self.positions, grid_size, v.dtype)
         attended = attend_by_axis(rows, columns, v[:, p:])  # (B, H W, nh, hd)
         if p:
             q, k = self.prefix_queries_keys(x)
@@ -133,7 +133,7 @@ class GPSA(TokenHeads):
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x))  # (B, N, nh, hd)
-        rows, columns, weights = self.keep((self.position, self.gate), self.positions, grid_size, v.dtype)
+        rows, columns, weights = self.cached((self.position, self.gate), self.positions, grid_size, v.dtype)
         content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
         mixed = MixPositions.apply(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
         return self.proj_drop(self.proj(mixed.flatten(2)))

@@ -195,7 +195,7 @@ class GPSA2d(TapHeads):
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, C, H, W) -> q (B, nh, hd, Nq), k (B, nh, hd, H W), v (B, C, H W)"""
-        weight, tokens = self.keep(self.projections(), self.joint_weight), x.flatten(2)
+        weight, tokens = self.cached(self.projections(), self.joint_weight), x.flatten(2)
         width = self.num_heads * self.head_width
         middle, rest = self.kernel_size // 2, len(weight) - width
         if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
@@ -226,7 +226,7 @@ class GPSA2d(TapHeads):
         scores = torch.baddbmm(self.key_scores(H, W, q), q.mT, k)
         content = scores.softmax(-1).unflatten(0, (B, nh))[..., :-1].to(values.dtype)  # (B, nh, Nq, H W)
         parameters = (self.centre, self.raw_locality, self.gate)
-        rows, columns, weights = self.keep(parameters, self.positions, H, W, values.dtype)
+        rows, columns, weights = self.cached(parameters, self.positions, H, W, values.dtype)
         patches = _SoftPatches.apply(values, content, rows, columns, self.gate, weights)
         return patches.view(B, self.in_channels * nh, Nq)
 

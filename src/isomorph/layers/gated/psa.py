@@ -53,7 +53,7 @@ class PSA(TokenHeads):
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
-        bias = self.keep((self.position,), self.position_bias, grid_size, q.dtype)
+        bias = self.cached((self.position,), self.position_bias, grid_size, q.dtype)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, nh, N, hd)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 

@@ -173,7 +173,7 @@ class TapHeads(PositionHeads):
         """
         filters = (self.weight.flatten(2) if share is None else self.weight.flatten(2) * share).to(values.dtype)
         heads = (self.centre, self.raw_locality)
-        maps = rows, columns = self.keep(heads, self.axis_positions, *values.shape[2:], values.dtype)
+        maps = rows, columns = self.cached(heads, self.axis_positions, *values.shape[2:], values.dtype)
         if on_cpu(values) and can_keep(*heads):
             centre, side, sharp = self.centre.to(geometry_dtype(self.centre)), self.kernel_size, self.locality
             axes = [TapAxis(side, self.stride[i], self.padding[i], centre[:, i], sharp, maps[i]) for i in (0, 1)]

@@ -124,7 +124,7 @@ class Parallel(KeepsInEval):
         if all(form == "running" for form in forms):
             read = (t for m in self.modules() for t in (*m._parameters.values(), *m._buffers.values()))
             sources = tuple(t for t in read if t is not None)
-            weight, bias = self.keep(sources, self.fold_parts, autocast_dtype(x))
+            weight, bias = self.cached(sources, self.fold_parts, autocast_dtype(x))
             return apply_map(x, weight, bias, self.window)
         if len(chains) < len(forms):
             return self.run_branches(x)

@@ -156,7 +156,7 @@ class Expansion(KeepsInEval):
 
     def kernel(self) -> Tensor:
         """Return the kernel of the equivalent convolution, which eval mode keeps. Shape: -> (M, H, k, k)"""
-        return self.keep(tuple(self.parameters()), self.combine)
+        return self.cached(tuple(self.parameters()), self.combine)
 
     def combine(self) -> Tensor:
         """Return the product of the weights. Shape: -> (M, H, k, k)"""

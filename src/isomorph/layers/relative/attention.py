@@ -135,7 +135,7 @@ class RelativeAttention(AttentionBase, KeepsInEval):
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions, which eval mode keeps. Shape: -> (nh, N, N)"""
-        return self.keep(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
+        return self.cached(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)

@@ -167,8 +167,8 @@ class Diffusion(Task):
         def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
             return mean_error(denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime))
 
-        task = DenoisingLoss(model, schedule, recipe.data.batch_size, device)
-        return Objective(task, measure, lambda metrics: -metrics["denoising"])
+        loss = DenoisingLoss(model, schedule, recipe.data.batch_size, device)
+        return Objective(loss, measure, lambda metrics: -metrics["denoising"])
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""

@@ -166,8 +166,8 @@ class Segmentation(Task):
             counts, images = measure(module, loader, self.options, runtime)
             return {**counts.metrics(), "images": images}
 
-        task = SegmentationLoss(model, self.options, device, open_teacher(self.options, model))
-        return Objective(task, measure_masks, lambda metrics: metrics["miou"])
+        loss = SegmentationLoss(model, self.options, device, open_teacher(self.options, model))
+        return Objective(loss, measure_masks, lambda metrics: metrics["miou"])
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
         recorded: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]

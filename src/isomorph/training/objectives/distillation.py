@@ -63,9 +63,9 @@ class HardDistillationLoss(LogitDistillationTask):
         with torch.no_grad():
             images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
             teacher_label = self.teacher(images).argmax(dim=-1)
-        task, teacher = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
-        loss = self.task_loss_weight * task + self.distill_loss_weight * teacher
-        return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
+        label, teacher = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
+        loss = self.task_loss_weight * label + self.distill_loss_weight * teacher
+        return {"loss": loss, "output": logits, "task_loss": label, "kd_loss": teacher}
 
 
 def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device) -> TrainingTask:

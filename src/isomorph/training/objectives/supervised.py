@@ -82,5 +82,5 @@ class PenalisedLoss(ClassificationTask):
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
         logits, penalty = self.predict(input)
-        task = self.criterion(logits, target)
-        return {"loss": task + penalty, "output": logits, "task_loss": task}
+        loss = self.criterion(logits, target)
+        return {"loss": loss + penalty, "output": logits, "task_loss": loss}

@@ -113,7 +113,7 @@ def _print_start(run: Run, journal: Journal) -> None:
     begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
     cut = f", {run.iterations:,} in all" if run.iterations % order.steps else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
-    pixels = " of {} x {}".format(*run.config["input_size"][-2:]) if run.kind.classifies else ""
+    pixels = " of {} x {}".format(*run.config["input_size"][-2:]) if run.task.classifies else ""
     journal.say(
         f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
         f"{count_of(order.images, 'image')}{pixels} in batches of {order.batch}, on {runtime.device}{shared}"
@@ -140,7 +140,7 @@ def train_epoch(
     steps, progress = run.epoch_steps, run.progress
     journal = journal or Journal(run.recipe, run.runtime, show=False)
     monitor = StepMonitor(run, journal, request or StopRequest())
-    run.task.train()
+    run.loss_module.train()
     while progress.step < progress.closed * run.order.steps + steps:
         begin = time.perf_counter()
         with _idle_layers_reported(run, journal):
@@ -182,12 +182,12 @@ def train_step(run: Run) -> tuple[float, Any]:
         waited += time.perf_counter() - start
         run.note_unreadable(problems)
         seed_everything("step", recipe.seed, step, part)
-        with no_gradient_sync(run.task) if part != parts[-1] else nullcontext():
+        with no_gradient_sync(run.loss_module) if part != parts[-1] else nullcontext():
             _train_part(run, inputs, targets)
     if recipe.optim.clip_grad:
-        nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
+        nn.utils.clip_grad_norm_(run.loss_module.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
-    run.task.update_ema(step)
+    run.loss_module.update_ema(step)
     if anneal:
         for model in filter(None, (run.trained, run.averaged)):
             anneal.set_slopes(model, since + 1)
@@ -201,7 +201,7 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     if run.mix:
         inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
-        result = run.task(inputs, targets)
+        result = run.loss_module(inputs, targets)
         loss = result["loss"] / parts
     loss.backward()
     run.total[0] += loss.detach()
@@ -234,7 +234,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.kind.printed.items() if name in metrics)
+    text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.task.printed.items() if name in metrics)
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
 
 

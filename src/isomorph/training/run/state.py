@@ -64,7 +64,7 @@ _TOTALS = "progress.totals"
 class Run:
     """A run in memory, built from its recipe in stages that check what they take; nothing is written before.
 
-    - recipe, runtime; kind: the recipe's task; found: the snapshot it resumes from, or None; progress
+    - recipe, runtime; task: the recipe's; found: the snapshot it resumes from, or None; progress
     - train, test: the training data, and the batches of this process's test images; config: the images' size and norm
     - order, share: the order of the training images, and the parts of every batch that this process trains on
     - objective, optimizer, scheduler; header: what rebuilds the model from a checkpoint; start: what its weights were
@@ -79,7 +79,7 @@ class Run:
     header: dict[str, str]
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
-        self.recipe, self.runtime, self.kind = recipe, runtime, recipe_task(recipe)
+        self.recipe, self.runtime, self.task = recipe, runtime, recipe_task(recipe)
         check_files(recipe)
         self.found = runtime.on_main(lambda: find_snapshot(recipe))
         own = is_function(recipe.model.name or "")  # whose function may load weights itself
@@ -91,10 +91,10 @@ class Run:
             )
         values = self.found.values["progress"] if self.found else {"recast": recipe.model.recast_epoch == 0}
         self.progress = RunProgress(**values)
-        self.train, test = self.kind.open_data(recipe)
+        self.train, test = self.task.open_data(recipe)
         self.order, self.share = plan_batches(recipe, self.train, runtime)
         model = self._initialise_model()
-        self.test: Iterable[Any] = self.kind.test_loader(recipe, self.config, test, runtime)
+        self.test: Iterable[Any] = self.task.test_loader(recipe, self.config, test, runtime)
         self._check_layers(model.to(runtime.device))
         self._assemble(model)
         self.start = record(model).start
@@ -105,9 +105,9 @@ class Run:
             self._restore(self.found)
 
     def _initialise_model(self) -> nn.Module:
-        recipe, kind, classes = self.recipe, self.kind, list(self.train.classes)
+        recipe, task, classes = self.recipe, self.task, list(self.train.classes)
         seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
-        model = kind.build_model(recipe, self.train, self.progress.recast)
+        model = task.build_model(recipe, self.train, self.progress.recast)
         if not self.progress.recast:
             apply_surgery(copy.deepcopy(model), recipe.model)  # raises, before the run starts, if it would fail later
         check_finite(model)
@@ -116,8 +116,8 @@ class Run:
                 f"the data has {len(classes)} classes, but model.num_classes is {model.num_classes}; raise it or leave "
                 "it out"
             )
-        self.config = kind.data_config(recipe, model)
-        kind.check_model(recipe, model, self.config)
+        self.config = task.data_config(recipe, model)
+        task.check_model(recipe, model, self.config)
         extra: dict[str, Any] = {} if recipe.data.streamed else {"split": getattr(self.train, "split", None)}
         extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
         record_data(model, {**self.config, "source": recipe.data.source, "label_names": classes, **extra})
@@ -133,7 +133,7 @@ class Run:
         if recipe.anneal and self.progress.recast:
             annealed_layers(model)
         if recipe.monitor_every:
-            inputs = self.kind.attention_inputs(self.config)
+            inputs = self.task.attention_inputs(self.config)
             if inputs is None:
                 raise UserError("monitor_every is for models of images; leave it out")
             watched = model if self.progress.recast else apply_surgery(copy.deepcopy(model), recipe.model)
@@ -143,10 +143,10 @@ class Run:
     def _assemble(self, model: nn.Module) -> None:
         recipe, runtime = self.recipe, self.runtime
         self.header = describe_model(model)
-        self.objective = self.kind.objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
+        self.objective = self.task.objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
         if recipe.ema:
-            self.task.setup_ema(decay=recipe.ema)
-        distribute(self.task, recipe.scale, runtime)
+            self.loss_module.setup_ema(decay=recipe.ema)
+        distribute(self.loss_module, recipe.scale, runtime)
         self.optimizer = build_optimizer(self.trained, recipe.optim)
         self.scheduler = build_scheduler(
             self.optimizer, recipe.optim, recipe.epochs, self.order.steps, recipe.iterations
@@ -166,16 +166,16 @@ class Run:
         return min(self.order.steps, self.iterations - self.progress.closed * self.order.steps)
 
     @property
-    def task(self) -> TrainingTask:
-        return self.objective.task
+    def loss_module(self) -> TrainingTask:
+        return self.objective.loss_module
 
     @property
     def trained(self) -> nn.Module:
-        return unwrap_model(self.task.get_trainable_module())
+        return unwrap_model(self.loss_module.get_trainable_module())
 
     @property
     def averaged(self) -> nn.Module | None:
-        return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
+        return self.loss_module.get_trainable_module(ema=True).module if self.loss_module.has_ema() else None
 
     @property
     def eval_model(self) -> nn.Module:
@@ -184,7 +184,7 @@ class Run:
     @cached_property
     def mix(self) -> Callable[[Any, Any], tuple[Any, Any]] | None:
         """What mixes the samples of a part of a batch, such as mixup and cutmix; or None."""
-        return self.kind.mix(self.recipe, self.eval_model)
+        return self.task.mix(self.recipe, self.eval_model)
 
     @property
     def lanes(self) -> int:
@@ -206,7 +206,7 @@ class Run:
         """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
         if self.batches is None:  # the first since the run began or resumed: the loader starts at the next step
             sampler = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
-            self.batches = iter(self.kind.train_loader(self.recipe, self.config, self.train, sampler))
+            self.batches = iter(self.task.train_loader(self.recipe, self.config, self.train, sampler))
         return next(self.batches)
 
     def measure(self) -> dict[str, float]:
