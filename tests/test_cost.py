@@ -119,6 +119,21 @@ def test_rows_scale_with_the_resolution():
     assert rows[0]["peak_bytes"] is None
 
 
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 8)
+
+    def forward(self, x):
+        return {"logits": self.conv(x).flatten(1)}
+
+
+def test_a_step_of_a_model_whose_outputs_have_names():
+    row = next(cost_table({"named": Named()}, [(8, 8)], [2], 0.0, timed="train"))
+    assert row["images_per_second"] > 0
+    assert row["training_peak_bytes"] > 0
+
+
 @pytest.mark.parametrize("step", ["train", "pretrain"])
 def test_steps_of_training_are_timed_and_change_nothing(step):
     """TDRL Table 8 times pre-training; weights, statistics and mode of the models stay."""

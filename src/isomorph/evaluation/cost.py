@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_like
-from isomorph.evaluation.speed import Step, measure_speeds, restored_afterwards, stepped_module
+from isomorph.evaluation.speed import Step, measure_speeds, propagate_back, restored_afterwards, stepped_module
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.surgery.calls import run_model
 
@@ -152,7 +152,7 @@ def peak_bytes(
         with torch.set_grad_enabled(training):
             output = run_model(model.train(training), inputs)
             if training:
-                (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+                propagate_back(output)
 
     try:
         with restored_afterwards(model):

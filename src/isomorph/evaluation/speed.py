@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import inputs_like
 from isomorph.layers.modes import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs, run_model
 
 Step = Literal["inference", "train", "pretrain"]
@@ -73,11 +74,15 @@ def stepped_module(model: nn.Module, step: Step) -> nn.Module:
     return _Pretraining(copy.deepcopy(model)) if step == "pretrain" else copy.deepcopy(model)
 
 
+def propagate_back(output: Any) -> None:
+    """Propagate gradients of the sum of a model's first output, at the cost of a loss's."""
+    tensors_in(output)[0].float().sum().backward()
+
+
 def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> None:
     optimizer.zero_grad()
     with torch.enable_grad():
-        output = run_model(model.train(), inputs)
-        (output[0] if isinstance(output, tuple) else output).float().sum().backward()
+        propagate_back(run_model(model.train(), inputs))
     optimizer.step()
 
 
