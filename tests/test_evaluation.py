@@ -92,7 +92,8 @@ def test_batches_that_are_not_images_and_one_label_each_are_said():
         "a Tensor": (images, labels),
         "a dict": [{"images": images, "labels": labels}],
         "a list": [[images, labels, labels]],
-        r"labels of shape \(2, 3\)": [(images, torch.eye(3)[labels])],
+        r"float32 labels of shape \(2, 3\)": [(images, torch.eye(3)[labels])],
+        r"float32 labels of shape \(2,\)": [(images, torch.zeros(2))],
     }.items():
         refused(f"one class number for each image, not {given}; give", evaluate, Says(torch.zeros(1, 3)), said)
 

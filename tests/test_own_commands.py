@@ -153,6 +153,7 @@ def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder):
     found, _ = answer(folder, f"compare runs/own runs/plain {arch} {page}")
     assert [point["name"] for point in found["points"]] == ["own", "plain"]
     _, notes = answer(folder, "evaluate net:build --data photos --no-cost --size 16")
+    answer(folder, "fuse net:build --size 16 --out merged.safetensors")
     assert "its weights are those that the function returns; images are prepared as for ImageNet: 224 x 224" in notes
 
 

@@ -281,15 +281,15 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     fields = [*SMALL, f"data.root={folder}", f"task.teacher={run.folder / 'model.safetensors'}", "epochs=1"]
     opened = open_run(iso.load_recipe(write_recipe(tmp_path), [*fields, f"out={tmp_path / 'r'}"]), ALONE)
     images, masks, _ = opened.next_part()
-    losses = opened.task(images, masks)
+    losses = opened.loss_module(images, masks)
     losses["loss"].backward()
     parts = losses["task_loss"] + 0.4 * losses["auxiliary_loss"] + 10 * losses["kd_loss"]
     torch.testing.assert_close(losses["loss"], parts)
-    assert not opened.task.train().teacher.training
-    teacher, seen = opened.task.teacher.model, []
+    assert not opened.loss_module.train().teacher.training
+    teacher, seen = opened.loss_module.teacher.model, []
     assert all(p.grad is None for p in teacher.parameters())
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    student = opened.task.trainable_module
+    student = opened.loss_module.trainable_module
     for net, spread in ((student, 0.5), (teacher, 0.25)):  # which sees images in its own normalisation
         net.pretrained_cfg = {**net.pretrained_cfg, "mean": (0.5, 0.5, 0.5), "std": (spread,) * 3}
     SegmentationLoss(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(images, masks)

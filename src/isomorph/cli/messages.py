@@ -14,6 +14,7 @@ _NAMES = {
     "data.classes": ("--classes", "--data.classes"),
     "data.split": ("--split", "--data.split"),
     "test_fraction": ("--split", "--data.split"),
+    "anneal.epochs of a recipe": ("--anneal.epochs of `isomorph train`",) * 2,
     "model.weights": ("--weights", "--model.weights"),
     "--arch": ("--arch", "--model.name"),
     "--model-kwargs": ("--model-kwargs", "--model.kwargs"),
@@ -35,7 +36,8 @@ def name_options(message: str, command: str) -> str:
 
 _PATTERNS = {
     r"Input (?:height|width) \((\d+)\) doesn't match model \((\d+)\)": (
-        "images of {0} pixels do not fit this model, which was built for {1}; give --size {1}, or leave --size out"
+        "images of {0} pixels do not fit this model, which was built for {1}; give --size {1}, leave --size out, or "
+        "build a ViT of timm for them with --model-kwargs img_size={0}"
     ),
     r"Input (?:height|width) \((\d+)\) should be divisible by patch size \((\d+)\)": (
         "images of {0} pixels do not fit this model; give a --size that is a multiple of its patch size {1}"

@@ -1,6 +1,7 @@
 """The verify, fuse, revert and prune commands."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -67,11 +68,12 @@ def verify(
 
 @opt.command
 def fuse(
-    model: opt.Checkpoint,
+    model: opt.Model,
     /,
     *,
     out: opt.Out,
-    checkpoint: opt.CheckpointOptions = opt.CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    size: opt.Size = None,
     norms: bool = True,
     affine: bool = False,
     overwrite: opt.Overwrite = False,
@@ -91,19 +93,21 @@ def fuse(
     affine
         Move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
     """
-    opt.check_out(out, overwrite, model)
+    opt.check_out(out, overwrite, Path(model))
     with opt.loading():
-        from isomorph.cli.open_models import open_given_checkpoint
+        from isomorph.checkpoints.open import check_pretrained_option
+        from isomorph.cli.open_models import open_given
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
-    net = open_given_checkpoint(model, checkpoint)
-    fused, report = fuse_with_report(net, random_inputs(1, net), norms, affine)
+    check_pretrained_option([model], opening.weights, opening.pretrained)
+    net = open_given(model, opening)
+    fused, report = fuse_with_report(net, random_inputs(1, net, size), norms, affine)
     if not (report.fused or report.merged):
         raise UserError(
             f"{model} has nothing to fuse: no layer with a fused form, such as a pyramid, and no norm, scale or branch "
             "that a layer next to it could take"
         )
-    _write_converted(net, fused, out, "fusing", json_, merged=report)
+    _write_converted(net, fused, out, "fusing", json_, merged=report, size=size)
 
 
 @opt.command
@@ -141,13 +145,20 @@ def revert(
 
 
 def _write_converted(
-    before: Any, after: Any, out: opt.Out, what: str, json_: bool, atol: float | None = None, merged: Any = None
+    before: Any,
+    after: Any,
+    out: opt.Out,
+    what: str,
+    json_: bool,
+    atol: float | None = None,
+    merged: Any = None,
+    size: opt.Size = None,
 ) -> None:
     from isomorph.evaluation.cost import count_parameters
     from isomorph.evaluation.input_sizes import random_inputs
     from isomorph.surgery import NotEqual, compare_outputs
 
-    report = compare_outputs(before, after, [random_inputs(1, before)], atol=atol)
+    report = compare_outputs(before, after, [random_inputs(1, before, size)], atol=atol)
     if not report.passed:
         raise NotEqual(report, "")
     iso.save(after, out)

@@ -221,7 +221,7 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
             return
     raise UserError(
         f"calibration images are {given}; give normalised images, finite floats of B x {channels} x {height} x {width}"
-        "; for images of another size, give size"
+        "; for images of another size, give it as size=(height, width)"
     )
 
 

@@ -156,8 +156,9 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
 
 def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:
     pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
-    if not pair or batch[1].ndim != 1:
-        given = f"labels of shape {tuple(batch[1].shape)}" if pair else f"a {type(batch).__name__}"
+    if not pair or batch[1].ndim != 1 or batch[1].is_floating_point():
+        shape = f"{str(batch[1].dtype).removeprefix('torch.')} labels of shape {tuple(batch[1].shape)}" if pair else ""
+        given = shape or f"a {type(batch).__name__}"
         raise UserError(
             f"a batch of the loader must be (images, labels) with one class number for each image, not {given}; give a "
             "DataLoader of a data set that yields such pairs"

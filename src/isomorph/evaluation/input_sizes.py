@@ -216,9 +216,10 @@ def check_own_classes(
     """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
     own = len(label_names(model)) or class_count(model, size)
     if len(classes) != own:
+        first = f", or only its first {own} classes (data.classes)" if len(classes) > own else ""
         raise UserError(
             f"the model has {own} classes, the data{where} has {len(classes)} ({shorten(classes)}); give data with the "
-            f"model's labels, or the classes that it was trained with (data.classes){more}"
+            f"model's labels{first}{more}"
         )
 
 

@@ -117,7 +117,8 @@ def _nothing_to_prune(layers: list[Any], tolerance: float) -> str:
     if all(layer.pruned for layer in windows):
         return "these layers compute windows alone already"
     share = max(layer.share.item() for layer in windows)
-    return f"the share of attention outside of the windows is {share:g}; iso.Anneal moves it to 0 in fine-tuning"
+    how = "iso.Anneal, or anneal.epochs of a recipe, moves it to 0 in fine-tuning"
+    return f"the share of attention outside of the windows is {share:g}; {how}"
 
 
 def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.Module:

@@ -296,7 +296,7 @@ class OptimPart(Part):
 
 
 class AnnealPart(Part):
-    """Locality and gate of GPSA layers move to other values; ReLUs of a vanillanet_* become the identity."""
+    """Locality and gate of GPSA layers move to other values; windows close; ReLUs of a vanillanet_* fade out."""
 
     epochs: Positive
     """Length of the schedule in epochs."""

@@ -235,6 +235,8 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     run.total.zero_()
     save_snapshot(run)
     text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.task.printed.items() if name in metrics)
+    if recipe.anneal and progress.recast:
+        text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
 
 
