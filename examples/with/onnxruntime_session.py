@@ -13,7 +13,7 @@ import torch
 import isomorph as iso
 
 torch.manual_seed(0)
-wide = timm.create_model("tdrl_vit_ti", img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, num_classes=4)
+wide = timm.create_model("tdrl_vit_ti", img_size=32, patch_size=8, embed_dim=48, depth=1, num_heads=4, num_classes=4)
 with torch.no_grad():
     wide.train()(torch.randn(16, 3, 32, 32))  # statistics, as training leaves them
 wide.eval()
