@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from contextlib import suppress
 
 import pytest
 import timm
@@ -25,6 +26,27 @@ def uniform(model):
         block.attn.qkv.weight.data[:48].zero_()
         block.attn.qkv.bias.data[:48].zero_()
     return model
+
+
+@pytest.mark.parametrize("inputs", [{"pixel_values": torch.zeros(1, 3, 32, 32)}, torch.zeros(1, 3), None])
+def test_a_call_that_fails_leaves_no_hook(inputs):
+    model = vit()
+    for measure in (
+        iso.attention_maps,
+        iso.nonlocality,
+        iso.analysis.attention_entropy,
+        iso.analysis.head_similarity,
+        iso.analysis.logit_stats,
+        lambda model, x: iso.analysis.attention_from(model, x, position=(0.5, 0.5)),
+        lambda model, x: iso.cka(model, model, [x]),
+        lambda model, x: iso.verify(model, iso.recast(model, iso.AttentionToGPSA(grid_size=(4, 4))), x),
+        lambda model, x: iso.recalibrate(iso.recast(model, iso.LinearToPyramid()), [(x, x)]),
+        lambda model, x: iso.fuse(model, x, affine=True),
+        lambda model, x: iso.insert(model, iso.layers.MapAttention, after="blocks.0", example=x),
+    ):
+        with suppress(Exception):  # whatever it is
+            measure(model, inputs)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 class TestSummaries:

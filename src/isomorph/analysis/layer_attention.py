@@ -179,8 +179,8 @@ def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableH
 
     Raises: UserError unless the batch is a tensor.
     """
-    check_inputs(batch, Tensor)
     try:
+        check_inputs(batch, Tensor)
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
             model(batch)
     finally:

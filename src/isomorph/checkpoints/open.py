@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,12 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         model = found if isinstance(found, nn.Module) else found(**arguments)
     except Exception as error:  # whatever the user's code raises
         reason = f"{type(error).__name__}: {short_reason(error)}"
-        raise UserError(
-            f"cannot build a model by {name} ({reason}); give a function that runs without arguments, or "
-            "its arguments as --model-kwargs"
-        ) from error
+        known = vars(sys.modules[module]) if module in sys.modules else {}
+        close = [] if function in known else get_close_matches(function, known, n=1)
+        advice = "give a function that runs without arguments, or its arguments as --model-kwargs"
+        if function not in known:
+            advice = f"did you mean {module}:{close[0]}?" if close else "give it as Python imports it"
+        raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     finally:
         sys.path.remove(os.getcwd())
     if not isinstance(model, nn.Module):
@@ -143,7 +146,8 @@ def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
     try:
         load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
     except UserError as misfit:
-        raise UserError(f"{misfit}{saved_from}; give the base as it was before it was recast") from None
+        recast = "; give the base as it was before it was recast" if done or recorded else ""
+        raise UserError(f"{misfit}{saved_from}{recast}") from None
     if parts and parts.data:
         record_data(model, parts.data)
     add_notes(model, *contents.notes)

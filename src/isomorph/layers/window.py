@@ -120,7 +120,8 @@ def attend_in_padded_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, wi
     inside = whole.cut(((rows < H)[:, None] & (columns < W))[None, None, ..., None])  # (1, windows, 1, s, 1)
     seen = F.pad(inside.mT, (prefix, 0), value=True).expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
     out = whole.join(_attend_in_each(attend, *cut, k[:, :, :prefix], v[:, :, :prefix], seen))
-    out = out[:, :, :H, :W].flatten(2, 3)
+    y, x = (torch.arange(n, device=q.device) for n in (H, W))  # a slice would ask whether it takes all
+    out = out[:, :, y[:, None], x].flatten(2, 3)
     return torch.cat([attend(q[:, :, :prefix], k, v, None), out], 2) if prefix else out
 
 
