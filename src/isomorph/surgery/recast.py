@@ -138,8 +138,11 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
         what = f"only other classes ({', '.join(shown)})" if selected else "no module"
         hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
-        known = [kind.__name__ for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
-        recasts = f"{type(rule).__name__} recasts {' and '.join(known) or 'other modules'}"
+        known = [kind for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
+        texts = [kind.__name__ + " of timm" * kind.__module__.startswith("timm.") for kind in known]
+        recasts = f"{type(rule).__name__} recasts {' and '.join(texts) or 'other modules'}"
+        if where == "*" and not exclude and not own:
+            raise UserError(f"{recasts}, and the model has none")
         raise UserError(f"{recasts}, but {describe_where(where)} matches {what}{hint}")
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
