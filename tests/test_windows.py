@@ -108,6 +108,7 @@ def test_registers_grids_and_blocks_of_every_kind():
     pruned, sizes = iso.prune(new), [torch.randn(1, 3, *size, dtype=torch.float64) for size in ((80, 96), (96, 64))]
     for x in (*sizes, *sizes):
         assert deviation(pruned(x), new(x)) < 1e-12
+    assert iso.verify(new, pruned, sizes[0]).atol == 1e-5
     refused("its share is 0", iso.revert, new)
     iso.Anneal(2).set_slopes(new, 0)
     back = iso.revert(new)
