@@ -55,7 +55,7 @@ class Prune(Rule):
 
     @property
     def atol(self) -> float:  # type: ignore[override]
-        """Largest difference that `verify` accepts by default: what heads leave out adds up, windows leave out nothing."""
+        """Largest difference that `verify` accepts by default: what heads leave out adds up, windows are exact."""
         return 1e-5 if self.becomes == "windows" else min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
 
     def reason(self, module: nn.Module) -> str | None:
