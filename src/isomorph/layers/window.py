@@ -95,9 +95,9 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     (_, W), _, prefix = windows
     bias, parts = _as_bias(mask, q), []
     for rectangle in windows.rectangles():
-        cut = [rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v)]
+        q_, k_, v_ = (rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v))
         local = None if bias is None else _bias_in(rectangle, windows, bias, len(q))
-        parts.append(rectangle.join(_attend_in_each(attend, *cut, k[:, :, :prefix], v[:, :, :prefix], local)))
+        parts.append(rectangle.join(_attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], local)))
     columns = 1 if parts[0].shape[3] == W else 2
     rows = [torch.cat(parts[i : i + columns], 3) for i in range(0, len(parts), columns)]
     out = torch.cat(rows, 2).flatten(2, 3)
@@ -116,10 +116,10 @@ def attend_in_padded_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, wi
     rows, columns = (torch.arange((n + side - 1) // side * side, device=q.device) for n in (H, W))
     whole = _Rectangle(0, rows.shape[0], side, 0, columns.shape[0], side)
     y, x = rows.clamp(max=H - 1)[:, None], columns.clamp(max=W - 1)
-    cut = [whole.cut(each[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x]) for each in (q, k, v)]
+    q_, k_, v_ = (whole.cut(each[:, :, prefix:].unflatten(2, (H, W))[:, :, y, x]) for each in (q, k, v))
     inside = whole.cut(((rows < H)[:, None] & (columns < W))[None, None, ..., None])  # (1, windows, 1, s, 1)
     seen = F.pad(inside.mT, (prefix, 0), value=True).expand(q.shape[0], -1, -1, -1, -1).flatten(0, 1)
-    out = whole.join(_attend_in_each(attend, *cut, k[:, :, :prefix], v[:, :, :prefix], seen))
+    out = whole.join(_attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], seen))
     y, x = (torch.arange(n, device=q.device) for n in (H, W))  # a slice would ask whether it takes all
     out = out[:, :, y[:, None], x].flatten(2, 3)
     return torch.cat([attend(q[:, :, :prefix], k, v, None), out], 2) if prefix else out
