@@ -29,7 +29,7 @@ from isomorph.checkpoints.model import (
 )
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
-from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, read_snapshot
+from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, peek_header, read_snapshot
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
@@ -120,9 +120,10 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     except Exception as error:  # whatever the user's code raises
         reason = f"{type(error).__name__}: {short_reason(error)}"
         known = vars(sys.modules[module]) if module in sys.modules else {}
-        close = [] if function in known else get_close_matches(function, known, n=1)
-        advice = "give a function that runs without arguments, or its arguments as --model-kwargs"
-        if function not in known:
+        if function in known:
+            advice = "give a function that runs without arguments, or its arguments as --model-kwargs"
+        else:
+            close = get_close_matches(function, known, n=1)
             advice = f"did you mean {module}:{close[0]}?" if close else "give it as Python imports it"
         raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     finally:
@@ -231,10 +232,7 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     path = local_file(path)
     if not path.is_dir():
         return _open_file(read_contents(path, options.ema), options)
-    model = _open_run(path, options)
-    if _of_own_model(options) is NO_OPTIONS:
-        _check_agreement(model, options, path)
-    return model
+    return _open_run(path, options)
 
 
 def needs_options(name: str) -> bool:
@@ -243,8 +241,7 @@ def needs_options(name: str) -> bool:
     if not is_checkpoint_or_run(name):
         return False
     if path.is_dir():
-        found = newest_snapshot(path)
-        return bool(found and not found.damaged and "module" in found.values["model"])
+        return "module" in (peek_header(path) or ())
     header = read_header(path) if path.suffix == ".safetensors" else {}
     return not is_own(header) or "module" in header
 
@@ -267,7 +264,7 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     if found and found.damaged:  # an older one is another model
         raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")
     if found is None and (path / "model.safetensors").is_file():
-        return _open_file(read_contents(path / "model.safetensors"), _of_own_model(options))
+        return _open_file(read_contents(path / "model.safetensors"), options)
     if found is None:
         raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
     tensors = read_snapshot(found.path)
@@ -275,16 +272,12 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     prefix = AVERAGED_PREFIX if options.ema and has_average else MODEL_PREFIX
     prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    model = _open_file(Contents(found.path, state, found.values["model"]), _of_own_model(options))
+    model = _open_file(Contents(path, state, found.values["model"]), options)
     progress, total = found.values["progress"], found.values["recipe"].get("epochs")
     kind = "averaged weights (EMA)" if prefix.startswith(AVERAGED_PREFIX) else "weights"
     when = f"after {progress['closed']} of {total} epochs, {progress['step']} steps"
     add_notes(model, f"{path}: {kind} of the run's last snapshot, {when}")
-    return model.eval()
-
-
-def _of_own_model(options: ModelOptions) -> ModelOptions:
-    return options if options.arch and is_function(options.arch) else NO_OPTIONS
+    return model
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:

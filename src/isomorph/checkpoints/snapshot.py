@@ -101,6 +101,15 @@ def list_snapshots(folder: Path) -> list[Path]:
     return [path for path in _named_snapshots(folder) if (path / STATE_FILE).is_file()]
 
 
+def peek_header(folder: Path) -> Any:
+    """Return the model's header in a run's newest snapshot, without checking its files; None if it cannot be read."""
+    for path in list_snapshots(folder)[:1]:
+        with suppress(OSError, ValueError, RecursionError):
+            found = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+            return found.get("model") if isinstance(found, dict) else None
+    return None
+
+
 def write_snapshot(
     folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], runtime: Runtime
 ) -> Path:
