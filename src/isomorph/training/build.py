@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from isomorph.checkpoints.files import read_contents, strip_wrappers
 from isomorph.checkpoints.model import load_state, record_base
 from isomorph.checkpoints.open import build_own, load, local_file, open_with_classes
-from isomorph.checkpoints.paths import is_function
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
@@ -39,8 +38,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     """
     arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
-    start, own = "", bool(part.name and is_function(part.name))
-    if own:
+    start = ""
+    if part.is_own:
         model, start = _open_own_model(part, drop_path)
     elif part.name is None:
         assert part.weights is not None
@@ -49,7 +48,7 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     else:
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
         record_base(model, {"name": part.name, **arguments})
-    if part.name and part.weights and not own:
+    if part.name and part.weights and not part.is_own:
         model, start = _load_weights(model, part, recast_now)
     else:
         model = apply_surgery(model, part, recast_now)

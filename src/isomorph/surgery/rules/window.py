@@ -31,13 +31,14 @@ class _Attend(FollowMaps):
         if call.is_causal or q.ndim != 4 or q.shape[:3] != k.shape[:3]:
             raise ValueError("windows need self-attention that is not causal, with keys of its own for each head")
         grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
+        is_open = torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid)
+        if layer.pruned and not is_open:
+            grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
         self.seen, windows = True, Windows(grid, layer.window, prefix)
         attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=call.scale)
+        if layer.pruned and is_open:
+            return attend_in_padded_windows(attend, q, k, call.value, windows)
         if layer.pruned:
-            if torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid):
-                return attend_in_padded_windows(attend, q, k, call.value, windows)
-            grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
-            windows = windows._replace(grid=grid)
             return attend_in_windows(attend, q, k, call.value, call.attn_mask, windows)
         return attend_with_share(attend, q, k, call.value, call.attn_mask, windows, layer.share)
 

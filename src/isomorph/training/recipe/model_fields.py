@@ -82,6 +82,11 @@ class ModelPart(Part):
     freeze: Globs = []
     """Glob or list of globs over parameters to freeze, e.g. blocks.*.attn.gate."""
 
+    @property
+    def is_own(self) -> bool:
+        """True if the name is that of a function, package.module:function."""
+        return bool(self.name and is_function(self.name))
+
     @field_validator("name")
     @classmethod
     def check_name(cls, name: str | None) -> str | None:

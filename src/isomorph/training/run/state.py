@@ -31,7 +31,6 @@ from isomorph.checkpoints.optimizer_state import (
     owner_name,
     split_optimizer,
 )
-from isomorph.checkpoints.paths import is_function
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
@@ -82,8 +81,7 @@ class Run:
         self.recipe, self.runtime, self.task = recipe, runtime, recipe_task(recipe)
         check_files(recipe)
         self.found = runtime.on_main(lambda: find_snapshot(recipe))
-        own = is_function(recipe.model.name or "")  # whose function may load weights itself
-        known = recipe.model.weights or recipe.model.pretrained or own
+        known = recipe.model.weights or recipe.model.pretrained or recipe.model.is_own  # which may load them itself
         if not self.found and recipe.model.start == "weights" and not known:
             raise UserError(
                 f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
@@ -121,7 +119,7 @@ class Run:
         extra: dict[str, Any] = {} if recipe.data.streamed else {"split": getattr(self.train, "split", None)}
         extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
         record_data(model, {**self.config, "source": recipe.data.source, "label_names": classes, **extra})
-        if is_function(recipe.model.name or "") and (outputs := class_count(model)) != len(classes):
+        if recipe.model.is_own and (outputs := class_count(model)) != len(classes):
             raise UserError(
                 f"{recipe.model.name} has {outputs} classes, the data has {len(classes)} ({shorten(classes)}); give the"
                 " function's own argument for it as --model.kwargs.NAME VALUE"
