@@ -257,16 +257,16 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
 @pytest.mark.parametrize("suffix", ["onnx", "pt2"])
 def test_a_file_of_a_model_without_a_number_of_classes_is_evaluated(tmp_path, suffix):
     net = nn.Sequential(nn.Conv2d(3, 3, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
-    iso.export(net, tmp_path / f"net.{suffix}", size=(16, 16))
+    iso.export(net, tmp_path / f"net.{suffix}", size=16)
     for label in range(3):
         for split in ("train", "val"):
             (tmp_path / "data" / split / f"class {label}").mkdir(parents=True)
             image = Image.new("RGB", (20, 16), (80 * label, 90, 200))
             image.save(tmp_path / "data" / split / f"class {label}" / "a.png")
     artefact = iso.deployment.open_artefact(tmp_path / f"net.{suffix}")
-    expected = iso.evaluate(net, tmp_path / "data", size=(16, 16))
+    expected = iso.evaluate(net, tmp_path / "data", size=16)
     assert iso.evaluate(artefact, tmp_path / "data") == pytest.approx(expected)
-    with pytest.raises(iso.UserError, match="size 16 must be a height and a width"):
-        iso.evaluate(net, tmp_path / "data", size=16)
+    with pytest.raises(iso.UserError, match=r"size 16\.5 must be a height and a width"):
+        iso.evaluate(net, tmp_path / "data", size=16.5)
     with pytest.raises(iso.UserError, match="is not a model"):
         iso.verify(net, torch.zeros(1, 3, 16, 16), net)

@@ -18,7 +18,7 @@ from isomorph.deployment.artefact import FORMATS, METADATA_FILE, describe, load_
 from isomorph.deployment.program import explain_failure, only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
+from isomorph.evaluation.input_sizes import ImageSize, fit_to_size, image_size
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import cast_floats, run_model
 from isomorph.surgery.recast import check_model
@@ -68,7 +68,7 @@ def export(
     path: str | Path,
     *,
     dynamic: str = "batch",
-    size: ImageSize | None = None,
+    size: int | ImageSize | None = None,
     atol: float = ATOL,
     overwrite: bool = False,
     progress: Progress = lambda step: None,
@@ -84,7 +84,7 @@ def export(
         path: File ending in .onnx (run by onnxruntime and others) or .pt2 (run by torch.export.load).
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts), "size" or
             "none".
-        size: Height and width, by default the model's own.
+        size: Height and width, or one number for both; by default the model's own.
         atol: Largest difference allowed, relative to the largest output where that is above 1.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
@@ -105,6 +105,7 @@ def export(
         raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
     model = check_exportable(model, path, overwrite)
     progress("choosing shapes")
+    size = None if size is None else image_size(size)
     if size and not hasattr(model, "example_inputs"):
         model = fit_to_size(model, size)
     shapes = plan_shapes(model, dynamic, size)

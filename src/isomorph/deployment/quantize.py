@@ -20,7 +20,7 @@ from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, tr
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
-from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
+from isomorph.evaluation.input_sizes import ImageSize, fit_to_size, image_size
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -107,7 +107,7 @@ def quantize(
     weights_only: bool = False,
     float_layers: str | Sequence[str] = (),
     dynamic: str = "batch",
-    size: ImageSize | None = None,
+    size: int | ImageSize | None = None,
     overwrite: bool = False,
     progress: Progress = lambda step: None,
 ) -> QuantizeReport:
@@ -125,7 +125,7 @@ def quantize(
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         float_layers: Glob or globs over names of layers that stay in float.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
-        size: Height and width, by default the model's own.
+        size: Height and width, or one number for both; by default the model's own.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
@@ -147,6 +147,7 @@ def quantize(
     mode = "weights" if weights_only else "static"
     model = check_exportable(model, path, overwrite)
     progress("fusing")
+    size = None if size is None else image_size(size)
     if size and not hasattr(model, "example_inputs"):
         model = fit_to_size(model, size)
     shapes = plan_shapes(model, dynamic, size)

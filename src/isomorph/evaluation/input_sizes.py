@@ -21,8 +21,8 @@ from isomorph.surgery.rule import record
 ImageSize = tuple[int, int]
 
 
-def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[str, Any]:
-    """Return timm's data config for testing a model, at the given size (height, width) or its own.
+def evaluation_config(model: nn.Module, size: int | ImageSize | None = None) -> dict[str, Any]:
+    """Return timm's data config for testing a model, at the given size (height, width, or one for both) or its own.
 
     Its own size is the one that the model was built for (`img_size`), else that of its pretrained_cfg.
     Keys: input_size (channels, height, width), mean, std, interpolation, crop_pct, crop_mode.
@@ -37,9 +37,9 @@ def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[s
 
 
 def training_config(
-    model: nn.Module, size: Sequence[int] | None = None, crop: Mapping[str, Any] | None = None
+    model: nn.Module, size: int | Sequence[int] | None = None, crop: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return timm's data config for training a model, at the given size (height, width) or its own.
+    """Return timm's data config for training a model, at the given size (height, width, or one for both) or its own.
 
     Its own size is the one that the model was built for (`img_size`), else that of its pretrained_cfg.
     `crop` overrides crop_pct and crop_mode, which are for its test images.
@@ -54,14 +54,13 @@ def training_config(
 
 
 def _data_config(
-    model: nn.Module, size: Sequence[int] | None, crop: Mapping[str, Any], use_test_size: bool
+    model: nn.Module, size: int | Sequence[int] | None, crop: Mapping[str, Any], use_test_size: bool
 ) -> dict[str, Any]:
     """Every channel has the average mean and std if they differ; without a size, timm takes the pretrained_cfg's."""
-    size, number = size or built_size(model), input_channels(model)
+    size, number = built_size(model) if size is None else image_size(size), input_channels(model)
     given = {**crop, **({"input_size": (number, *size)} if size else {})}
     config = resolve_data_config(given, model=model, use_test_size=use_test_size)
-    height, width = config["input_size"][-2:]
-    check_size((height, width))
+    height, width = image_size(config["input_size"][-2:])
     normalisation = {
         k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
     }
@@ -83,10 +82,12 @@ def built_size(model: nn.Module) -> ImageSize | None:
     return size[0], size[1]
 
 
-def check_size(size: ImageSize) -> None:
-    """Raises: UserError for anything but a height and a width."""
-    if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
-        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224)")
+def image_size(size: int | Sequence[int]) -> ImageSize:
+    """Return a height and a width; one number is both. Raises: UserError for anything else."""
+    sides = (size, size) if isinstance(size, int) else size
+    if not (isinstance(sides, Sequence) and len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides)):
+        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
+    return sides[0], sides[1]
 
 
 def input_channels(model: nn.Module) -> int:
@@ -101,8 +102,10 @@ def input_channels(model: nn.Module) -> int:
     return known or (config.get("input_size") or (3,))[0]
 
 
-def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
-    """Return the model itself if it takes images of this size (height, width), else a copy that timm has fitted to it.
+def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
+    """Return the model itself if it takes images of this size, else a copy that timm has fitted to it.
+
+    The size is a height and a width, or one number for both.
 
     timm's `set_input_size` resamples the position embedding of a ViT; the other weights are unchanged.
 
@@ -113,7 +116,7 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
     >>> fit_to_size(vit, (64, 64))(torch.zeros(1, 3, 64, 64)).shape
     torch.Size([1, 1000])
     """
-    check_size(size)
+    size = image_size(size)
     shape = (input_channels(model), *size)
     problem = input_size_problem(model, shape)
     if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):

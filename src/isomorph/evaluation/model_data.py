@@ -25,9 +25,9 @@ from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.cost import count_parameters, count_pass
 from isomorph.evaluation.input_sizes import (
     check_own_classes,
-    check_size,
     evaluation_config,
     fit_to_size,
+    image_size,
     label_names,
     shorten,
 )
@@ -197,13 +197,12 @@ def evaluate_classifier(
     data: Iterable[Any] | Source | str | Path | None,
     *,
     test_fraction: float | None = None,
-    size: tuple[int, int] | None = None,
+    size: int | tuple[int, int] | None = None,
     batch_size: int = 100,
     workers: int = 0,
 ) -> dict[str, float]:
     """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
-    if size is not None:
-        check_size(size)
+    size = None if size is None else image_size(size)
     if data is None or isinstance(data, str | Path):
         source, config = evaluation_data(model, str(data) if data else None, size=size, test_fraction=test_fraction)
     elif test_fraction is not None:

@@ -19,7 +19,7 @@ def evaluate(
     data: Iterable[Any] | Source | str | Path | None = None,
     *,
     test_fraction: float | None = None,
-    size: tuple[int, int] | None = None,
+    size: int | tuple[int, int] | None = None,
     batch_size: int = 100,
     workers: int = 0,
 ) -> dict[str, float]:
@@ -29,8 +29,8 @@ def evaluate(
     default the data source that the model was trained on. All but a loader are resized and normalised as the model
     expects. A folder has one folder per class, in `val/` (or test, validation) or directly; of one without these,
     `test_fraction` takes the part that training leaves out. `size` is the height and width that the images are resized
-    to, by default the model's own, else 224. Images labelled -1 do not count. Memory does not grow with the number of
-    images. The model's output is (images, classes), or holds that as `logits`.
+    to (one number is both), by default the model's own, else 224. Images labelled -1 do not count. Memory does not grow
+    with the number of images. The model's output is (images, classes), or holds that as `logits`.
 
     A model that `iso.train` trained for another task (segmentation, ...) has the metrics of that task; its `data` is
     the name of a data source or a folder.

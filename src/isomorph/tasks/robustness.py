@@ -34,8 +34,8 @@ def robustness(
         corruptions: The corruptions; by default the 15 of the suite.
         severities: The severities; by default 1 to 5.
         extra: Also use the four extra corruptions.
-        size: Height and width of the images; by default 224 x 224 for 1000 classes, unless the model was built for
-            another size; else the model's own.
+        size: Height and width of the images, or one number for both; by default 224 x 224 for 1000 classes, unless the
+            model was built for another size; else the model's own.
         seed: Seed of the random corruptions; by default 0.
         limit: Use only this many images, evenly spaced over the classes.
         partial: Accept a source with only some of ImageNet's classes. For 1000 classes, labels follow from the class

@@ -36,6 +36,7 @@ from isomorph.evaluation.input_sizes import (
     check_own_classes,
     class_count,
     evaluation_config,
+    image_size,
     input_channels,
 )
 from isomorph.evaluation.model_data import with_model_labels
@@ -58,7 +59,7 @@ class RobustnessOptions:
     corruptions: Sequence[str] | None = None
     severities: Sequence[int] = SEVERITIES
     extra: bool = False
-    size: tuple[int, int] | None = None
+    size: int | tuple[int, int] | None = None
     seed: int = 0
     limit: int | None = None
     partial: bool = False
@@ -229,7 +230,8 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
 
     Raises: UserError when classes, channels or sizes do not fit, or published images are missing.
     """
-    published, size = open_published(options), options.size
+    published = open_published(options)
+    size = None if options.size is None else image_size(options.size)
     if source is None and published is None:
         raise UserError("give a source of clean images, or the folder of a published data set")
     num_classes = class_count(model, size)
