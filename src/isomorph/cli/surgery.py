@@ -1,4 +1,4 @@
-"""The verify, fuse, revert and prune commands."""
+"""The verify, fuse, revert, insert and prune commands."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -142,6 +142,38 @@ def revert(
     net = open_given_checkpoint(model, checkpoint)
     reverted = iso.revert(net, where or "*", atol)
     _write_converted(net, reverted, out, "reverting", json_, atol=max(1e-4, 10 * atol))
+
+
+@opt.command
+def insert(
+    model: opt.Model,
+    /,
+    *,
+    after: list[str],
+    out: opt.Out,
+    opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    size: opt.Size = None,
+    overwrite: opt.Overwrite = False,
+    json_: opt.Json = False,
+) -> None:
+    """Insert attention over the positions of a map after modules of a network, with equal outputs; save it to train.
+
+    Attention is added times gamma, which starts at 0. Blocks of your own are inserted in Python, by iso.insert.
+
+    Example: isomorph insert resnet18 --after layer3.1 --out new.safetensors
+
+    Parameters
+    ----------
+    after
+        Glob over names of modules; several may be given.
+    """
+    opt.check_out(out, overwrite, Path(model))
+    with opt.loading():
+        from isomorph.cli.open_models import open_given
+        from isomorph.evaluation.input_sizes import random_inputs
+    net = open_given(model, opening)
+    new = iso.insert(net, iso.layers.MapAttention, after, random_inputs(1, net, size))
+    _write_converted(net, new, out, "inserting", json_, size=size)
 
 
 def _write_converted(
