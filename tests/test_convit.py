@@ -111,6 +111,16 @@ def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them()
         model.get_intermediate_layers(x, attn_mask=torch.ones(24, 24))
 
 
+def test_no_norm_has_to_copy_its_tokens():
+    """Patches come with channels outermost; a norm copies such tokens first, in every block."""
+    model, seen = small(), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].is_contiguous()))
+    model(torch.randn(2, 3, 64, 48))
+    assert seen == [True] * 9
+
+
 def test_set_input_size_changes_the_patch_too():
     model = small(img_size=64)
     model.set_input_size(32, 8)

@@ -41,7 +41,7 @@ class AnySizeViT(VisionTransformer):
                 positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
             x = x.flatten(1, 2)
         x = x + positions if positions is not None and self.no_embed_class else x
-        x = torch.cat([*prefix, x], dim=1) if prefix else x
+        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()  # else channels stay outermost in every block
         if positions is None:
             return x
         return self.pos_drop(x if self.no_embed_class else x + positions)
