@@ -8,12 +8,12 @@ that they can be read without a build; `tests/test_docs.py` holds them equal to 
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -67,18 +67,13 @@ def api_page(package: str) -> str:
 
 
 def command_line_page() -> str:
-    """Return the reference of all commands, as cyclopts documents them.
+    """Return the reference of all commands in alphabetical order, as cyclopts documents them."""
+    from isomorph.cli.run import app
 
-    A new process writes it, because the order of the commands is the order in which their files were imported.
-    """
-    code = """if True:
-        import sys
-        from isomorph.cli.run import app
-        sys.argv = ["isomorph"]  # cyclopts reads the program's name from here
-        print(app.generate_docs(output_format="markdown", heading_level=1))
-    """
-    text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    body = re.sub(r"\A# .*?(?=^## isomorph)", "", text.strip(), flags=re.MULTILINE | re.DOTALL)
+    with patch.object(sys, "argv", ["isomorph"]):  # cyclopts reads the program's name from here
+        text = app.generate_docs(output_format="markdown", heading_level=1)
+    _, *commands = re.split(r"^(?=## isomorph)", text.strip() + "\n\n", flags=re.MULTILINE)
+    body = "".join(sorted(commands))
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     body = re.sub(r"Example: (isomorph .*)", r"Example: `\1`", body)
     body = re.sub(
