@@ -101,9 +101,8 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
         for t in range(-side, side + 1):
             pairs = near[s][..., :, None] & near[t][..., None, :]
             part = padded[..., s + side : s + side + N, t + side : t + side + N].masked_fill(~pairs, 0)
-            tap = kernel[:, :, s + side, t + side].to(part.dtype)
-            mixed = part * tap[:, 0, None, None] if kernel.shape[1] == 1 else torch.einsum("oh,bhij->boij", tap, part)
-            total = total + mixed
+            tap = kernel[:, :, s + side : s + side + 1, t + side : t + side + 1].to(part.dtype)
+            total = total + F.conv2d(part, tap, groups=maps.shape[1] // kernel.shape[1])
     return total.masked_fill(~allowed, 0)
 
 
