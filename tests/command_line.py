@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import pkgutil
+import runpy
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ LONGEST = 300
 
 
 def answer(arguments, folder, environment, out, err):
-    """In the child: the command, its output in files."""
+    """In the child: the command, or the script if the first argument is one, its output in files."""
     gc.freeze()  # a collection of garbage would look at all that the server imported, and so copy it
     os.environ.clear()
     os.environ.update(environment)
@@ -30,6 +31,10 @@ def answer(arguments, folder, environment, out, err):
         os.dup2(file, number)
     os.chdir(folder)
     multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
+    if arguments[0].endswith(".py"):
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
     from isomorph.cli import main
 
     main(arguments)

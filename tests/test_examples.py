@@ -3,12 +3,13 @@
 import json
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from command_line import isomorph
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -57,7 +58,7 @@ def test_runs_with_another_library(name, tmp_path):
     if not find_spec(package):
         pytest.skip(f"{package} is not installed")
     script = EXAMPLES / "with" / f"{name}.py"
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    run = isomorph(script, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(last, run.stdout.strip().splitlines()[-1]), run.stdout
     assert "equal: False" not in run.stdout
