@@ -87,7 +87,7 @@ class TestSummaries:
         refused("no batch was given", iso.analysis.attention_entropy, model, [])
 
     def test_masked_logits_have_an_entropy(self):
-        from isomorph.analysis.logits import summarise_scores
+        from isomorph.analysis.attention_logits import summarise_scores
 
         bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
         stats = summarise_scores(AppliedAttention(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))

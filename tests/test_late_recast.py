@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.optimizer_state import split_optimizer
+from isomorph.checkpoints.named_state import split_optimizer
 from isomorph.surgery import RULES
 from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart, RecastPart

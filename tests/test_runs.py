@@ -12,8 +12,8 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.foreign import ModelOptions
+from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.snapshot import digest_of, list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
 from isomorph.training.history import saved_models

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.analysis.logits import summarise_scores
+from isomorph.analysis.attention_logits import summarise_scores
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
 from isomorph.operations import AppliedAttention
 from isomorph.recipes import tdrl

@@ -27,7 +27,7 @@ from isomorph.checkpoints.model import (
     record_base,
     record_data,
 )
-from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
+from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
 from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, peek_header, read_snapshot
 from isomorph.errors import UserError

@@ -78,9 +78,14 @@ def eval_loader(
     transform: Any = eval_transform(options)
     if rfc is not None and rfc_fill == "zero":  # the normalised image is cropped
         transform.transforms.sort(key=lambda step: isinstance(step, transforms.CenterCrop))
+    return ordered_loader(transformed(source, transform), batch_ranges(len(source), batch_size)[batches], workers)
+
+
+def transformed(source: Source, transform: Callable[[Image.Image], Any]) -> Source:
+    """Return the source with another transform of its images."""
     source = copy.copy(source)
     source.transform = transform
-    return ordered_loader(source, batch_ranges(len(source), batch_size)[batches], workers)
+    return source
 
 
 def ordered_loader(

@@ -14,7 +14,7 @@ from isomorph.checkpoints.model import load_state, record_base
 from isomorph.checkpoints.open import build_own, load, local_file, open_with_classes
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
-from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
+from isomorph.data.loaders import eval_transform, loader_of_share, train_loader, train_transform, transformed
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.sources import Source, class_fraction, drawn_once, first_classes
 from isomorph.data.streams import Stream, open_stream, stream_loader, stream_test_loader
@@ -217,14 +217,4 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
     if isinstance(test, Stream):
         share = BatchParts(range(runtime.rank, runtime.rank + 1), runtime.world)
         return stream_test_loader(test, eval_transform(config), batch, workers, share)
-    return build_share_loader(test, config, batch, workers, runtime)
-
-
-def build_share_loader(
-    test: Source, config: dict[str, Any], batch_size: int, workers: int, runtime: Runtime
-) -> DataLoader[Any]:
-    """Return the loader of this process's share of a source. Raises: UserError for fewer images than processes."""
-    if len(test) < runtime.world:
-        raise UserError(f"{len(test)} test images are too few for {runtime.world} processes; start fewer")
-    own = test if runtime.world == 1 else test.subset(range(len(test))[runtime.share])
-    return eval_loader(own, config, batch_size, workers)
+    return loader_of_share(transformed(test, eval_transform(config)), batch, workers, runtime)

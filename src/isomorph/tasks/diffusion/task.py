@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torchvision import transforms
 
 from isomorph.data.formats.registry import SOURCES
-from isomorph.data.loaders import eval_transform, train_loader
+from isomorph.data.loaders import eval_transform, loader_of_share, train_loader, transformed
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime, derive_seed
 from isomorph.evaluation.model_data import open_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
-from isomorph.training.build import build_model, build_share_loader, build_test_loader, open_sources
+from isomorph.training.build import build_model, build_test_loader, open_sources
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import AugmentPart, Part
 from isomorph.training.recipe.recipe import Recipe
@@ -178,7 +178,8 @@ class Diffusion(Task):
             check_denoiser_size(model, config["input_size"])
         source = open_split(model, "test", options.data, options.root)
         source = spaced_images(_without_classes(source), options.max_images)
-        loader = build_share_loader(source, config, options.batch_size, options.workers, runtime)
+        images = transformed(source, eval_transform(config))
+        loader = loader_of_share(images, options.batch_size, options.workers, runtime)
         schedule = noise_schedule(model)
         sums = denoising_errors(model, runtime.pad_batches(loader), schedule, runtime)
         return [mean_error(sums), *errors_by_time(sums, schedule.time_steps)]

@@ -19,8 +19,7 @@ from isomorph.analysis import logit_stats
 from isomorph.checkpoints.autoencoder import save_autoencoder
 from isomorph.checkpoints.files import read_contents
 from isomorph.checkpoints.model import describe_model, record_data, write_model
-from isomorph.checkpoints.open import load, local_file
-from isomorph.checkpoints.optimizer_state import (
+from isomorph.checkpoints.named_state import (
     AVERAGED_PREFIX,
     GROUP_PREFIX,
     MODEL_PREFIX,
@@ -31,6 +30,7 @@ from isomorph.checkpoints.optimizer_state import (
     owner_name,
     split_optimizer,
 )
+from isomorph.checkpoints.open import load, local_file
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
