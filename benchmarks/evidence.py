@@ -354,7 +354,7 @@ REFINER = Study(
     build_refiner,
     (
         refiner_setting(6, 8),
-        Setting(("plain, 6 blocks",), 10_000, 20, (2e-3, 4e-3)),  # as long as 8 epochs with refined maps on a CPU
+        Setting(("plain, 6 blocks",), 10_000, 16, (2e-3, 4e-3)),  # as long as 8 epochs with refined maps on a CPU
         refiner_setting(24, 8, ("plain", "refined", "talking heads")),
     ),
     "plain",
