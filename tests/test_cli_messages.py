@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from cyclopts import CycloptsError
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
@@ -17,7 +18,8 @@ import isomorph as iso
 from isomorph import distributed
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
-from isomorph.cli.messages import name_options
+from isomorph.cli.messages import explain_parse_error, name_options
+from isomorph.cli.run import app
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download
 from isomorph.training.recipe.read import apply_overrides
@@ -38,6 +40,21 @@ NOWHERE = "http://127.0.0.1:9"
 )
 def test_messages_name_options_as_they_are_typed(command, message, expected):
     assert name_options(message, command) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--image IMAGE --lyers x", "unknown option: --lyers; did you mean --layers?"),
+        ("--image IMAGE --where x", "unknown option: --where; see `isomorph analyze --help`"),
+        ("more --image IMAGE", "analyze does not take more; see `isomorph analyze --help`"),
+        ("--image IMAGE --out", "--out needs a value; see `isomorph analyze --help`"),
+    ],
+)
+def test_an_error_of_the_parser_says_what_to_do(given, expected):
+    with pytest.raises(CycloptsError) as raised:
+        app.parse_args(f"analyze resnet18 {given.replace('IMAGE', __file__)}", print_error=False, exit_on_error=False)
+    assert explain_parse_error(raised.value) == expected
 
 
 def test_names_and_folders_are_no_numbers():

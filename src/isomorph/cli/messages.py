@@ -70,4 +70,5 @@ def explain_parse_error(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         return f"{command} does not take {' '.join(error.unused_tokens or ())}{see}"
     text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())  # which the parser cuts short
-    return re.sub(r"(?:^|(\.) )(\w)", lambda m: "; " * bool(m[1]) + m[2].lower(), text.removesuffix("."))
+    text = re.sub(r"(?:^|(\.) )(\w)", lambda m: "; " * bool(m[1]) + m[2].lower(), text.removesuffix("."))
+    return text + see * bool(re.fullmatch("unknown option: [^;?]*", text))
