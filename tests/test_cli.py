@@ -44,6 +44,7 @@ def test_recast_verify_revert(tmp_path, weights):
     assert iso.edits(iso.load(tmp_path / "back.safetensors")) == ()
     inserted = isomorph("insert", weights, "--after", "layer3.1", "layer3.2", "--out", tmp_path / "new.safetensors")
     assert inserted.stdout.startswith("equal within 0:"), inserted.stderr
+    assert "after inserting 2 blocks" in inserted.stdout
     assert iso.edits(iso.load(tmp_path / "new.safetensors"))[-1].names == ("layer3.1", "layer3.2")
     isomorph("recast", weights, "--where", "layer3.2.conv?", "--out", tmp_path / "paper.safetensors", "--init", "paper")
     assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")

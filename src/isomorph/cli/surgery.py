@@ -11,6 +11,7 @@ import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
 from isomorph.errors import UserError
+from isomorph.terminal_tables import count_of
 
 opt.app.command(
     "isomorph.cli.recast:recast",
@@ -171,9 +172,11 @@ def insert(
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.evaluation.input_sizes import random_inputs
+        from isomorph.surgery import edits_since
     net = open_given(model, opening)
     new = iso.insert(net, iso.layers.MapAttention, after, random_inputs(1, net, size))
-    _write_converted(net, new, out, "inserting", json_, size=size)
+    places = sum(len(edit.names) for edit in edits_since(new, net))
+    _write_converted(net, new, out, f"inserting {count_of(places, 'block')}", json_, size=size)
 
 
 def _write_converted(
