@@ -344,18 +344,13 @@ def look_refiner(model: nn.Module, images: Tensor) -> dict[str, Any]:
     return dict(heads=[round(float(v), 4) for v in off], features=[round(v, 4) for v in evolution.values()])
 
 
-def refiner_setting(depth: int, epochs: int, forms: tuple[str, ...] = tuple(REFINER_FORMS), seeds: int = 3) -> Setting:
-    arms = tuple(f"{form}, {depth} blocks" for form in forms)
-    return Setting(arms, 10_000, epochs, (1e-3, 2e-3, 4e-3) if depth == 6 else (1e-3, 2e-3), seeds)
-
-
 REFINER = Study(
     "deep ViTs over-smooth; refining the maps keeps heads and layers apart, and helps",
     build_refiner,
     (
-        refiner_setting(6, 8),
+        Setting(tuple(f"{form}, 6 blocks" for form in REFINER_FORMS), 10_000, 8, (1e-3, 2e-3, 4e-3)),
         Setting(("plain, 6 blocks",), 10_000, 16, (2e-3, 4e-3)),  # as long as 8 epochs with refined maps on a CPU
-        refiner_setting(24, 8, ("plain", "refined", "talking heads")),
+        Setting(("plain, 24 blocks", "refined, 24 blocks", "talking heads, 24 blocks"), 10_000, 8, (1e-3, 2e-3)),
     ),
     "plain",
     look_refiner,

@@ -2,7 +2,7 @@
 
 import re
 
-from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 _NAMES = {
     "checkpoint_path=FILE": ("--weights FILE", "--model.weights FILE"),
@@ -71,4 +71,4 @@ def explain_parse_error(error: CycloptsError) -> str:
         return f"{command} does not take {' '.join(error.unused_tokens or ())}{see}"
     text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())  # which the parser cuts short
     text = re.sub(r"(?:^|(\.) )(\w)", lambda m: "; " * bool(m[1]) + m[2].lower(), text.removesuffix("."))
-    return text + see * bool(re.fullmatch("unknown option: [^;?]*", text))
+    return text + see if isinstance(error, UnknownOptionError) and not text.endswith("?") else text

@@ -11,6 +11,7 @@ import isomorph as iso
 from isomorph.cli import options as opt
 from isomorph.cli.output import show, spinner
 from isomorph.cli.tables import tables
+from isomorph.terminal_tables import count_of
 
 _TYPES = {"bool": bool, "float": float, "int": opt.Whole, "str": str, "tuple[int, int]": opt.Size}  # as they are parsed
 
@@ -86,5 +87,5 @@ def recast(
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
     note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
-    text = f"{iso.edits(new)[-1].rule} on {len(names)} module{'s' * (len(names) != 1)}\n{report}{note}\nwrote {out}"
+    text = f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}\n{report}{note}\nwrote {out}"
     show(json_, {"recast": names, "out": str(out), "report": report.as_dict()}, text)

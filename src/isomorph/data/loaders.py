@@ -163,9 +163,7 @@ def train_loader(
     Shape: yields images (B, C, H, W), labels (B,), messages
     Raises: UserError naming the image when more cannot be read.
     """
-    source = copy.copy(source)
-    source.transform = transform
-    return seeded_loader(source, sampler, workers, unreadable, collate_fn)
+    return seeded_loader(transformed(source, transform), sampler, workers, unreadable, collate_fn)
 
 
 def seeded_loader(

@@ -16,9 +16,9 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
 from isomorph.deployment.artefact import FORMATS, METADATA_FILE, describe, load_artefact, require_packages
 from isomorph.deployment.program import explain_failure, only_tensor, prepare, quiet, to_onnx, trace
-from isomorph.deployment.shapes import ExportShapes, plan_shapes
+from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import ImageSize, fit_to_size, image_size
+from isomorph.evaluation.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import cast_floats, run_model
 from isomorph.surgery.recast import check_model
@@ -105,10 +105,7 @@ def export(
         raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
     model = check_exportable(model, path, overwrite)
     progress("choosing shapes")
-    size = None if size is None else image_size(size)
-    if size and not hasattr(model, "example_inputs"):
-        model = fit_to_size(model, size)
-    shapes = plan_shapes(model, dynamic, size)
+    model, shapes = plan_export(model, dynamic, size)
     progress("fusing")
     prepared, report = prepare(model, shapes)
     shapes, contents, deviation = encode(prepared, model, kind, shapes, atol, progress)

@@ -17,10 +17,10 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import describe, load_artefact
 from isomorph.deployment.export import ATOL, Progress, check_exportable, encode
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
-from isomorph.deployment.shapes import INPUT, ExportShapes, plan_shapes
+from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
-from isomorph.evaluation.input_sizes import ImageSize, fit_to_size, image_size
+from isomorph.evaluation.input_sizes import ImageSize
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -147,10 +147,7 @@ def quantize(
     mode = "weights" if weights_only else "static"
     model = check_exportable(model, path, overwrite)
     progress("fusing")
-    size = None if size is None else image_size(size)
-    if size and not hasattr(model, "example_inputs"):
-        model = fit_to_size(model, size)
-    shapes = plan_shapes(model, dynamic, size)
+    model, shapes = plan_export(model, dynamic, size)
     if shapes.named:
         raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
     prepared, _ = prepare(model, shapes)

@@ -8,7 +8,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, input_size_problem
+from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
 from isomorph.surgery.calls import Inputs
 
 DYNAMIC = ("batch", "batch,size", "size", "none")
@@ -51,6 +51,14 @@ class ExportShapes:
         first = self.names[0]
         shapes = ("x".join(map(str, inputs[first].shape)) for inputs in self.checks)
         return [(s, inputs if self.named else inputs[first]) for s, inputs in zip(shapes, self.checks, strict=True)]
+
+
+def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) -> tuple[nn.Module, ExportShapes]:
+    """Return the model, fitted to a size of images if one is given, and its shapes. Raises: as `plan_shapes`."""
+    sides = None if size is None else image_size(size)
+    if sides and not hasattr(model, "example_inputs"):
+        model = fit_to_size(model, sides)
+    return model, plan_shapes(model, dynamic, sides)
 
 
 def plan_shapes(

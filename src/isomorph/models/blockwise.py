@@ -40,7 +40,7 @@ class AnySizeViT(VisionTransformer):
                 size, built = [x.shape[1], x.shape[2]], self.patch_embed.grid_size
                 positions = resample_abs_pos_embed(positions, size, built, num_prefix_tokens=skipped)
             x = x.flatten(1, 2)
-        x = x + positions if positions is not None and self.no_embed_class else x
+        x = positions + x if positions is not None and self.no_embed_class else x  # laid out as the positions are
         x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()  # else channels stay outermost in every block
         if positions is None:
             return x
