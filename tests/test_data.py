@@ -12,7 +12,7 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader, train_loader, train_transform
+from isomorph.data.loaders import eval_loader, train_loader, train_transform, transformed
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.sources import Source, class_fraction, read_image
 from refusals import refused
@@ -88,9 +88,11 @@ def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
     source = open_source("digits", "train").subset(range(50))
     order = BatchOrder(len(source), 16, seed=3)
     transform = train_transform(CONFIG, 2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5)
-    whole = [images for images, _, _ in train_loader(source, transform, TrainSampler(order, 2))]
+    whole = [images for images, _, _ in train_loader(transformed(source, transform), TrainSampler(order, 2))]
     shares = [BatchParts(range(part, part + 1), parts) for part in range(parts)]
-    loaders = [train_loader(source, transform, TrainSampler(order, 2, 2, share), workers) for share in shares]
+    loaders = [
+        train_loader(transformed(source, transform), TrainSampler(order, 2, 2, share), workers) for share in shares
+    ]
     for step, dealt in enumerate(zip(*loaders, strict=True), start=2):
         together = torch.stack([images for images, _, _ in dealt], 1).flatten(0, 1)
         assert torch.equal(together, whole[step])
@@ -110,13 +112,13 @@ def test_unreadable_images_are_replaced_counted_and_limited(folder, workers):
     broken = source.images[1]
     broken.write_bytes(b"not an image")
     transform = train_transform({**CONFIG, "input_size": (3, 8, 8)})
-    loader = train_loader(source, transform, deals(source, len(source)), workers, unreadable=1)
+    loader = train_loader(transformed(source, transform), deals(source, len(source)), workers, unreadable=1)
     images, labels, problems = next(iter(loader))
     assert len(images) == len(labels) == len(source)
     assert len(problems) == 1
     assert str(broken) in problems[0]
     with pytest.raises(iso.UserError, match=broken.name):  # of a worker, with its traceback
-        list(train_loader(source, transform, deals(source, len(source)), workers))
+        list(train_loader(transformed(source, transform), deals(source, len(source)), workers))
 
 
 def test_evaluation_follows_the_models_own_config(data_root):
@@ -133,9 +135,8 @@ def test_repeated_augmentation_shows_every_drawn_image_so_often():
     source = open_source("digits", "train").subset(range(64))
     marked = Source(source.images, list(range(64)), [str(i) for i in range(64)])
     config = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(
-        marked, train_transform(config, scale=(0.2, 1.0)), TrainSampler(BatchOrder(64, 32, repeats=3), 2)
-    )
+    cropped = transformed(marked, train_transform(config, scale=(0.2, 1.0)))
+    loader = train_loader(cropped, TrainSampler(BatchOrder(64, 32, repeats=3), 2))
     batches = list(loader)
     labels = torch.cat([labels for _, labels, _ in batches[:2]])
     images = torch.cat([images for images, _, _ in batches])
@@ -189,7 +190,7 @@ def test_policies_survive_their_strongest_posterize(policy):
     """timm posterizes to 0 bits at the top of its range; Pillow 13 raises there."""
     source = open_source("digits", "train").subset(range(4))
     config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(source, train_transform(config, auto_augment=policy), deals(source, 4))
+    loader = train_loader(transformed(source, train_transform(config, auto_augment=policy)), deals(source, 4))
     parts = loader.dataset.source.transform.transforms
     found = [op for p in parts for group in [getattr(p, "ops", []), *getattr(p, "policy", [])] for op in group]
     posterizing = [op for op in found if op.name.startswith("Posterize")]

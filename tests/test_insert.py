@@ -114,7 +114,25 @@ def test_equal_bit_by_bit_then_it_acts_and_goes(inserted):
     assert not iso.edits(back)
     moved = set_gammas(copy.deepcopy(new))
     assert any(not torch.equal(a, b) for a, b in zip(outputs(model), outputs(moved), strict=True))
-    refused("its gamma is up to 0.5", lambda: iso.revert(moved))
+    assert all(torch.equal(gamma.abs(), torch.full_like(gamma, 0.5)) for gamma in iso.analysis.gammas(moved).values())
+    refused("its gamma is up to 0.5; keep it, or remove it with atol 1", lambda: iso.revert(moved))
+    assert iso.revert(moved, atol=1.0).state_dict().keys() == model.state_dict().keys()
+
+
+def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
+    """Uniform attention over a map of 2 x 3: the mean distance is known, and not that of 3 x 2."""
+    new = iso.insert(
+        timm.create_model("resnet18").eval(), iso.layers.MapAttention, "layer4.1", torch.randn(1, 3, 64, 96)
+    )
+    nn.init.zeros_(new.layer4[1].inserted.block.attn.qkv.weight)
+    x, name = torch.randn(2, 3, 64, 96), "layer4.1.inserted.block.attn"
+    seen = iso.analysis.attention_from(new, x, (0, 0.9))[name]
+    assert torch.allclose(seen, torch.full((2, 8, 2, 3), 1 / 6))
+    points = torch.cartesian_prod(torch.arange(2.0), torch.arange(3.0))
+    assert torch.allclose(iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8))
+    refused("see iso.analysis.gammas", lambda: iso.gates(new))
+    refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
+    refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))
 
 
 def test_a_block_sees_channels_first_and_each_has_its_gamma():

@@ -215,6 +215,9 @@ def test_all_problems_at_once_with_the_closest_name():
 def test_overrides_are_yaml_and_reach_groups_that_are_off():
     for assignment, value in {
         "model.recast.where=*.conv2": ["*.conv2"],
+        "model.recast.where=[*.conv1, *.conv2]": ["*.conv1", "*.conv2"],
+        "data.size=32": [32, 32],
+        "augment.crop_padding=auto": "auto",
         "name=123": "123",
         "out=2024": Path("2024"),
         "optim.lr=1e-4": 1e-4,

@@ -12,7 +12,7 @@ from timm.task import TrainingTask
 import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader, eval_transform, train_loader
+from isomorph.data.loaders import eval_loader, eval_transform, train_loader, transformed
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.training.recipe import tasks
 from isomorph.training.recipe.fields import Part, Positive
@@ -51,7 +51,7 @@ class Parity(Task):
         return tuple(open_source("digits", split).subset(range(40)) for split in ("train", "test"))
 
     def train_loader(self, recipe, config, train, sampler):
-        loader = train_loader(train, eval_transform(config), sampler)
+        loader = train_loader(transformed(train, eval_transform(config)), sampler)
         collate = loader.collate_fn
 
         def to_dict(examples):

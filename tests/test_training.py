@@ -14,6 +14,7 @@ from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
 from isomorph.training.optim import (
     build_optimizer,
     build_scheduler,
+    describe_groups,
     learning_rate_scales,
     scaled_groups,
 )
@@ -201,6 +202,27 @@ class TestRun:
         iso.train(tiny(tmp_path / "part", **values), show=False)
         same_snapshots(tmp_path / "whole", tmp_path / "part")
 
+    def test_fine_tuning_names_the_score_before_and_says_if_it_gets_worse(self, tmp_path, capsys):
+        """At a rate of .05 the trained weights are lost; the small digits are padded, and a stale file is removed."""
+        first = iso.train(tiny(tmp_path / "first", model=dict(name="cifar_resnet20"), epochs=12), show=False)
+        new = iso.insert(first.model, iso.layers.MapAttention, after="layer3.2")
+        iso.save(new, weights := tmp_path / "new.safetensors")
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/.log.jsonl.1.partial").touch()
+        data = [f"data.{key}={value}" for key, value in TINY["data"].items()]
+        given = [f"model.weights={weights}", *data, "optim.lr=0.05", "epochs=1", f"out={tmp_path / 'run'}"]
+        iso.train(iso.load_recipe("finetune", given))
+        before, after = read_log(tmp_path / "run/log.jsonl")
+        said = capsys.readouterr().out
+        assert (before["epoch"], before["loss"], before["gamma"]) == (0, None, {"layer3.2": 0.0})
+        assert before["top1"] == pytest.approx(first.metrics["top1"])
+        assert before["top1"] > after["top1"]
+        assert f"before training  top1 {before['top1']:.2f}" in said
+        assert f"worse than before training (top1 {before['top1']:.2f})" in said
+        assert f"gamma up to {after['gamma']['layer3.2']:.2g}" in said
+        assert "random crops of images padded by 2 px" in said
+        assert not list((tmp_path / "run").glob(".*"))
+
     def test_frozen_parameters_stay(self, tmp_path):
         model = dict(
             name="convit_ti", kwargs=dict(embed_dim=16, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8)
@@ -211,6 +233,9 @@ class TestRun:
         train_epoch(run)
         moved = {name for name, p in run.eval_model.named_parameters() if not torch.equal(p, before[name])}
         assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
+        frozen = [p.numel() for p in run.trained.parameters() if not p.requires_grad]
+        said = f"  frozen: {len(frozen)} tensors, {sum(frozen):,} parameters"
+        assert describe_groups(run.trained, run.optimizer, run.recipe.optim)[-1] == said
         assert {"blocks.0.mlp.fc1.weight", "blocks.1.attn.qkv.weight", "pos_embed"} <= moved
 
     @pytest.mark.parametrize("kind", ["hard", "soft"])

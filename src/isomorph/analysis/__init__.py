@@ -5,7 +5,7 @@ from isomorph.analysis.attention_logits import LogitStats, logit_stats
 from isomorph.analysis.branches import branch_similarity
 from isomorph.analysis.cka import CKA, cka, linear_cka, pool_features
 from isomorph.analysis.evolution import feature_evolution, map_similarity
-from isomorph.analysis.gating import GatingHistory, attention_spans, centres, gates, track, track_gating
+from isomorph.analysis.gating import GatingHistory, attention_spans, centres, gammas, gates, track, track_gating
 from isomorph.analysis.map_statistics import attention_entropy, head_similarity
 from isomorph.analysis.windows import attention_windows
 
@@ -22,6 +22,7 @@ __all__ = [
     "centres",
     "cka",
     "feature_evolution",
+    "gammas",
     "gates",
     "head_similarity",
     "linear_cka",

@@ -49,7 +49,7 @@ def _measure_on_grid(
             if call.name in windows and attention.shape:
                 positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
                 return measure(call.name, attention, positions)
-            positions = find_token_grid(call.layer, *call.args, shape=attention.shape, grid=grid, **call.kwargs)
+            positions = find_token_grid(call, attention.shape, grid)
         except UserError as error:
             reasons.append(f"{call.name}: {error}")
             return None

@@ -1,4 +1,4 @@
-"""Gates, centres and attention spans of gated attention layers, in one model and over the epochs of its training."""
+"""Gates, centres and attention spans of gated layers, gammas of inserted blocks; in one model, or along training."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GatedMap, PositionalAttention
 from isomorph.layers.gated.tap_heads import TapHeads
+from isomorph.layers.map_attention import InsertedBlock
 from isomorph.surgery.edited_attention import attention_name
 from isomorph.surgery.modules import outermost_modules
 
@@ -18,7 +19,10 @@ _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
     layers = outermost_modules(model, lambda module: isinstance(module, _GATED))
     if not layers:
-        raise UserError("the model has no gated attention layer; recast it first")
+        other = any(isinstance(module, InsertedBlock) for module in model.modules())
+        raise UserError(
+            f"the model has no gated attention layer; {'see iso.analysis.gammas' if other else 'recast it first'}"
+        )
     return {attention_name(name, layer): layer for name, layer in layers.items()}
 
 
@@ -34,6 +38,22 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
     0.731
     """
     return {name: layer.position_share.detach() for name, layer in _gated_attention_layers(model).items()}
+
+
+def gammas(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gamma of every channel of inserted blocks: x + gamma * block(x), 0 before training.
+
+    Shape: -> {name: (channels,)}
+    Raises: UserError if the model has no inserted block.
+
+    >>> cnn = timm.create_model("resnet18").eval()
+    >>> iso.analysis.gammas(iso.insert(cnn, iso.layers.MapAttention, after="layer3.1"))["layer3.1"].shape
+    torch.Size([256])
+    """
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, InsertedBlock)}
+    if not blocks:
+        raise UserError("the model has no inserted block; insert one with iso.insert")
+    return {name.removesuffix(".inserted"): block.gamma.detach() for name, block in blocks.items()}
 
 
 def attention_spans(model: nn.Module) -> dict[str, Tensor]:

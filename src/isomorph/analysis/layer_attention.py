@@ -144,18 +144,26 @@ def has_attention_method(layer: nn.Module) -> bool:
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer: its name, and the tokens first among its arguments."""
+    """One call of a layer: its name, the tokens first among its arguments, and the shape of the map that they are from.
+
+    The map is the input with four axes of the nearest module around the layer; () if there is none.
+    """
 
     name: str
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    map_shape: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "LayerCall":
+    def of(
+        cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: "LayerCall | None"
+    ) -> "LayerCall":
         first = next((key for key in ("x", *kwargs) if key in kwargs), "x")
         named = {key: value for key, value in kwargs.items() if args or key != first}
-        return cls(name, layer, args or (kwargs.get(first),), named)
+        args = args or (kwargs.get(first),)
+        on_map = isinstance(args[0], Tensor) and args[0].ndim == 4
+        return cls(name, layer, args, named, tuple(args[0].shape) if on_map else around.map_shape if around else ())
 
 
 @contextmanager
@@ -222,7 +230,8 @@ class _Capture:
         reason = facts and facts.no_map
         if reason and matches_where(self.where, name, layer):
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
-        self.calls.append(None if reason or inside else LayerCall.of(name, layer, args, kwargs))
+        around = next(filter(None, reversed(self.calls)), None)
+        self.calls.append(None if reason or inside else LayerCall.of(name, layer, args, kwargs, around))
         layout = facts.layout(layer) if facts else None
         self.mode.enter(heads_of(layer, facts), layout, ignore=self.calls[-1] is None or has_attention_method(layer))
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis.layer_attention import LayerCall
 from isomorph.errors import UserError
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.grid import axis_offsets, fit_grid
@@ -59,20 +60,15 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     return H, W
 
 
-def find_token_grid(
-    layer: Any,
-    x: Tensor,
-    *args: Any,
-    shape: tuple[int, int] | None = None,
-    grid: tuple[int, int] | None = None,
-    **kwargs: Any,
-) -> TokenGrid:
-    """Return the grid of a layer's queries and keys, for its inputs.
+def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[int, int] | None) -> TokenGrid:
+    """Return the grid of the queries and keys of a call; tokens without another are read row by row from its map.
 
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 
     Raises: UserError if the grid is not known, or the tokens do not fill it.
     """
+    layer: Any = call.layer
+    x, *args = call.args
     if isinstance(layer, TapHeads):
         padded = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
@@ -81,7 +77,7 @@ def find_token_grid(
         )
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
-    given = dict(zip(names, (x, *args), strict=False)) | kwargs
+    given = dict(zip(names, (x, *args), strict=False)) | call.kwargs
     if shape is not None and shape[0] != shape[1]:
         return _pooled_grid(layer, given, *shape, grid)
     own, on_map = own_shapes(layer, given), x.ndim == 4
@@ -90,9 +86,14 @@ def find_token_grid(
     if not on_map:
         called = None if edited else given.get("grid_size")
         known += [size for size in (called, grid, getattr(layer, "grid_size", None)) if size]
+        known += [size for size in (call.map_shape[2:], call.map_shape[1:3]) if math.prod(size) == queries > 1]  # type: ignore[misc]
     if not known:
         name = type(layer).__name__
-        reason = f"{queries} queries do not fill the feature map" if on_map else "the model embeds no patches"
+        reason = (
+            f"{queries} queries do not fill the feature map"
+            if on_map
+            else "it is not called on a map, and the model embeds no patches"
+        )
         raise UserError(f"the grid of the tokens of {name} is unknown: {reason}")
     H, W = known[0]
     prefix = queries - H * W

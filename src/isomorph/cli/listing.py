@@ -55,11 +55,11 @@ def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
     Parameters
     ----------
     pattern
-        Glob over recipe names, for example 'tcnn_*'.
+        Part of a name, or a glob, for example 'tcnn_*'.
     """
-    matching = {name: recipe for name, recipe in RECIPES.items() if fnmatchcase(name, pattern)}
+    matching = {name: recipe for name, recipe in RECIPES.items() if pattern in name or fnmatchcase(name, pattern)}
     if not matching:
-        raise UserError(f"no recipe matches {pattern!r}; give a glob over names, for example 'tcnn_*'")
+        raise UserError(f"no recipe matches {pattern!r}; give a part of a name, or a glob like 'tcnn_*'")
     if json_:
         show(True, matching)
     else:

@@ -125,8 +125,9 @@ def revert(
 ) -> None:
     """Convert recast layers back to convolutions or plain attention, verify and save the model.
 
-    This needs layers that still compute the same function: their gates have not opened, their heads are on their taps.
-    For pyramids, use isomorph fuse.
+    This needs layers that still compute the same function: their gates have not opened, their heads are on their taps,
+    the gamma of an inserted block is 0. --atol 1 removes inserted blocks whatever their gamma. For pyramids, use
+    isomorph fuse.
 
     Example: isomorph revert tcnn.safetensors --out cnn.safetensors
 

@@ -148,32 +148,21 @@ def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
 
 
 def train_loader(
-    source: Source,
-    transform: Callable[[Image.Image], Any],
-    sampler: TrainSampler,
-    workers: int = 0,
-    unreadable: int = 0,
-    collate_fn: Callable[[Sequence[Any]], Any] | None = None,
-) -> DataLoader[Any]:
-    """Return a loader of training batches: images, labels, and error messages of images that cannot be read.
-
-    Each of up to `unreadable` such images is replaced by the next. The loader runs to the end of the training, so that
-    at the start of an epoch too its workers are ahead of the model.
-
-    Shape: yields images (B, C, H, W), labels (B,), messages
-    Raises: UserError naming the image when more cannot be read.
-    """
-    return seeded_loader(transformed(source, transform), sampler, workers, unreadable, collate_fn)
-
-
-def seeded_loader(
     examples: Any,
     sampler: TrainSampler,
     workers: int = 0,
     unreadable: int = 0,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Return a loader of batches of anything with a length and an index, each drawn with the sampler's seed for it."""
+    """Return a loader of training batches, by default images, labels, and error messages of images that are not read.
+
+    `examples` are anything with a length and an index, such as `transformed(source, transform)`; each is drawn with the
+    sampler's seed for it. Each of up to `unreadable` images that cannot be read is replaced by the next. The loader
+    runs to the end of the training, so that at the start of an epoch too its workers are ahead of the model.
+
+    Shape: yields images (B, C, H, W), labels (B,), messages
+    Raises: UserError naming the image when more cannot be read.
+    """
     return IsolatedDataLoader(
         SeededDataset(examples, unreadable),
         batch_sampler=sampler,

@@ -233,7 +233,7 @@ class _StreamTestImages(IterableDataset[tuple[Any, int]]):
 def stream_loader(
     stream: Stream, transform: Transform, sampler: TrainSampler, workers: int = 0, unreadable: int = 0
 ) -> DataLoader[Any]:
-    """Return a loader of training batches from a stream, with the interface of `train_loader`.
+    """Return a loader of training batches from a stream, like those of `train_loader`.
 
     Shape: yields images (B, C, H, W), labels (B,), messages
     Raises: UserError when a part of a batch has more than `unreadable` images that cannot be read.

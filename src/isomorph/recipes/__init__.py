@@ -16,7 +16,6 @@ from isomorph.recipes import (
     deit,
     detection,
     diffusion,
-    finetune,
     language,
     refiner,
     segmentation,
@@ -27,7 +26,7 @@ from isomorph.recipes import (
 if TYPE_CHECKING:
     from isomorph.training import Recipe
 
-_MODULES = (tcnn, convit, deit, tdrl, refiner, coatnet, cifar, diffusion, language, segmentation, detection, finetune)
+_MODULES = (tcnn, convit, deit, tdrl, refiner, coatnet, cifar, diffusion, language, segmentation, detection)
 RECIPES: dict[str, dict[str, Any]] = {name: fields for module in _MODULES for name, fields in module.RECIPES.items()}
 """Recipes by name: nested dicts of the fields that differ from their defaults."""
 

@@ -1,4 +1,4 @@
-"""Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and small networks on digits, as in the demo.
+"""Small runs: the T-CNN study of docs/methods/tcnn.md, networks on digits as in the demo, and one's own fine-tuning.
 
 Schedules begin at the first step, as they did when the figures of the docs were made.
 """
@@ -60,4 +60,22 @@ RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
     epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
 )
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
+HYBRID = dict(img_size=32, stem_stride=1, head_dim=16, depths=[2, 1, 2, 3, 1], widths=[16, 16, 32, 64, 128])
+"""CoAtNet of 0.36M parameters for 32 px: its two stages of attention are on maps of 8 x 8 and 4 x 4."""
+RECIPES["cifar_coatnet"] = dict(
+    model=dict(name="coatnet_0", kwargs=HYBRID),
+    data=dict(source="cifar10"),
+    augment=dict(crop_padding=4),
+    optim=dict(lr=2e-3, warmup_epochs=1),
+    epochs=30,
+    source="isomorph: a hybrid from scratch at 32 px, as in docs/evidence.md",
+)
+RECIPES["finetune"] = dict(
+    model=dict(start="weights"),
+    data=dict(source="imagefolder", batch_size=32),
+    augment=dict(scale=(0.35, 1.0), crop_padding="auto"),
+    optim=dict(lr=1e-4, gate_lr="100x", position_lr="20x", warmup_epochs=1, clip_grad=1.0),
+    epochs=10,
+    source="isomorph: a checkpoint (--model.weights) on a folder of images (--data)",
+)
 RECIPES |= {"digits_vit": _digits_vit(), "digits_convit": _digits_vit(CONVIT_SURGERY)}

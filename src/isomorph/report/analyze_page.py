@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomorph.analysis import attention_spans, gates, logit_stats
+from isomorph.analysis import attention_spans, gammas, gates, logit_stats
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
@@ -61,6 +61,7 @@ GATING = (
     HeadMeasure("Gates", "sigma(gate)", gates, 1.0),
     HeadMeasure("Spans", "1 / locality, grid steps", attention_spans),
 )
+GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas)
 STATISTICS = (*MEASURES.values(), HeadMeasure("Largest attention logit", "logit", _largest_logits))
 
 
@@ -297,6 +298,8 @@ def analyze_sections(
     gating = _measure_charts(GATING, models)
     sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
     sections += [_gating_section(gating)] if gating else []
+    if charts := _measure_charts((GAMMAS,), models):
+        sections.append(Section("Inserted blocks", charts=charts, guide=guides.GAMMAS))
     options.report_progress("attention statistics")
     where = dict.fromkeys(batches, "*" if options.layers is None else options.layers)
     if charts := _measure_charts(STATISTICS, models, batches, where):

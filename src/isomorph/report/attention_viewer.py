@@ -127,7 +127,7 @@ def capture_layer_maps(
             elif len(maps) != len(batch):
                 raise UserError(f"it attends in {len(maps) // len(batch)} windows per image of unknown position")
             else:
-                where = find_token_grid(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+                where = find_token_grid(frame, applied.shape, grid)
                 maps, windows = drop_padded_keys(maps, where), None
         except UserError as error:
             problems[frame.name] = str(error)

@@ -134,11 +134,12 @@ def runs_finding(best: Mapping[str, float | None], images: int | None = None) ->
     ties = sum(other == value for other, _ in known)
     reached = f"{value:.2f} %" + (f" (95% interval {interval_text(value, images)})" if images else "")
     if not others:
-        return f"{name} reaches a top-1 of {reached}.{missing}"
+        return f"{name} reaches a top-1 of {reached} in its best epoch on the test images.{missing}"
     if ties > 1:
         return f"{ties} of {len(known)} runs reach the best top-1, {reached}.{missing}"
     second, other = others[0]
-    return f"{name} reaches the best top-1, {reached}, {value - second:.2f} points above {other}.{missing}"
+    lead = f"{reached}, {value - second:.2f} points above {other}"
+    return f"{name} reaches the best top-1, {lead}, each in its best epoch on the test images.{missing}"
 
 
 def _results_table(logs: Sequence[RunLog]) -> Table:
@@ -151,7 +152,8 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
         epochs = f"{sum(row.get('epoch') != 0 for row in log.epochs)} of {log.recipe.get('epochs', '?')}"
         model = log.recipe.get("model") or {}
         rule = (model.get("recast") or {}).get("rule")
-        recipe = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
+        start = str(model.get("name") or model.get("weights") or "-")
+        recipe = [str(log.recipe.get("name", "-")), start + f", {rule}" * bool(rule)]
         top = "-" if log.best_top1 is None else f"{log.best_top1:.2f}"
         cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
         rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])

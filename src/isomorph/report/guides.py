@@ -11,6 +11,10 @@ GATES = (
     "Gated positional attention mixes two kinds of attention: the share sigma(gate) attends by position, the rest by "
     f"content. The span is the width of the positional part; a convolution has gate 1 and span 0. {DOTS}"
 )
+GAMMAS = (
+    "An inserted block adds gamma * block(x) to x. A dot is the gamma of a channel: 0 before training, and larger, of "
+    "either sign, the more training uses the block; the line joins the means of the layers."
+)
 DISTANCE = (
     "Nonlocality is the mean distance between a patch and what it attends to. Entropy is 0 if a patch attends to one "
     f"patch only, and largest if it attends to all equally. Very large logits make training unstable. {DOTS}"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import read_image
+from isomorph.errors import UserError
 
 MAX_PNG_SIDE = 96
 """Images with larger sides are embedded as JPEG, others as PNG."""
@@ -60,6 +61,8 @@ def open_images(paths: Sequence[Path], config: dict[str, Any]) -> list[PageImage
 
     Raises: UserError naming a file that cannot be read.
     """
+    if not paths:
+        raise UserError("give at least one image file")
     channels = config["input_size"][0]
     unnormalised = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
     transform, mode = eval_transform(unnormalised), "L" if channels == 1 else "RGB"

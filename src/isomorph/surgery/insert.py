@@ -1,7 +1,6 @@
 """Insert a new block into a trained network: x + gamma * block(x) after a module, with gamma = 0 at first."""
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,10 +59,13 @@ class WithBlock(Altered):
         return change_entry(output, self.inserted.entry, self.inserted)
 
     def to_original(self, atol: float = 0.0) -> nn.Module:
-        """Return the module without the block. Raises: ValueError if gamma is not 0, unless `atol` is infinite."""
+        """Return the module without the block. Raises: ValueError if gamma is not 0 and `atol` below 1."""
         largest = self.inserted.gamma.abs().max().item()
-        if largest != 0 and atol != math.inf:
-            raise ValueError(f"the inserted block acts: its gamma is up to {largest:.2g}; keep it")
+        if largest != 0 and atol < 1:
+            raise ValueError(
+                f"the inserted block acts: its gamma is up to {largest:.2g}; keep it, or remove it with atol 1, which "
+                "changes the outputs"
+            )
         plain = copy_as(cast(Any, self), self.original)
         del plain.inserted
         return plain
@@ -185,6 +187,8 @@ def _registered_name(block: MakeBlock | nn.Module) -> str:
         given, name = block, block_name(type(block)) + f" {id(block):x}"
         BLOCKS.setdefault(name, lambda channels: copy.deepcopy(given))
         return name
+    if not callable(block):
+        raise UserError(f"the block {block!r} is not callable; give a function of channels, or iso.layers.MapAttention")
     name = block_name(block)
     if BLOCKS.get(name) is not block:
         name = next((known for known, each in BLOCKS.items() if each is block), name)

@@ -198,7 +198,7 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, samp
     augment, data = recipe.augment, recipe.data
     transform = train_transform(
         config,
-        augment.crop_padding,
+        augment.padding_at(*config["input_size"][-2:]),
         scale=augment.scale,
         ratio=(3 / 4, 4 / 3),
         hflip=augment.hflip,
@@ -207,8 +207,9 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, samp
         re_prob=augment.erasing,
         re_mode="pixel",
     )
-    load: Any = stream_loader if isinstance(train, Stream) else train_loader
-    return load(train, transform, sampler, data.workers, data.unreadable)
+    if isinstance(train, Stream):
+        return stream_loader(train, transform, sampler, data.workers, data.unreadable)
+    return train_loader(transformed(train, transform), sampler, data.workers, data.unreadable)
 
 
 def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:

@@ -126,13 +126,14 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
     ]
 
 
-def describe_groups(optimizer: Optimizer, optim: OptimPart) -> list[str]:
-    """Return a line for each parameter group: tensors, parameters, peak learning rate and weight decay."""
+def describe_groups(model: nn.Module, optimizer: Optimizer, optim: OptimPart) -> list[str]:
+    """Return a line for each parameter group: tensors, parameters, peak learning rate and weight decay; then frozen."""
+    frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
     return [
         f"  {group['name']}: {len(group['params'])} tensors, {sum(p.numel() for p in group['params']):,} parameters, "
         f"peak lr {optim.lr * group.get('lr_scale', 1.0):.3g}, decay {group.get('weight_decay', 0.0):g}"
         for group in optimizer.param_groups
-    ]
+    ] + [f"  frozen: {len(frozen)} tensors, {sum(frozen):,} parameters"] * bool(frozen)
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import loader_of_share, train_loader
+from isomorph.data.loaders import loader_of_share, train_loader, transformed
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
@@ -217,7 +217,8 @@ class Detection(Task):
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(config, self.options.scales, self.options.flip)
-        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable, collate)
+        examples = transformed(train, transform)
+        return train_loader(examples, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         batch = max(1, recipe.data.batch_size // runtime.world)

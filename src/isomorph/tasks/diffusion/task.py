@@ -156,7 +156,7 @@ class Diffusion(Task):
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         flip = transforms.RandomHorizontalFlip(recipe.augment.hflip)
         transform = transforms.Compose([flip, eval_transform(config)])
-        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)
+        return train_loader(transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Source, runtime: Runtime) -> Iterable[Any]:
         return build_test_loader(recipe, config, test, runtime)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import loader_of_share, seeded_loader
+from isomorph.data.loaders import loader_of_share, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime, derive_seed
@@ -170,7 +170,7 @@ class LanguageTask(Task):
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         collate = PadBatch(config["padding"])
-        return seeded_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
+        return train_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)

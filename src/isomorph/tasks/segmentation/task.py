@@ -14,7 +14,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import loader_of_share, train_loader
+from isomorph.data.loaders import loader_of_share, train_loader, transformed
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once, read_image
 from isomorph.distributed import Runtime
@@ -150,7 +150,7 @@ class Segmentation(Task):
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(self.options, config["mean"], config["std"])
-        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)
+        return train_loader(transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return self._image_loader(config, test, recipe.data.workers, runtime)

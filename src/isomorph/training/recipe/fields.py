@@ -41,6 +41,16 @@ KeptEpochs = Annotated[
     Discriminator(lambda value: "~list" if isinstance(value, list) else "~number"),
 ]
 """A number of epochs, or a list of epochs; messages leave out parts of a place that begin with a tilde."""
+Padding = Annotated[
+    Annotated[int, Field(ge=0, le=2**14), Tag("~number")] | Annotated[Literal["auto"], Tag("~text")],
+    Discriminator(lambda value: "~text" if isinstance(value, str) else "~number"),
+]
+
+
+def _both_sides(size: Any) -> Any:
+    return [size, size] if isinstance(size, int) else size
+
+
 Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 MAX_WRITTEN_RATE = 10.0
@@ -123,7 +133,7 @@ class DataPart(Part):
     """Images of a fraction: seeded draws at random with `seed`; first takes the first in sorted order (ConViT)."""
     classes: Count | None = None
     """Train and test on the first N classes only."""
-    size: Annotated[list[Size], Field(min_length=2, max_length=2)] | None = None
+    size: Annotated[list[Size], Field(min_length=2, max_length=2), BeforeValidator(_both_sides)] | None = None
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """Test images: center crops them, whole squashes them to the input size; by default as in the model's config."""
@@ -179,8 +189,8 @@ def magnitudes(transform: Any) -> list[tuple[float, float]]:
 class AugmentPart(Part):
     """Augmentation of the training images (timm's transforms)."""
 
-    crop_padding: Annotated[int, Field(ge=0, le=2**14)] = 0
-    """Padding in pixels before a random crop, as for CIFAR; 0 takes random resized crops instead."""
+    crop_padding: Padding = 0
+    """Padding in pixels before a random crop; 0 is resized crops instead; auto is size / 8 for up to 64 px, else 0."""
     scale: tuple[Fraction, Fraction] = (0.08, 1.0)
     """Smallest and largest area of a random resized crop, as fractions of the image."""
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -214,6 +224,11 @@ class AugmentPart(Part):
                 more = f"add -mmax{magnitude:g} to have it, or " if str(policy).startswith("rand") else ""
                 raise ValueError(f"timm clamps the magnitude {magnitude:g} to {largest:g}; {more}write m{largest:g}")
         return policy
+
+    def padding_at(self, height: int, width: int) -> int:
+        """Return `crop_padding` at an image size; auto, as resizing blurs a small image, which moves BatchNorm."""
+        automatic = min(height, width) // 8 if max(height, width) <= 64 else 0
+        return automatic if self.crop_padding == "auto" else self.crop_padding
 
     @property
     def mixes(self) -> bool:

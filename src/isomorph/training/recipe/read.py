@@ -55,7 +55,7 @@ def parse_value(text: str) -> Any:
     except RecursionError:
         raise UserError(f"{text[:20]}... has too many levels of groups and lists") from None
     except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
-        return text
+        return [part.strip() for part in text[1:-1].split(",")] if text[:1] + text[-1:] == "[]" else text
     if not isinstance(value, str):
         return value
     try:

@@ -59,6 +59,8 @@ def _create_and_lock(folder: Path) -> tuple[int, str]:
     if not folder.exists():  # removed meanwhile by another run, which failed to start
         os.close(handle)
         raise held
+    for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
+        partial.unlink(missing_ok=True)
     return handle, ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, branch_similarity, centres, gates, logit_stats
+from isomorph.analysis import attention_spans, branch_similarity, centres, gammas, gates, logit_stats
 from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
 from isomorph.errors import UserError
@@ -24,7 +24,7 @@ from isomorph.training.optim import describe_groups
 from isomorph.training.parallel import no_gradient_sync, unsharded
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
-from isomorph.training.run.log import Journal
+from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.state import Run
 
 CHECK_EVERY = 10
@@ -90,10 +90,12 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
     progress = run.progress
     journal.open(progress.closed, progress.step)
     _print_start(run, journal)
-    if not progress.step and (row := gating_row(run)):
+    row = gating_row(run)
+    if not progress.step and (row or run.has_weights):
         metrics = run.objective.measure(run.averaged or run.trained, run.test, run.runtime)
         rate = run.optimizer.param_groups[0]["lr"]
         journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
+        journal.say(f"before training  {printed(run, metrics)}")
     while progress.closed < run.epochs:
         recast_when_due(run, journal)
         name, done = f"epoch {progress.closed + 1}/{run.epochs}", progress.step % run.order.steps
@@ -102,6 +104,12 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
         finish_epoch(run, loss, journal)
         if progress.closed < run.epochs:
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
+    before = [row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0]
+    if before and run.objective.score(before[0]) > run.objective.score(progress.metrics):
+        journal.say(
+            f"the trained model is worse than before training ({printed(run, before[0]).strip()}); train longer, lower "
+            "optim.lr, or change the images less (augment.scale, augment.crop_padding)"
+        )
     run.save_autoencoder()
     run.save(run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
 
@@ -118,16 +126,22 @@ def _print_start(run: Run, journal: Journal) -> None:
         f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
         f"{count_of(order.images, 'image')}{pixels} in batches of {order.batch}, on {runtime.device}{shared}"
     )
-    for message in ("" if progress.step else run.start, recipe.shortened):
-        if message:
-            journal.say(message)
-    journal.show(*describe_groups(run.optimizer, recipe.optim))
+    padding = recipe.augment.padding_at(*run.config["input_size"][-2:]) if recipe.augment.crop_padding == "auto" else 0
+    crops = f"small images: random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
+    for message in filter(None, ("" if progress.step else run.start, recipe.shortened, crops * bool(padding))):
+        journal.say(message)
+    journal.show(*describe_groups(run.trained, run.optimizer, recipe.optim))
 
 
 def recast_when_due(run: Run, journal: Journal) -> None:
     if not run.progress.recast and run.progress.closed >= run.recipe.model.recast_epoch:
         journal.say(run.recast())
-        journal.show(*describe_groups(run.optimizer, run.recipe.optim))
+        journal.show(*describe_groups(run.trained, run.optimizer, run.recipe.optim))
+
+
+def printed(run: Run, metrics: dict[str, Any]) -> str:
+    """Return the metrics that the task prints, as text."""
+    return "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.task.printed.items() if name in metrics)
 
 
 def train_epoch(
@@ -234,7 +248,9 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.task.printed.items() if name in metrics)
+    text = printed(run, metrics)
+    if "gamma" in row:
+        text += f"gamma up to {max(row['gamma'].values()):.2g}  "
     if recipe.anneal and progress.recast:
         text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
@@ -331,7 +347,7 @@ def _raise_if_stopped(run: Run, number: int) -> None:
 
 
 def gating_row(run: Run) -> dict[str, Any]:
-    """Return {"gating": {layer: {gates, spans, centres}}}, by head, for log.jsonl; empty without gated layers.
+    """Return {"gating": {layer: {gates, spans, centres}}}, by head, and {"gamma": {layer: largest}}, for log.jsonl.
 
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
@@ -341,7 +357,10 @@ def gating_row(run: Run) -> dict[str, Any]:
         for kind, (measure, decimals) in measures.items():
             for layer, values in measure(model).items():
                 row.setdefault(layer, {})[kind] = _rounded(values, decimals)
-    return {"gating": row} if row else {}
+    found: dict[str, Any] = {"gating": row} if row else {}
+    with suppress(UserError), unsharded(model):
+        found["gamma"] = {layer: round(gamma.abs().max().item(), 6) for layer, gamma in gammas(model).items()}
+    return found
 
 
 def _rounded(values: Tensor, decimals: int) -> Any:
