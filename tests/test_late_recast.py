@@ -15,7 +15,7 @@ from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart, RecastPart
 from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.loop import recast_when_due, train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 from tiny_runs import TINY, same_snapshots, tiny
 
 WHERE = "layer3.2.conv2"
@@ -68,7 +68,7 @@ def run_to(run, epochs):
 
 
 def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
-    run = run_to(open_run(recipe(tmp_path, 1)), 1)
+    run = run_to(Run(recipe(tmp_path, 1)), 1)
     weights = {name: p.detach().clone() for name, p in run.trained.named_parameters()}
     averages = copy.deepcopy(run.averaged)
     before, _ = split_optimizer(run.trained, run.optimizer)

@@ -94,7 +94,7 @@ def test_train_on_the_folder(folder):
     )
     assert "--split 0.25 to test on the images left out" in said
     _, notes = answer(folder, "evaluate runs/c --no-cost")  # and the folder
-    assert "isomorph: runs/c: weights of the run's last snapshot, after 1 of 1 epochs" in notes
+    assert "isomorph: runs/c: weights of the finished run, after 1 of 1 epochs" in notes
 
 
 SPLIT_COMMANDS = {

@@ -20,7 +20,7 @@ from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 from refusals import refused
 
 
@@ -136,7 +136,7 @@ TWO_STEPS = {
 def test_published_recipes_run_two_steps(name, tmp_path):
     data = ["data.source=digits", "data.batch_size=20", "data.workers=0", "data.fraction=0.04", "data.size=[32,32]"]
     brief = ["epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
-    run = open_run(iso.load_recipe(name, [*data, *brief, *TWO_STEPS[name]]))
+    run = Run(iso.load_recipe(name, [*data, *brief, *TWO_STEPS[name]]))
     assert run.order.steps == 2
     assert train_epoch(run) > 0
 
@@ -343,4 +343,4 @@ def test_weights_are_asked_for_before_anything_is_written(tmp_path):
 def test_label_maps_need_a_model_that_classifies_its_patches(tmp_path):
     changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
     changes += ["data.size=[32,32]", "model.kwargs.img_size=32", "data.crop_pct=null", "data.workers=0"]
-    refused("classifies its patches", open_run, iso.load_recipe("refiner_plain_b", changes))
+    refused("classifies its patches", Run, iso.load_recipe("refiner_plain_b", changes))

@@ -20,7 +20,7 @@ from isomorph.training.history import saved_models
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import lock_folder, stop_requests
 from isomorph.training.run.log import ClosableStream, read_log
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 from tiny_runs import same_snapshots, stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)
@@ -110,7 +110,7 @@ class TestDamage:
         damage, expected = DAMAGE[kind]
         damage(run)
         step = 6 if (run / "step-00000099").exists() else 4
-        resumed = open_run(tiny(run))
+        resumed = Run(tiny(run))
         assert re.search(expected, resumed.found.damaged[0][1])
         assert resumed.progress.step == step
         tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
@@ -232,8 +232,8 @@ class TestStart:
     def test_random_ones_are_said_aloud_and_a_resumed_run_is_not_asked(self, tmp_path):
         model = TINY["model"] | dict(start="weights")
         with pytest.raises(iso.UserError, match=r"--model.start random starts from random weights"):
-            open_run(tiny(tmp_path / "run", model=model))
+            Run(tiny(tmp_path / "run", model=model))
         stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
-        assert open_run(tiny(tmp_path / "run", model=model)).progress.step == 2
+        assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2
         iso.save(timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]), tmp_path / "w.safetensors")
-        assert open_run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))
+        assert Run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))

@@ -25,7 +25,7 @@ from isomorph.tasks.segmentation.results import Confusion, slide, window_starts
 from isomorph.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 from refusals import refused
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
@@ -279,7 +279,7 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
 
 def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     fields = [*SMALL, f"data.root={folder}", f"task.teacher={run.folder / 'model.safetensors'}", "epochs=1"]
-    opened = open_run(iso.load_recipe(write_recipe(tmp_path), [*fields, f"out={tmp_path / 'r'}"]), ALONE)
+    opened = Run(iso.load_recipe(write_recipe(tmp_path), [*fields, f"out={tmp_path / 'r'}"]), ALONE)
     images, masks, _ = opened.next_part()
     losses = opened.loss_module(images, masks)
     losses["loss"].backward()

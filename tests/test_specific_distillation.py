@@ -11,7 +11,7 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3)
 TEACHER = "vit_base_patch16_224.mae"
@@ -46,7 +46,7 @@ def test_a_token_learns_the_teacher_and_both_heads_predict(tmp_path, layout, kin
     distill = dict(teacher=TEACHER, weights=str(weights), kwargs=kwargs, kind=kind, token=True)
     model = dict(name="tdrl_vit_ti_distilled", kwargs=SMALL | dict(layout=layout))
     recipe = run_recipe(tmp_path / "run", distill=distill, model=model)
-    run = open_run(recipe)
+    run = Run(recipe)
     run.loss_module.train()
     x, soft = torch.randn(8, 3, 16, 16), torch.rand(8, 10).softmax(1)
     first, second = run.trained(x)

@@ -30,7 +30,7 @@ from isomorph.training.objectives.token_labels import (
 )
 from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 
 CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
 NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)
@@ -201,7 +201,7 @@ class TestRuns:
         [("label", ["amp=bf16"]), ("map", ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"])],
     )
     def test_two_steps_of_a_training(self, said, more, data):
-        run = open_run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", *more))
+        run = Run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", *more))
         assert run.order.steps == 2
         before = [parameter.clone() for parameter in run.trained.aux_head.parameters()]
         assert train_epoch(run) > 0

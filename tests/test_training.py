@@ -22,7 +22,7 @@ from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.run import loop
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch, train_step
-from isomorph.training.run.state import open_run
+from isomorph.training.run.state import Run
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny
 
 
@@ -127,7 +127,7 @@ class TestRun:
     def test_each_step_has_its_rate_and_its_draws_and_averages_follow_it(self, tmp_path, monkeypatch):
         """In a run of three steps: an epoch of two, and half of one, whose loss is the mean of its own steps."""
         optim, parts = dict(lr=1e-3, gate_lr=0.1, schedule="linear", schedule_from="start"), dict(accumulate=2)
-        run = open_run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
+        run = Run(tiny(tmp_path, ema=0.5, optim=optim, scale=parts, iterations=3))
         draws, backward = [], loop._train_part
 
         def draw(*args):
@@ -228,7 +228,7 @@ class TestRun:
             name="convit_ti", kwargs=dict(embed_dim=16, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8)
         )
         globs = ["blocks.0.attn.*", "patch_embed.*"]
-        run = open_run(tiny(tmp_path, model=model | dict(freeze=globs)))
+        run = Run(tiny(tmp_path, model=model | dict(freeze=globs)))
         before = {name: p.clone() for name, p in run.eval_model.named_parameters()}
         train_epoch(run)
         moved = {name for name, p in run.eval_model.named_parameters() if not torch.equal(p, before[name])}
@@ -246,7 +246,7 @@ class TestRun:
         iso.save(teacher, tmp_path / "teacher.safetensors")
         distill = dict(teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, temperature=2.0)
         recipe = tiny(tmp_path / "run", distill=distill, ema=0.9)
-        run = open_run(recipe)
+        run = Run(recipe)
         run.loss_module.train()
         student = run.eval_model.train()
         loaded = iso.load(tmp_path / "teacher.safetensors")
@@ -270,7 +270,7 @@ class TestRun:
         iso.train(recipe, show=False)
         assert not any("teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path))
         with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
-            open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
+            Run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 
 
 class TestCheckpoint:

@@ -22,7 +22,7 @@ from isomorph.training.run import loop
 from isomorph.training.run.guards import stop_requests
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import Run, open_run
+from isomorph.training.run.state import Run
 from refusals import refused
 from tiny_runs import stopped_run
 
@@ -191,7 +191,7 @@ def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path
     def fail(*_, **__):
         raise OSError("no space left")
 
-    run = open_run(tiny(tmp_path))
+    run = Run(tiny(tmp_path))
     path = run.snapshot()
     monkeypatch.setattr(dcp, "save", fail)
     refused("no space left; the snapshots before it are intact", run.snapshot)
@@ -216,7 +216,7 @@ class TestDivergence:
     def test_nan_stops_and_keeps_the_snapshot(self, tmp_path):
         stop_after(tmp_path, 2)
         kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
-        run = open_run(tiny(tmp_path))
+        run = Run(tiny(tmp_path))
         with torch.no_grad():
             run.loss_module.trainable_module.conv1.weight.fill_(float("nan"))
         with pytest.raises(Diverged, match=r"not finite at epoch 1, step 3; the last snapshot is .*step-00000002"):

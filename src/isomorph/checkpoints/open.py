@@ -276,7 +276,8 @@ def _open_run(path: Path, options: ModelOptions) -> nn.Module:
     progress, total = found.values["progress"], found.values["recipe"].get("epochs")
     kind = "averaged weights (EMA)" if prefix.startswith(AVERAGED_PREFIX) else "weights"
     when = f"after {progress['closed']} of {total} epochs, {progress['step']} steps"
-    add_notes(model, f"{path}: {kind} of the run's last snapshot, {when}")
+    whole = "the finished run" if progress["closed"] == total else "the run's last snapshot"
+    add_notes(model, f"{path}: {kind} of {whole}, {when}")
     return model
 
 

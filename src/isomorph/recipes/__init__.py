@@ -5,29 +5,20 @@ docs/recipes.md lists the published runs that are not included.
 
 import difflib
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isomorph.errors import UserError
-from isomorph.recipes import (
-    cifar,
-    coatnet,
-    convit,
-    deit,
-    detection,
-    diffusion,
-    language,
-    refiner,
-    segmentation,
-    tcnn,
-    tdrl,
-)
 
 if TYPE_CHECKING:
     from isomorph.training import Recipe
 
-_MODULES = (tcnn, convit, deit, tdrl, refiner, coatnet, cifar, diffusion, language, segmentation, detection)
-RECIPES: dict[str, dict[str, Any]] = {name: fields for module in _MODULES for name, fields in module.RECIPES.items()}
+_PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
+_FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection")
+RECIPES: dict[str, dict[str, Any]] = {
+    name: fields for file in _FILES for name, fields in import_module(f"isomorph.recipes.{file}").RECIPES.items()
+}
 """Recipes by name: nested dicts of the fields that differ from their defaults."""
 
 _OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}

@@ -93,13 +93,9 @@ def _figure_8() -> dict[str, Fields]:
             {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
         )
         recipe = _ablation(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
-        recipes[f"convit_{_cell_name(layers, alpha)}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
+        parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
+        recipes["_".join(["convit", *parts])] = recipe | dict(data=recipe["data"] | dict(classes=100))
     return recipes
-
-
-def _cell_name(layers: int, alpha: float) -> str:
-    parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
-    return "_".join(parts)
 
 
 def _small(kwargs: Fields, source: str) -> Fields:

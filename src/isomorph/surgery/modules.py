@@ -58,10 +58,12 @@ def nearest_names(where: Where, names: Iterable[str]) -> str:
     """Return a hint: the names closest to a `where` that selects nothing, or the first; as globs over numbers."""
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
     grouped: dict[str, str] = {}
-    for name in filter(None, names):
+    names = list(filter(None, names))
+    for name in names:
         glob = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
         glob = glob if glob.strip("*.") else name  # not *.*, which selects all
         grouped[glob] = glob if glob in grouped else name
+    grouped |= {} if any(set("*?[") & set(glob) for glob in globs) else {name: name for name in names}
     near = [each for glob in globs for each in difflib.get_close_matches(glob, grouped, n=3, cutoff=0.4)]
     if near:
         return f"; nearest names: {', '.join(dict.fromkeys(grouped[each] for each in near))}"

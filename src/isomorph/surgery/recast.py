@@ -146,7 +146,7 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         raise UserError(f"{recasts}, but {describe_where(where)} matches {what}{hint}")
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
-        raise UserError(f"{name or 'the model'}: {type(rule).__name__} cannot recast this module: {reason}")
+        raise UserError(f"{name or 'the model'}: {type(rule).__name__} does not fit this module: {reason}")
     names = found.accepted
     if where == "*":  # of modules inside each other the outermost, but for the model itself
         names = [name for name in names if name] or names

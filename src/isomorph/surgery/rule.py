@@ -74,9 +74,9 @@ class Rule:
         return self.reason(module) is None
 
     def check(self, module: Any) -> None:
-        """Check that the module can be recast. Raises: UserError with the reason if not."""
+        """Check that the rule fits a module. Raises: UserError with the reason if not."""
         if reason := self.reason(module):
-            raise UserError(f"{type(self).__name__} cannot recast this module: {reason}")
+            raise UserError(f"{type(self).__name__} does not fit this module: {reason}")
 
 
 LOCALITY = (1e-4, 1e3)

@@ -54,10 +54,6 @@ class Prediction(NamedTuple):
 Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
 
 
-def _identity(module: nn.Module) -> nn.Module:
-    return module
-
-
 @dataclass(frozen=True)
 class Objective:
     """The loss of a run, the metrics of its trained module, and the model to save.
@@ -74,7 +70,7 @@ class Objective:
     """Computes the test metrics, over all processes."""
     score: Callable[[dict[str, float]], float]
     """Turns metrics into the number that is highest for the best epoch."""
-    result: Callable[[nn.Module], nn.Module] = _identity
+    result: Callable[[nn.Module], nn.Module] = lambda trained: trained
     """Returns the model to evaluate and save, given the trained module."""
     accuracy: Callable[[Any, Any], torch.Tensor] | None = None
     """Returns the share of training samples classified as labelled, given the loss's output and the targets."""

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Result:
     (450, 'runs/run')
     """
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     """The trained model, in eval mode; with averaged weights if the recipe has `ema`."""
     metrics: dict[str, float]
     """Metrics of the last evaluation, e.g. top1 in percent."""

@@ -63,7 +63,8 @@ _TOTALS = "progress.totals"
 class Run:
     """A run in memory, built from its recipe in stages that check what they take; nothing is written before.
 
-    - recipe, runtime; task: the recipe's; found: the snapshot it resumes from, or None; progress
+    - recipe; runtime, by default the one that it asks for; task: the recipe's
+    - found: the snapshot that it resumes from, or None; progress
     - train, test: the training data, and the batches of this process's test images; config: the images' size and norm
     - order, share: the order of the training images, and the parts of every batch that this process trains on
     - has_weights: whether it starts from trained weights, as far as the recipe says
@@ -78,7 +79,8 @@ class Run:
     scheduler: Scheduler
     header: dict[str, str]
 
-    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+    def __init__(self, recipe: Recipe, runtime: Runtime | None = None) -> None:
+        runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
         self.recipe, self.runtime, self.task = recipe, runtime, recipe_task(recipe)
         check_files(recipe)
         self.found = runtime.on_main(lambda: find_snapshot(recipe))
@@ -327,11 +329,6 @@ class Run:
             return self.eval_model.eval()
         self.runtime.maximum(0)  # wait until the leading process has written the file
         return load(self.recipe.folder / "model.safetensors")
-
-
-def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
-    """Return a run, by default with the runtime that its recipe asks for. Raises: UserError as `Run`."""
-    return Run(recipe, runtime or open_runtime(recipe.device, recipe.amp == "bf16"))
 
 
 def check_files(recipe: Recipe) -> None:
