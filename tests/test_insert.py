@@ -130,7 +130,7 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     assert torch.allclose(seen, torch.full((2, 8, 2, 3), 1 / 6))
     points = torch.cartesian_prod(torch.arange(2.0), torch.arange(3.0))
     assert torch.allclose(iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8))
-    refused("see iso.analysis.gammas", lambda: iso.gates(new))
+    refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
     refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
     refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))
 

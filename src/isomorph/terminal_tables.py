@@ -8,50 +8,44 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_SIZES = ("small", "medium", "large")
-METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {  # label and format
-    "top1": ("top-1 (%)", "{:.2f}".format),
-    "top5": ("top-5 (%)", "{:.2f}".format),
-    "nll": ("NLL (nats)", "{:.4f}".format),
-    "reconstruction": ("reconstruction (MSE of hidden patches)", "{:.4f}".format),
-    "alignment": ("alignment (smooth L1 with the teacher)", "{:.4f}".format),
-    "denoising": ("error of the predicted noise (MSE)", "{:.5f}".format),
-    "fid": ("FID", "{:.3f}".format),
-    "kid": ("KID", "{:.6f}".format),
-    "kid_std": ("standard deviation of KID", "{:.6f}".format),
-    "frechet_distance": ("Frechet distance", "{:.4f}".format),
-    "kernel_distance": ("kernel distance", "{:.6f}".format),
-    "kernel_distance_std": ("standard deviation of the kernel distance", "{:.6f}".format),
-    "precision": ("precision", "{:.4f}".format),
-    "recall": ("recall", "{:.4f}".format),
-    "ece": ("ECE (%, 15 bins)", "{:.2f}".format),
-    "probability": ("probability (%)", "{:.1f}".format),
-    "miou": ("mean IoU (%)", "{:.2f}".format),
-    "mean_accuracy": ("mean accuracy (%)", "{:.2f}".format),
-    "pixel_accuracy": ("pixel accuracy (%)", "{:.2f}".format),
-    "iou": ("IoU (%)", "{:.2f}".format),
-    "share": ("share of pixels (%)", "{:.2f}".format),
-    "images": ("images", "{:,.0f}".format),
-    "accuracy": ("accuracy (%)", "{:.2f}".format),
-    "f1": ("F1 (%)", "{:.2f}".format),
-    "matthews": ("Matthews correlation (%)", "{:.2f}".format),
-    "spearman": ("Spearman correlation (%)", "{:.2f}".format),
-    "pearson": ("Pearson correlation (%)", "{:.2f}".format),
-    "examples": ("examples", "{:,.0f}".format),
-    "masked_loss": ("loss of masked words (nats)", "{:.4f}".format),
-    "masked_accuracy": ("masked words predicted (%)", "{:.2f}".format),
-    "perplexity": ("perplexity of masked words", "{:.2f}".format),
-    "sequences": ("sequences", "{:,.0f}".format),
-    **{
-        f"{kind}_ap{key}": (f"{kind} AP{text} (%)", "{:.1f}".format)
-        for kind in ("box", "mask")
-        for key, text in {"": "", "50": "50", "75": "75", **{f"_{s}": f", {s}" for s in _SIZES}}.items()
-    },
-    "real_images": ("real images", "{:,.0f}".format),
-    "parameters": ("parameters", "{:,.0f}".format),
-    "macs": ("M MACs per image", lambda macs: f"{macs / 1e6:,.1f}"),
-    "step_macs": ("M MACs per pass, whatever the batch", lambda macs: f"{macs / 1e6:,.1f}"),
-    "images_per_second": ("images / s", "{:,.0f}".format),
+_AP_OF = ("box", "mask")
+_AP = {"": "", "50": "50", "75": "75", "_small": ", small", "_medium": ", medium", "_large": ", large"}
+
+
+def _formats(form: str, **labels: str) -> dict[str, tuple[str, Callable[[float], str]]]:
+    return {name: (label, f"{{:{form}}}".format) for name, label in labels.items()}
+
+
+def _millions(count: float) -> str:
+    return f"{count / 1e6:,.1f}"
+
+
+METRIC_FORMATS = {  # label and format
+    **_formats(".2f", top1="top-1 (%)", top5="top-5 (%)"),
+    **_formats(".4f", nll="NLL (nats)", reconstruction="reconstruction (MSE of hidden patches)"),
+    **_formats(".4f", alignment="alignment (smooth L1 with the teacher)"),
+    **_formats(".5f", denoising="error of the predicted noise (MSE)"),
+    **_formats(".3f", fid="FID"),
+    **_formats(".6f", kid="KID", kid_std="standard deviation of KID"),
+    **_formats(".4f", frechet_distance="Frechet distance"),
+    **_formats(".6f", kernel_distance="kernel distance", kernel_distance_std="standard deviation of kernel distance"),
+    **_formats(".4f", precision="precision", recall="recall"),
+    **_formats(".2f", ece="ECE (%, 15 bins)"),
+    **_formats(".1f", probability="probability (%)"),
+    **_formats(".2f", miou="mean IoU (%)", mean_accuracy="mean accuracy (%)", pixel_accuracy="pixel accuracy (%)"),
+    **_formats(".2f", iou="IoU (%)", share="share of pixels (%)"),
+    **_formats(",.0f", images="images"),
+    **_formats(".2f", accuracy="accuracy (%)", f1="F1 (%)", matthews="Matthews correlation (%)"),
+    **_formats(".2f", spearman="Spearman correlation (%)", pearson="Pearson correlation (%)"),
+    **_formats(",.0f", examples="examples"),
+    **_formats(".4f", masked_loss="loss of masked words (nats)"),
+    **_formats(".2f", masked_accuracy="masked words predicted (%)", perplexity="perplexity of masked words"),
+    **_formats(",.0f", sequences="sequences"),
+    **_formats(".1f", **{f"{kind}_ap{of}": f"{kind} AP{text} (%)" for kind in _AP_OF for of, text in _AP.items()}),
+    **_formats(",.0f", real_images="real images", parameters="parameters"),
+    "macs": ("M MACs per image", _millions),
+    "step_macs": ("M MACs per pass, whatever the batch", _millions),
+    **_formats(",.0f", images_per_second="images / s"),
 }
 
 POINT_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {

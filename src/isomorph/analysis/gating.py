@@ -19,10 +19,7 @@ _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
     layers = outermost_modules(model, lambda module: isinstance(module, _GATED))
     if not layers:
-        other = any(isinstance(module, InsertedBlock) for module in model.modules())
-        raise UserError(
-            f"the model has no gated attention layer; {'see iso.analysis.gammas' if other else 'recast it first'}"
-        )
+        raise UserError("the model has no gated attention layer; recast it (inserted blocks: iso.analysis.gammas)")
     return {attention_name(name, layer): layer for name, layer in layers.items()}
 
 

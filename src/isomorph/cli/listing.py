@@ -85,11 +85,7 @@ def show_recipe(name: str, /) -> None:
 
 
 @opt.command
-def coverage(
-    *models: str,
-    norms: bool = False,
-    json_: opt.Json = False,
-) -> None:
+def coverage(*models: str, norms: bool = False, json_: opt.Json = False) -> None:
     """Count which modules of timm's models each rule accepts, and the reasons for the others; nothing is downloaded.
 
     Example: isomorph coverage resnet50 "swin_*"

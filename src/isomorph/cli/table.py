@@ -37,9 +37,7 @@ def table(
         from isomorph.report.run_files import read_run_logs
     rows = published_rows(name, RECIPES, read_run_logs(runs or []))
     text = published_table(rows)
-    lines: list[str | list[list[str]]] = [text]
     if out:
         section = Section(name, "Measured results next to the paper's.", text, charts=published_charts(name, rows))
         write_page(out, name, f"{sum(row['run'] is not None for row in rows)} runs.", [section], page_footer())
-        lines.append(f"page: {out}")
-    show(json_, rows, *lines)
+    show(json_, rows, text, *[f"page: {out}"] * bool(out))

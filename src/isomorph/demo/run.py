@@ -114,10 +114,8 @@ def _run_steps(folder: Path, runs: Path, show: bool, overrides: list[str]) -> De
     say("\n[bold]2/4[/] recast the six convolutions of its last stage as self-attention, and compare on test images")
     tcnn = recast(cnn.model, ConvToGPSA(), where=LAYERS)
     save(tcnn.eval(), folder / "tcnn.safetensors")
-    test, config = (
-        open_sources(load_recipe("digits_cnn", overrides))[1],
-        data_config(load_recipe("digits_cnn"), cnn.model),
-    )
+    test = open_sources(load_recipe("digits_cnn", overrides))[1]
+    config = data_config(load_recipe("digits_cnn"), cnn.model)
     assert isinstance(test, Source)
     images = torch.cat([batch for batch, _ in eval_loader(test, config)])
     report = verify(cnn.model, tcnn, [images[:VERIFIED], images[:16, :, :19, :23]])

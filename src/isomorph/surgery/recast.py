@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.errors import NotFinite, UserError
 from isomorph.operations import records_outputs, unwrap
@@ -291,7 +291,7 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
     check_attached(name, original, replacement)
-    if any(map(_is_channels_last, original.parameters())):
+    if any(not p.is_contiguous() and p.is_contiguous(memory_format=torch.channels_last) for p in original.parameters()):
         replacement.to(memory_format=torch.channels_last)
     for hook in original._forward_hooks.values():
         if records_outputs(hook) and hook not in replacement._forward_hooks.values():
@@ -303,7 +303,3 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
         if module is original:
             model.set_submodule(alias, replacement)
     return model
-
-
-def _is_channels_last(parameter: Tensor) -> bool:
-    return not parameter.is_contiguous() and parameter.is_contiguous(memory_format=torch.channels_last)

@@ -24,7 +24,8 @@ def find_task(name: Any) -> Any:
     if not isinstance(name, str):
         raise UserError(f"{str(name)[:60]} is not the name of a task")
     if name not in TASKS:
-        _register_installed_tasks()
+        for entry in entry_points(group=ENTRY_POINTS):
+            register_task(entry.name, entry.value)
     if name not in TASKS:
         close = get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)}, or leave it out"
@@ -52,11 +53,6 @@ def register_task(name: str, task: str | type) -> None:
     if TASKS.get(name, task) != task:
         raise UserError(f"a task named {name} is registered already; choose another name")
     TASKS[name] = task
-
-
-def _register_installed_tasks() -> None:
-    for entry in entry_points(group=ENTRY_POINTS):
-        register_task(entry.name, entry.value)
 
 
 def task_names(source: str) -> list[str]:

@@ -67,7 +67,7 @@ class Run:
     - found: the snapshot that it resumes from, or None; progress
     - train, test: the training data, and the batches of this process's test images; config: the images' size and norm
     - order, share: the order of the training images, and the parts of every batch that this process trains on
-    - has_weights: whether it starts from trained weights, as far as the recipe says
+    - has_weights: whether it starts from weights: given, public, or those that its own function may load
     - objective, optimizer, scheduler; header: what rebuilds the model from a checkpoint; start: what its weights were
     - total: sums of loss and training accuracy over the steps of this epoch; batches: the training batches, once begun
 
@@ -84,8 +84,7 @@ class Run:
         self.recipe, self.runtime, self.task = recipe, runtime, recipe_task(recipe)
         check_files(recipe)
         self.found = runtime.on_main(lambda: find_snapshot(recipe))
-        own = recipe.model.is_own  # which may load them itself
-        self.has_weights = bool(recipe.model.weights or recipe.model.pretrained or own)
+        self.has_weights = bool(recipe.model.weights or recipe.model.pretrained or recipe.model.is_own)
         if not self.found and recipe.model.start == "weights" and not self.has_weights:
             raise UserError(
                 f"{recipe.name} requires trained weights; give --model.weights FILE or --model.pretrained true "
