@@ -132,6 +132,7 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     assert torch.allclose(iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8))
     refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
     refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
+    refused("after='layer9' matches no module; nearest names: layer4", lambda: iso.insert(new, nn.Identity(), "layer9"))
     refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))
 
 

@@ -108,7 +108,7 @@ SPLIT_COMMANDS = {
 
 WRONG = {
     "evaluate my.pth": "give --arch NAME, one of timm.list_models(), or --arch package.module:function",
-    "evaluate my.pth --arch resnet18": "resnet18 asks for 11,186,132 numbers",
+    "evaluate my.pth --arch resnet18": "resnet18 without other --model-kwargs asks for 11,186,132",
     "evaluate my.pth --arch resnet_18": "there is no model 'resnet_18'",
     f"evaluate {OWN} --num-classes 4": "the checkpoint has 3",
     f"evaluate {OWN} --model-kwargs img_size": "must be NAME=VALUE",

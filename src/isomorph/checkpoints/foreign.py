@@ -68,7 +68,7 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
         arguments = read_arguments(name, tensors, {**_model_settings(settings, path), **options.arguments()})
     except UserError as error:
         raise UserError(f"cannot open {path} as {name}: {error}") from None
-    model = build_checked(contents, lambda: create(name, **arguments), name)
+    model = build_checked(contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs")
     load_state(model, tensors, path)
     record_base(model, {"name": name, **arguments})
     images = _image_settings(settings, model, path)

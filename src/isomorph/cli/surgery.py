@@ -175,7 +175,7 @@ def insert(
         from isomorph.evaluation.input_sizes import random_inputs
         from isomorph.surgery import edits_since
     net = open_given(model, opening)
-    new = iso.insert(net, iso.layers.MapAttention, after, random_inputs(1, net, size))
+    new = iso.insert(net, iso.layers.MapAttention, after if len(after) > 1 else after[0], random_inputs(1, net, size))
     places = sum(len(edit.names) for edit in edits_since(new, net))
     _write_converted(net, new, out, f"inserting {count_of(places, 'block')}", json_, size=size)
 

@@ -129,8 +129,8 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
             return step
     if problem:
         raise UserError(
-            f"the model takes images of {height} x {width} only ({problem}); give dynamic batch, without size, or "
-            "create the model so that it takes any size (dynamic_img_size=True for ViTs of timm)"
+            f"the model takes images of {height} x {width} only; give dynamic batch, without size, or create the model "
+            "so that it takes any size (dynamic_img_size=True for ViTs of timm)"
         )
     raise UserError(f"the exported graph is right for images of {height} x {width} only; give dynamic batch, not size")
 

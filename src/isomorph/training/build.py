@@ -1,7 +1,6 @@
 """Build the model and the data loaders of a run from its recipe."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create
 from isomorph.models.base import init_as_mae
 from isomorph.surgery import notes, recast, unstride
+from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.rule import add_notes, update_record
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import Recipe
@@ -134,10 +134,7 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
     for glob in globs:
         selected = [name for name in parameters if fnmatchcase(name, glob)]
         if not selected and not later:
-            close = get_close_matches(glob, parameters, n=3)
-            raise UserError(
-                f"model.freeze {glob!r} matches no parameter" + f"; nearest names: {', '.join(close)}" * bool(close)
-            )
+            raise UserError(f"model.freeze {glob!r} matches no parameter{nearest_names(glob, parameters)}")
         for name in selected:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

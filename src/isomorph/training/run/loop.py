@@ -90,8 +90,7 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
     progress = run.progress
     journal.open(progress.closed, progress.step)
     _print_start(run, journal)
-    row = gating_row(run)
-    if not progress.step and (row or run.has_weights):
+    if not progress.step and ((row := gating_row(run)) or run.has_weights):
         metrics = run.objective.measure(run.averaged or run.trained, run.test, run.runtime)
         rate = run.optimizer.param_groups[0]["lr"]
         journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
@@ -104,14 +103,19 @@ def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) ->
         finish_epoch(run, loss, journal)
         if progress.closed < run.epochs:
             _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
-    before = [row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0]
-    if before and run.objective.score(before[0]) > run.objective.score(progress.metrics):
-        journal.say(
-            f"the trained model is worse than before training ({printed(run, before[0]).strip()}); train longer, lower "
-            "optim.lr, or change the images less (augment.scale, augment.crop_padding)"
-        )
+    _say_if_worse(run, journal)
     run.save_autoencoder()
     run.save(run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
+
+
+def _say_if_worse(run: Run, journal: Journal) -> None:
+    """Say if the run ends below the weights that it started from, by more than the noise of two measured top-1."""
+    old: dict[str, Any] = next((row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0), {})
+    share, images = old.get("top1", 0.0), old.get("images") or 1
+    noise = 1.96 * (2 * share * (100 - share) / images) ** 0.5
+    if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
+        said, advice = printed(run, old).strip(), "change the images less (augment.scale, augment.crop_padding)"
+        journal.say(f"worse than before training ({said}); train longer, lower optim.lr, or {advice}")
 
 
 def _print_start(run: Run, journal: Journal) -> None:
