@@ -111,8 +111,8 @@ def model_history(model: PageModel) -> str:
     }
     lines = ["base: " + json.dumps(base, default=str)]
     for edit in edits(model.model):
-        names = ", ".join(edit.names[:6]) + ", ..." * (len(edit.names) > 6)
-        lines.append(f"edit: {edit.rule} on {len(edit.names)} modules: {names}")
+        names = ", ".join(edit.names[:6]) + f", ... ({len(edit.names)} in all)" * (len(edit.names) > 6)
+        lines.append(f"edit: {edit.rule} on {names}")
     lines += ["edit: none"] * (len(lines) == 1)
     if model.recipe:
         lines.append("recipe: " + json.dumps(model.recipe, indent=2, default=str))
