@@ -367,7 +367,7 @@ def build_tdrl(cell: Cell, images: Images) -> nn.Module:
     model = timm.create_model("tdrl_vit_ti", num_classes=10, **VIT, layout=layout, weight_init="mae")
     if arm == "fused start":
         batch = next(images.batches(1_024, torch.Generator().manual_seed(cell.seed)))[0]
-        model = iso.fuse(iso.recalibrate(model, [batch])).train()
+        model = iso.fuse(iso.recalibrate(model, [batch]).eval()).train()
     return model
 
 
