@@ -157,13 +157,12 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: "LayerCall | None"
+        cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: tuple[int, ...] = ()
     ) -> "LayerCall":
         first = next((key for key in ("x", *kwargs) if key in kwargs), "x")
         named = {key: value for key, value in kwargs.items() if args or key != first}
         args = args or (kwargs.get(first),)
-        on_map = isinstance(args[0], Tensor) and args[0].ndim == 4
-        return cls(name, layer, args, named, tuple(args[0].shape) if on_map else around.map_shape if around else ())
+        return cls(name, layer, args, named, tuple(args[0].shape) if getattr(args[0], "ndim", 0) == 4 else around)
 
 
 @contextmanager
@@ -230,7 +229,7 @@ class _Capture:
         reason = facts and facts.no_map
         if reason and matches_where(self.where, name, layer):
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
-        around = next(filter(None, reversed(self.calls)), None)
+        around = next((call.map_shape for call in reversed(self.calls) if call), ())
         self.calls.append(None if reason or inside else LayerCall.of(name, layer, args, kwargs, around))
         layout = facts.layout(layer) if facts else None
         self.mode.enter(heads_of(layer, facts), layout, ignore=self.calls[-1] is None or has_attention_method(layer))

@@ -89,11 +89,8 @@ def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[
         known += [size for size in (call.map_shape[2:], call.map_shape[1:3]) if math.prod(size) == queries > 1]  # type: ignore[misc]
     if not known:
         name = type(layer).__name__
-        reason = (
-            f"{queries} queries do not fill the feature map"
-            if on_map
-            else "it is not called on a map, and the model embeds no patches"
-        )
+        unread = "it is not called on a map, and the model embeds no patches"
+        reason = f"{queries} queries do not fill the feature map" if on_map else unread
         raise UserError(f"the grid of the tokens of {name} is unknown: {reason}")
     H, W = known[0]
     prefix = queries - H * W

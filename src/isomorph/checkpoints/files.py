@@ -46,6 +46,13 @@ def write_atomically(path: Path, write: Callable[[Path], object], new: bool = Fa
             partial.unlink(missing_ok=True)
 
 
+def remove_partial_files(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in a folder; no other process may write there."""
+    with suppress(OSError):
+        for path in filter(Path.is_file, folder.glob(".*.[0-9]*.partial")):
+            path.unlink(missing_ok=True)
+
+
 _PATH_CLASSES = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _HARMLESS: list[Any] = [

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isomorph.training import Recipe
 
 _PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
-_FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection")
+_FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection", "finetune")
 RECIPES: dict[str, dict[str, Any]] = {
     name: fields for file in _FILES for name, fields in import_module(f"isomorph.recipes.{file}").RECIPES.items()
 }

@@ -1,6 +1,6 @@
-"""Small runs: the T-CNN study of docs/methods/tcnn.md, networks on digits as in the demo, and one's own fine-tuning.
+"""Small runs: the T-CNN study of docs/methods/tcnn.md, a hybrid at 32 px, and networks on digits, as in the demo.
 
-Schedules begin at the first step, as they did when the figures of the docs were made.
+Schedules of the study and of the CNNs on digits begin at the first step, as when the figures of the docs were made.
 """
 
 from collections.abc import Mapping
@@ -69,13 +69,5 @@ RECIPES["cifar_coatnet"] = dict(
     optim=dict(lr=2e-3, warmup_epochs=1),
     epochs=30,
     source="isomorph: a hybrid from scratch at 32 px, as in docs/evidence.md",
-)
-RECIPES["finetune"] = dict(
-    model=dict(start="weights"),
-    data=dict(source="imagefolder", batch_size=32),
-    augment=dict(scale=(0.35, 1.0), crop_padding="auto"),
-    optim=dict(lr=1e-4, gate_lr="100x", position_lr="20x", warmup_epochs=1, clip_grad=1.0),
-    epochs=10,
-    source="isomorph: a checkpoint (--model.weights) on a folder of images (--data)",
 )
 RECIPES |= {"digits_vit": _digits_vit(), "digits_convit": _digits_vit(CONVIT_SURGERY)}

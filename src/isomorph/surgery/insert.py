@@ -200,9 +200,7 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
     named = dict(model.named_modules())
     selected = [name for name, module in named.items() if matches_where(after, name, module)]
     if not selected:
-        raise UserError(
-            f"{describe_where(after).replace('where', 'after', 1)} matches no module{nearest_names(after, named)}"
-        )
+        raise UserError(f"{describe_where(after, 'after')} matches no module{nearest_names(after, named)}")
     for name in selected:
         place = name
         while isinstance(named[place], nn.Sequential) and len(named[place]):

@@ -43,9 +43,9 @@ def is_excluded(exclude: Where, name: str, module: nn.Module) -> bool:
     return matches_where(exclude, name, module) or any(fnmatchcase(name, f"{glob}.*") for glob in globs)
 
 
-def describe_where(where: Where) -> str:
-    """Return a description of `where` for an error message."""
-    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
+def describe_where(where: Where, argument: str = "where") -> str:
+    """Return a description of `where`, given as an argument of that name, for an error message."""
+    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"{argument}={where!r}"
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -63,10 +63,11 @@ def nearest_names(where: Where, names: Iterable[str]) -> str:
         glob = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
         glob = glob if glob.strip("*.") else name  # not *.*, which selects all
         grouped[glob] = glob if glob in grouped else name
-    grouped |= {} if any(set("*?[") & set(glob) for glob in globs) else {name: name for name in names}
-    near = [each for glob in globs for each in difflib.get_close_matches(glob, grouped, n=3, cutoff=0.4)]
+    wild = any(set("*?[") & set(glob) for glob in globs)
+    known = grouped if wild else grouped | {name: name for name in names}
+    near = [each for glob in globs for each in difflib.get_close_matches(glob, known, n=3, cutoff=0.4)]
     if near:
-        return f"; nearest names: {', '.join(dict.fromkeys(grouped[each] for each in near))}"
+        return f"; nearest names: {', '.join(dict.fromkeys(known[each] for each in near))}"
     return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from isomorph.checkpoints.files import remove_partial_files
 from isomorph.distributed import Runtime
 from isomorph.errors import Stopped, UserError
 
@@ -59,8 +60,7 @@ def _create_and_lock(folder: Path) -> tuple[int, str]:
     if not folder.exists():  # removed meanwhile by another run, which failed to start
         os.close(handle)
         raise held
-    for partial in folder.glob(".*.partial"):  # of a process that was killed while it wrote
-        partial.unlink(missing_ok=True)
+    remove_partial_files(folder)
     return handle, ""
 
 

@@ -114,8 +114,8 @@ def _say_if_worse(run: Run, journal: Journal) -> None:
     share, images = old.get("top1", 0.0), old.get("images") or 1
     noise = 1.96 * (2 * share * (100 - share) / images) ** 0.5
     if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
-        said, advice = printed(run, old).strip(), "change the images less (augment.scale, augment.crop_padding)"
-        journal.say(f"worse than before training ({said}); train longer, lower optim.lr, or {advice}")
+        advice = "train longer, lower optim.lr, or change the images less (augment.scale, augment.crop_padding)"
+        journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
 
 
 def _print_start(run: Run, journal: Journal) -> None:
@@ -252,9 +252,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    text = printed(run, metrics)
-    if "gamma" in row:
-        text += f"gamma up to {max(row['gamma'].values()):.2g}  "
+    text = printed(run, metrics) + (f"gamma up to {max(row['gamma'].values()):.2g}  " if "gamma" in row else "")
     if recipe.anneal and progress.recast:
         text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
@@ -356,14 +354,14 @@ def gating_row(run: Run) -> dict[str, Any]:
     Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
     """
     measures = {"gates": (gates, 3), "spans": (attention_spans, 2), "centres": (centres, 2)}
-    model, row = run.eval_model, dict[str, Any]()
-    with suppress(UserError), unsharded(model):
-        for kind, (measure, decimals) in measures.items():
-            for layer, values in measure(model).items():
-                row.setdefault(layer, {})[kind] = _rounded(values, decimals)
-    found: dict[str, Any] = {"gating": row} if row else {}
-    with suppress(UserError), unsharded(model):
-        found["gamma"] = {layer: round(gamma.abs().max().item(), 6) for layer, gamma in gammas(model).items()}
+    model, found = run.eval_model, dict[str, Any]()
+    with unsharded(model):
+        with suppress(UserError):
+            for kind, (measure, decimals) in measures.items():
+                for layer, values in measure(model).items():
+                    found.setdefault("gating", {}).setdefault(layer, {})[kind] = _rounded(values, decimals)
+        with suppress(UserError):
+            found["gamma"] = {layer: round(gamma.abs().max().item(), 6) for layer, gamma in gammas(model).items()}
     return found
 
 
