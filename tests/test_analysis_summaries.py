@@ -61,6 +61,34 @@ class TestSummaries:
             torch.testing.assert_close(found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(iso.analysis.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3))
 
+    def test_the_share_of_tokens_before_the_patches(self):
+        x, five = torch.randn(3, 3, 32, 32), vit(reg_tokens=4)
+        share = iso.analysis.prefix_attention(uniform(five), [(x, None)])["blocks.1.attn"]
+        torch.testing.assert_close(share, torch.full((3,), 5 / 21))
+        among = iso.nonlocality(five, x)["blocks.1.attn"] / (1 - share)
+        alone = vit(class_token=False, global_pool="avg")
+        torch.testing.assert_close(among, iso.nonlocality(uniform(alone), x)["blocks.1.attn"])
+        refused("no class token or registers", iso.analysis.prefix_attention, alone, x)
+
+    def test_the_grid_of_a_vit_of_ones_own_is_that_of_its_first_convolution(self):
+        class OwnViT(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.patches, self.token = nn.Conv2d(3, 24, 8, 8), nn.Parameter(torch.zeros(1, 1, 24))
+                self.block = nn.MultiheadAttention(24, 3, batch_first=True)
+
+            def forward(self, x):
+                x = self.patches(x).flatten(2).transpose(1, 2)
+                x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+                return self.block(x, x, x)[0]
+
+        model, x = OwnViT().eval(), torch.randn(2, 3, 24, 40)
+        assert iso.analysis.attention_from(model, x)["block"].shape == (2, 3, 3, 5)
+        model.patches = nn.Conv2d(3, 24, 9, 8, padding=4)
+        refused("set the attribute grid_size", iso.nonlocality, model, x)
+        model.block.grid_size = (3, 5)
+        assert iso.analysis.attention_from(model, x)["block"].shape == (2, 3, 3, 5)
+
     def test_logits_of_a_t_cnn_are_those_of_its_content(self):
         """Padded keys count with a logit of 0; the softmax is the map with gates open."""
         layer = iso.layers.GPSA2d(6, 4, 3, stride=2, padding=1)

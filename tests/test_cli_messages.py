@@ -47,7 +47,10 @@ def test_messages_name_options_as_they_are_typed(command, message, expected):
     [
         ("--image IMAGE --lyers x", "unknown option: --lyers; did you mean --layers?"),
         ("--image IMAGE --where x", "unknown option: --where; see `isomorph analyze --help`"),
-        ("more --image IMAGE", "analyze does not take more; see `isomorph analyze --help`"),
+        (
+            "more --image IMAGE",
+            "analyze does not take more; give another model as --against more; see `isomorph analyze --help`",
+        ),
         ("--image IMAGE --out", "--out needs a value; see `isomorph analyze --help`"),
     ],
 )

@@ -252,3 +252,25 @@ def test_a_function_that_builds_ones_own_model(tmp_path, monkeypatch):
     assert same(open_model("nets.mine:build", Path("w.pth"), options=ModelOptions(model_kwargs={"classes": 4})), own)
     assert same(iso.load("w.pth", base="nets.mine:build", classes=4), own)
     assert str(tmp_path) not in sys.path
+
+
+def test_checkpoints_of_self_supervised_training(tmp_path):
+    """The authors' layout of DINOv2: a position for the class token too, other names, a backbone beside its heads."""
+    name, x = "vit_small_patch14_reg4_dinov2", torch.randn(1, 3, 98, 98)
+    model = timm.create_model(name, img_size=98, depth=1, num_classes=0).eval()
+    state = dict(model.state_dict())
+    first = torch.randn(1, 1, 384)
+    state |= {"register_tokens": state.pop("reg_token"), "mask_token": torch.zeros(1, 384)}
+    state |= {"cls_token": state["cls_token"] - first, "pos_embed": torch.cat([first, state["pos_embed"]], 1)}
+    backbone = {f"backbone.{key}": tensor for key, tensor in state.items()}
+    heads = {"dino_head.mlp.0.weight": torch.zeros(3), "ibot_head.last_layer.weight_v": torch.zeros(3)}
+    other = {key: torch.zeros_like(tensor) for key, tensor in backbone.items()}
+    for content in (state, backbone, {"student": other | heads, "teacher": backbone | heads}):
+        file = save(tmp_path / "dino.pth", content)
+        for given in ({}, {"img_size": 98}):
+            opened = iso.load(file, base=name, depth=1, **given)
+            torch.testing.assert_close(opened(x), model(x), atol=1e-3, rtol=1e-3)
+    refused(r"2 unexpected \(register_tokens", iso.load, file, base="vit_small_patch14_dinov2", depth=1)
+    file = save(tmp_path / "timm.pth", model.state_dict())
+    said = "positions for 48 patches, .*it has reg_token, and the model has not.*another --arch"
+    refused(said, iso.load, file, base="vit_small_patch14_dinov2", depth=1)

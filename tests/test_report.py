@@ -151,6 +151,18 @@ def test_a_page_of_two_models_begins_with_its_finding():
     assert "Gates: 0 in every head of every layer." in page
 
 
+def test_a_page_says_what_a_model_does_not_give():
+    images = [PageImage("x", torch.rand(3, 32, 48))]
+    broken = small_vit(reg_tokens=2)
+    broken.head.weight.data[0, 0] = NAN
+    for model, said in ((small_vit(reg_tokens=2, num_classes=0), "a gives no classes."), (broken, "a are not finite")):
+        first, *others = analyze_sections([PageModel("a", model, SMALL)], images)
+        assert said in first.finding
+        assert first.viewer.data["registers"] == 2
+        assert first.viewer.data["images"][0]["predictions"] == [""]
+        assert "Attention to class token and registers" in [c.title for section in others for c in section.charts]
+
+
 class TestPage:
     def test_what_is_given_cannot_become_code_and_nothing_is_loaded(self):
         nasty = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -64,6 +64,7 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     longer = sorted((other for other in known if other.startswith(base)), key=lambda other: (len(other), other))
     close = longer[:3] or get_close_matches(base, known, n=3) or [other for other in known if base in other][:3]
     hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
+    hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}" if "." in name and base not in known else ""
     return f"there is no model {name!r}; {hint}"
 
 

@@ -1,6 +1,6 @@
 """Measure attention, features and gating parameters of models; most results are tensors by layer name."""
 
-from isomorph.analysis.attention import attention_from, attention_maps, nonlocality
+from isomorph.analysis.attention import attention_from, attention_maps, nonlocality, prefix_attention
 from isomorph.analysis.attention_logits import LogitStats, logit_stats
 from isomorph.analysis.branches import branch_similarity
 from isomorph.analysis.cka import CKA, cka, linear_cka, pool_features
@@ -30,6 +30,7 @@ __all__ = [
     "map_similarity",
     "nonlocality",
     "pool_features",
+    "prefix_attention",
     "track",
     "track_gating",
 ]

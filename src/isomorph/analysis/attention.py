@@ -36,7 +36,7 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
 def _measure_on_grid(
     model: nn.Module,
     batch: Tensor,
-    measure: Callable[[str, AppliedAttention, TokenGrid], Tensor],
+    measure: Callable[[str, AppliedAttention, TokenGrid], Tensor | None],
     where: Where,
     windows: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _measure_on_grid(
 
     measured = capture_attention(model, batch, measure_call, where)
     if not measured:
-        raise UserError(reasons[0])
+        raise UserError((reasons or ["the model has no class token or registers"])[0])
     return measured
 
 
@@ -127,3 +127,25 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
         return _measure_on_grid(model, batch, measure, where, windows)
 
     return mean_over(data, measure_batch)
+
+
+def prefix_attention(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
+    """Return the share of attention that patches give to tokens without a grid position: class token and registers.
+
+    The mean of every head over patches and images. `nonlocality` counts this share as distance 0; divided by the rest
+    of the attention, 1 - share, it is the mean distance among patches. Layers without such tokens are left out.
+
+    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Raises: UserError as in `attention_maps`, or if no layer has such tokens.
+
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> tuple(iso.analysis.prefix_attention(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
+    (3,)
+    """
+
+    def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor | None:
+        chunks = (maps.float() for maps in attention.chunks() if grid.prefix)
+        shares = [maps[:, :, grid.prefix :, : grid.prefix].sum(-1).mean(-1) for maps in chunks]  # (b, nh) each
+        return torch.cat(shares).mean(0) if shares else None
+
+    return mean_over(data, lambda batch: _measure_on_grid(model, batch, measure, where))

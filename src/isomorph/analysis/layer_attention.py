@@ -21,7 +21,7 @@ from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk
 from isomorph.surgery.attention_layers import facts_of, heads_of
-from isomorph.surgery.calls import check_inputs
+from isomorph.surgery.calls import check_inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
@@ -189,7 +189,7 @@ def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableH
     try:
         check_inputs(batch, Tensor)
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
-            model(batch)
+            run_model(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -48,13 +48,13 @@ class TokenGrid(NamedTuple):
 
 
 def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
-    """Return the grid of patches that the model makes of these images, or None."""
+    """Return the grid of patches that the model makes of these images, by its first convolution if need be, or None."""
     size, owners = tuple(batch.shape[-2:]), embedding_models(model)
     if len(owners) == 1:
         return owners[0].patch_embed.dynamic_feat_size(size)
     convs = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    patches = next(convs, None) if hasattr(getattr(model, "config", None), "patch_size") else None  # of transformers
-    if patches is None:
+    patches = next(convs, None)
+    if patches is None or patches.kernel_size != patches.stride or any(patches.padding):
         return None
     H, W = ((n - k) // s + 1 for n, k, s in zip(size, patches.kernel_size, patches.stride, strict=True))
     return H, W
@@ -85,11 +85,11 @@ def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[
     known = [size for size in own if math.prod(size) == queries]
     if not on_map:
         called = None if edited else given.get("grid_size")
-        known += [size for size in (called, grid, getattr(layer, "grid_size", None)) if size]
-        known += [size for size in (call.map_shape[2:], call.map_shape[1:3]) if math.prod(size) == queries > 1]  # type: ignore[misc]
+        around = [size for size in (call.map_shape[2:], call.map_shape[1:3]) if math.prod(size) == queries > 1]
+        known += [size for size in (called, *around, grid, getattr(layer, "grid_size", None)) if size]  # type: ignore[misc]
     if not known:
         name = type(layer).__name__
-        unread = "it is not called on a map, and the model embeds no patches"
+        unread = "set the attribute grid_size = (rows, columns) of the layer"
         reason = f"{queries} queries do not fill the feature map" if on_map else unread
         raise UserError(f"the grid of the tokens of {name} is unknown: {reason}")
     H, W = known[0]

@@ -108,8 +108,8 @@ def short_reason(error: Exception) -> str:
     return line if " " in line else f"{type(error).__name__} {line}".strip()
 
 
-_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict")
-_LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights")
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "teacher")
+_LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights", "student")
 """Entries of training checkpoints that hold the model's tensors, averaged over training (EMA) or as they were last."""
 
 
@@ -212,8 +212,9 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     return within or any(isinstance(each, Tensor) for each in value.values())
 
 
-_WRAPPERS = ("module.", "model.")  # prefixes of all tensor names that DistributedDataParallel and training modules add
+_WRAPPERS = ("module.", "model.", "backbone.")  # which DistributedDataParallel and training modules add to all names
 _COMPILED = "_orig_mod."
+_PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")  # beside the backbone, in DINO's training
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
@@ -222,10 +223,11 @@ def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dic
     if not any(_COMPILED in name for name in own):
         stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}
     while stripped:
-        prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in stripped)), None)
+        known = [name for name in stripped if not name.startswith(_PROJECTIONS)]
+        prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in known)), None)
         if prefix is None or any(name.startswith(prefix) for name in own):
             break
-        stripped = {name.removeprefix(prefix): tensor for name, tensor in stripped.items()}
+        stripped = {name.removeprefix(prefix): stripped[name] for name in known}
     return stripped
 
 

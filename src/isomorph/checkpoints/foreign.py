@@ -127,15 +127,15 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
             arguments.setdefault(argument, number)
     with torch.device("meta"):
         model = create(name, **arguments)
-    return {**dict(_read_vit(model, tensors)), **arguments}
+    return {**dict(_read_vit(model, tensors, sized="img_size" in arguments)), **arguments}
 
 
 def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _read_vit(model: Any, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments by which a ViT's tensors differ from the model's, by name."""
+def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments by which a ViT's tensors differ from the model's, by name; not its size if it is known."""
     patches, positions = tensors.get("patch_embed.proj.weight"), tensors.get("pos_embed")
     embed: Any = getattr(model, "patch_embed", None)
     if not (isinstance(patches, Tensor) and patches.ndim == 4 and isinstance(getattr(embed, "proj", None), nn.Conv2d)):
@@ -148,19 +148,24 @@ def _read_vit(model: Any, tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any
         yield "global_pool", "avg"
         if bare:
             yield "class_token", False
-    if isinstance(positions, Tensor) and positions.ndim == 3 and "pos_embed" in own:
+    if isinstance(positions, Tensor) and positions.ndim == 3 and "pos_embed" in own and not sized:
         grid = math.prod(embed.grid_size)
         prefix = own["pos_embed"].shape[1] - grid
         count = positions.shape[1] - prefix + (bare and prefix > 0)
+        count -= not prefix and math.isqrt(count) ** 2 == count - 1  # the authors of DINOv2 add one to the class token
         if count != grid or other:
-            yield "img_size", _image_size(count, patch)
+            unknown = [name for name in tensors if name not in own]
+            yield (
+                "img_size",
+                _image_size(count, patch, f"; it has {unknown[0]}, and the model has not" if unknown else ""),
+            )
 
 
-def _image_size(count: int, patch: tuple[int, ...]) -> list[int]:
+def _image_size(count: int, patch: tuple[int, ...], more: str) -> list[int]:
     side = math.isqrt(max(count, 0))
     if side**2 != count or not side:
         raise UserError(
-            f"the checkpoint has positions for {count} patches, not a square number; give the image size it was "
-            "trained with, like --model-kwargs img_size=96,128"
+            f"the checkpoint has positions for {count} patches, not a square number{more}; give the image size it was "
+            "trained with, like --model-kwargs img_size=96,128, or another --arch"
         )
     return [side * patch[0], side * patch[1]]

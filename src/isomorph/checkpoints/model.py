@@ -28,7 +28,7 @@ from isomorph.checkpoints.files import (
     strip_wrappers,
     write_atomically,
 )
-from isomorph.errors import UserError
+from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.input_sizes import built_size, label_names
 from isomorph.models import create
 from isomorph.operations import unwrap
@@ -310,9 +310,15 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
     header, tensors = describe_model(model, base), model.state_dict()
-    if wrong := [name for name, tensor in tensors.items() if not tensor.is_meta and tensor.isnan().any()]:
-        warnings.warn(f"{wrong[0]} is not finite (NaN), and is saved as it is", stacklevel=2)
+    warn_of_nan(tensors, "saved")
     write_model(header, tensors, Path(path))
+
+
+def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
+    """Warn if a tensor has NaN, which is saved or loaded (`done`)."""
+    held = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and not tensor.is_meta}
+    if wrong := [name for name, tensor in held.items() if tensor.isnan().any()]:
+        warnings.warn(f"{wrong[0]} is not finite (NaN), and is {done} as it is", DataWarning, stacklevel=3)
 
 
 def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -353,10 +359,11 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
     own = model.state_dict()
     fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
     try:  # timm's filters take a fused network for one of another layout
-        state = state if fits else getattr(module, "checkpoint_filter_fn", lambda state, _: state)(state, model)
+        state = state if fits else getattr(module, "checkpoint_filter_fn", lambda state, _: state)(dict(state), model)
     except UserError:
         raise
     except Exception as error:  # timm's filters raise many types for a checkpoint of another architecture
+        check_state_fits(model, state, path)
         raise UserError(f"{path} does not fit {type(model).__name__}: {short_reason(error)}") from None
     state = _keep_own_head(model, state) if fresh_head else state
     check_state_fits(model, state, path)

@@ -26,6 +26,7 @@ from isomorph.checkpoints.model import (
     rebuild_from_header,
     record_base,
     record_data,
+    warn_of_nan,
 )
 from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.paths import CHECKPOINTS, HUB, is_function
@@ -73,6 +74,7 @@ def load(
     if isinstance(base, nn.Module) and arguments:
         raise UserError(f"base is a module, which is taken as it is; leave {', '.join(arguments)} out")
     contents = read_contents(path, ema)
+    warn_of_nan(contents.tensors, "loaded")
     if isinstance(base, nn.Module):
         return _load_into_base(contents, base)
     return _open_file(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))

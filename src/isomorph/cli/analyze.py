@@ -1,5 +1,6 @@
 """The analyze and compare commands."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
+from isomorph.terminal_tables import say
 
 if TYPE_CHECKING:
     from isomorph.report.page_models import PageModel
@@ -78,6 +80,7 @@ def analyze(
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table
+        from isomorph.report.charts import Dots
         from isomorph.report.html import write_page
         from isomorph.report.page_images import open_images
     models = _open_models([model, *([against] if against else [])], opening, device, size)
@@ -88,13 +91,13 @@ def analyze(
         sections = analyze_sections(models, shown, options)
     written = write_page(out, " and ".join(m.name for m in models), sections[0].finding, sections, page_footer())
     measured = {"out": str(out), "bytes": written} | ({"evolution": evolutions} if evolutions else {})
+    measured |= {"heads": {c.title: c.series for s in sections for c in s.charts if isinstance(c, Dots)}}
     show(json_, measured, *([evolution_table(evolutions), ""] if evolutions else []), page_line(out, written))
 
 
 def _open_models(
     names: list[str], opening: opt.OpenOptions, device: str, size: tuple[int, int] | None
 ) -> list["PageModel"]:
-    from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
     from isomorph.report.page_models import unique_names
 
     titles = unique_names(names)
@@ -104,12 +107,19 @@ def _open_models(
         counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
         raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
     common = size or models[0].config["input_size"][-2:]
-    return [
-        replace(m, model=fit_to_size(m.model, common), config=evaluation_config(m.model, common))
-        if m.config["input_size"][-2:] != common
-        else m
-        for m in models
-    ]
+    return [_fit_to(m, common) if m.config["input_size"][-2:] != common else m for m in models]
+
+
+def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
+    from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
+
+    own, new = ("{} x {}".format(*sides) for sides in (model.config["input_size"][-2:], size))
+    try:
+        fitted = replace(model, model=fit_to_size(model.model, size), config=evaluation_config(model.model, size))
+    except UserError as error:
+        raise UserError(f"{model.name}: {error}") from None
+    say(f"isomorph: {model.name} gets images of {new}, its own size is {own}", sys.stderr)
+    return fitted
 
 
 def open_page_model(
@@ -142,14 +152,15 @@ def open_test_loaders(
     from isomorph.analysis.evolution import random_draw_indices
     from isomorph.evaluation.model_data import default_data, images_on_device, open_test_images, sample_images
 
-    sampled = f"{test.max_images} images of {test.data or default_data(models[0].model)}, drawn at random"
     if not (test.data or test.root):
-        return {}, sampled, {}
+        return {}, "", {}
     evolutions, source = {}, open_test_images(models[0].model, test.data, test.root, test_fraction=test.split)
+    chosen = sample_images(source, test.max_images)
+    sampled = f"{len(chosen)} images of {test.data or default_data(models[0].model)}, drawn at random"
     if test.evolution:
         batches = _same_image_loaders(models, source.subset(random_draw_indices(len(source)).tolist()))
         evolutions = {m.name: feature_evolution(m.model, images_on_device(batches[m.name], m.model)) for m in models}
-    return _same_image_loaders(models, sample_images(source, test.max_images)), sampled, evolutions
+    return _same_image_loaders(models, chosen), sampled, evolutions
 
 
 def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Iterable[Any]]:

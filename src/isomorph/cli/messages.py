@@ -68,7 +68,9 @@ def explain_parse_error(error: CycloptsError) -> str:
         name = error.keyword or error.argument.name
         return f"{name} needs a value{see}" if given else f"{command} needs {name}{see}"
     if isinstance(error, UnusedCliTokensError):
-        return f"{command} does not take {' '.join(error.unused_tokens or ())}{see}"
+        unused = " ".join(error.unused_tokens or ())
+        other = f"; give another model as --against {unused}" if command in ("analyze", "bench") else ""
+        return f"{command} does not take {unused}{other}{see}"
     text = re.sub(r"Available commands: .*", "See `isomorph --help`", str(error).strip())  # which the parser cuts short
     text = re.sub(r"(?:^|(\.) )(\w)", lambda m: "; " * bool(m[1]) + m[2].lower(), text.removesuffix("."))
     return text + see if isinstance(error, UnknownOptionError) and not text.endswith("?") else text

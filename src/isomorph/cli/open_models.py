@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.foreign import ModelOptions
+from isomorph.checkpoints.model import warn_of_nan
 from isomorph.checkpoints.open import (
     check_pretrained_option,
     is_checkpoint_or_run,
@@ -56,6 +57,7 @@ def open_given(
     if not getattr(model, "pretrained_cfg", None):
         _note_defaults(model, name, weighted=bool(weights) or is_checkpoint_or_run(name))
     _print_notes(model)
+    warn_of_nan(model.state_dict(), "used")
     if recipe := find_recipe(Path(name)):
         record_root(model, recipe)
     return model

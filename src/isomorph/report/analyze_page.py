@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isomorph.analysis import attention_spans, gammas, gates, logit_stats
+from isomorph.analysis import attention_spans, gammas, gates, logit_stats, prefix_attention
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
@@ -33,6 +33,7 @@ from isomorph.report.page_models import (
     framing_text,
     model_history,
     name_classes,
+    register_count,
 )
 from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of
@@ -62,7 +63,8 @@ GATING = (
     HeadMeasure("Spans", "1 / locality, grid steps", attention_spans),
 )
 GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas)
-STATISTICS = (*MEASURES.values(), HeadMeasure("Largest attention logit", "logit", _largest_logits))
+PREFIX = HeadMeasure("Attention to class token and registers", "share", prefix_attention, 1.0)
+STATISTICS = (*MEASURES.values(), PREFIX, HeadMeasure("Largest attention logit", "logit", _largest_logits))
 
 
 def evolution_table(evolution: Evolution) -> Table:
@@ -252,18 +254,22 @@ def _attention_section(
         batch = batches[m.name]
         maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact=len(models) == 2)
         outputs.append(logits := class_logits(m.model, batch))
-        predictions = () if logits is None else name_classes(m.model, logits)
-        shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions))
+        finite = logits is not None and bool(logits.isfinite().all())
+        predictions = name_classes(m.model, logits) if logits is not None and finite else ()
+        shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions, register_count(m.model)))
     viewer, details = build_viewer(shown, images, options.max_map_characters), _undrawn_layers(problems)
     names, framing = [m.name for m in models], framing_text(models[0].config)
     found = [outputs_finding(names, outputs)] if len(models) == 2 else []
     if not any(found):
         found = [f"{m.name} predicts {m.predictions[0]} for {images[0].name}." for m in shown if m.predictions]
+        lost = [name for name, y in zip(names, outputs, strict=True) if y is not None and not y.isfinite().all()]
+        found += [f"The outputs of {name} are not finite." for name in lost]
     if viewer:
         layers = viewer.data["layers"]
         found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
         found += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
-    finding = " ".join(filter(None, found)) or "The models give no classes, and none of their attention can be drawn."
+    undrawn = "" if viewer else ", and none of its attention can be drawn"
+    finding = " ".join(filter(None, found)) or f"{' and '.join(names)} gives no classes{undrawn}."
     if viewer:
         text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
         guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])

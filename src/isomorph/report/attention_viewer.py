@@ -164,12 +164,13 @@ EQUAL_BOUNDS = (1e-6, 1e-5)
 
 @dataclass(frozen=True)
 class ViewerModel:
-    """A model in the viewer: its name, attention maps and gates by layer, and its prediction for each image."""
+    """A model in the viewer: name, attention maps and gates by layer, predictions by image, number of registers."""
 
     name: str
     maps: Mapping[str, LayerMaps]
     gates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     predictions: Sequence[str] = ()
+    registers: int = 0
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ def build_viewer(
         layers.append({"name": name, "byModel": by_model, "differences": differences})
     data = {
         "models": [model.name for model in models],
+        "registers": max(model.registers for model in models),
         "layers": layers,
         "images": [
             {

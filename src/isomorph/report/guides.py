@@ -16,8 +16,9 @@ GAMMAS = (
     "either sign, the more training uses the block; the line joins the means of the layers."
 )
 DISTANCE = (
-    "Nonlocality is the mean distance between a patch and what it attends to. Entropy is 0 if a patch attends to one "
-    f"patch only, and largest if it attends to all equally. Very large logits make training unstable. {DOTS}"
+    "Nonlocality is the mean distance between a patch and what it attends to; attention to the class token and to "
+    "registers, drawn apart, counts as distance 0. Entropy is 0 if a patch attends to one patch only, and largest if "
+    f"it attends to all equally. Largest logits are means over images; very large ones make training unstable. {DOTS}"
 )
 CKA = (
     "CKA compares the features of two layers: 1 is equal up to rotation and scale, near 0 unrelated; values slightly "

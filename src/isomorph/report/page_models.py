@@ -89,6 +89,8 @@ def format_percent(share: float) -> str:
 @torch.no_grad()
 def class_logits(model: nn.Module, batch: Tensor) -> Tensor | None:
     """Return the logits of a model's classes in eval mode; None for a model without classes. Shape: -> (B, classes)"""
+    if getattr(model, "num_classes", None) == 0:
+        return None
     with eval_mode(model):
         logits = model(batch)
     return logits.float().cpu() if isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] > 1 else None
@@ -102,6 +104,11 @@ def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSE
         ", ".join(f"{name(label)} ({format_percent(share)})" for share, label in zip(p, c, strict=True))
         for p, c in zip(shares.tolist(), classes.tolist(), strict=True)
     ]
+
+
+def register_count(model: Any) -> int:
+    """Return how many of the tokens before the patches are registers, the last ones: timm's, or transformers'."""
+    return getattr(model, "num_reg_tokens", getattr(getattr(model, "config", None), "num_register_tokens", 0))
 
 
 def model_history(model: PageModel) -> str:

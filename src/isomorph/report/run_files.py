@@ -58,7 +58,7 @@ def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
 
 def _read_run(folder: Path) -> RunLog:
     if not folder.is_dir():
-        what = "it is a file" if folder.exists() else "it does not exist"
+        what = "it is a file (isomorph analyze compares models)" if folder.exists() else "it does not exist"
         raise UserError(f"{folder} is not the folder of a run: {what}")
     problems = list[str]()
     epochs, steps = (_read_jsonl(folder / name, problems) for name in ("log.jsonl", "steps.jsonl"))

@@ -7,7 +7,8 @@ function queryText(viewer, geometry) {
     const [row, column] = position;
     return `row ${row + 1}, column ${column + 1} of ${geometry.queries.join(" × ")}`;
   }
-  return viewer.prefix === 1 ? "the class token" : `token ${viewer.state.token + 1}`;
+  const name = viewer.tokenName(viewer.state.token);
+  return name[0].toLowerCase() + name.slice(1);
 }
 
 /** Return a line for each model that predicts classes of the image: its name, and the classes. */

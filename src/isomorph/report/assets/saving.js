@@ -8,8 +8,10 @@ function planeRows({x, y, series}) {
   const rows = (part, row) => series.flatMap(s => s[part].flatMap((item, i) => row(s, item, i)));
   const points = row => rows("points", (s, point) => [row(s, point)]);
   if (x.names) {
-    const ofHead = (s, [, value, layer]) => [s.name, layer, value];
-    return [["series", "layer", y.label], ...points(ofHead)];
+    const number = ({points}, point) => points.filter(p => p[2] === point[2]).indexOf(point) + 1;
+    const ofHead = (s, point) => [s.name, point[2], number(s, point), point[1]];
+    const counted = y.label.includes("channel") ? "channel" : "head";
+    return [["series", "layer", counted, y.label], ...points(ofHead)];
   }
   if (!series.some(s => s.lines.length)) {
     const head = ["series", "name", x.label, y.label];

@@ -98,6 +98,13 @@ class AttentionViewer {
     return hints;
   }
 
+  /** Return the name of a token before the patches: registers are the last ones. */
+  tokenName(i) {
+    const others = this.prefix - this.registers;
+    if (i >= others) return `Register ${i - others + 1}`;
+    return others === 1 ? "Class token" : `Token ${i + 1}`;
+  }
+
   /** Build the controls above the heads. */
   buildControls() {
     const {state, layers, images, prefix} = this;
@@ -114,8 +121,7 @@ class AttentionViewer {
     this.addChoices("Show", ["One layer", "All layers"], i => { state.allLayers = i === 1; });
     this.addChoices("Colour scale", ["Per map", "Shared"], i => { state.sharedScale = i === 1; });
     this.addChoices("Draw", ["Over image", "Map only"], i => { state.overlay = i === 0; });
-    const tokenName = i => prefix === 1 ? "Class token" : `Token ${i + 1}`;
-    const tokens = Array.from({length: prefix}, (_, i) => tokenName(i));
+    const tokens = Array.from({length: prefix}, (_, i) => this.tokenName(i));
     if (prefix) this.addChoices("Query", ["Patch", ...tokens], i => { state.token = i - 1; });
   }
 
