@@ -131,10 +131,32 @@ def test_all_that_is_one_layer_is_merged(name):
     assert not again.merged
 
 
-def twice(first, second):
-    """A model in which two layers have one weight."""
-    second.weight = first.weight
+def tied(first, second, what="weight"):
+    """A model in which two layers have one weight or bias."""
+    setattr(second, what, getattr(first, what))
     return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), second, nn.BatchNorm2d(4))
+
+
+def bias_read_elsewhere():
+    model = net(lambda m, x: m.norm(m.conv(x)).relu() + m.again[:, None, None], conv=ONE, norm=norm())()
+    model.again = model.conv.bias
+    return model
+
+
+class Doubled(nn.BatchNorm2d):
+    """A norm whose module computes more, which a gate of 0 hides."""
+
+    def forward(self, x):
+        return super().forward(x) * 2 - 1
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.gate = PLAIN(), Doubled(4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.gate * self.norm(self.conv(x)) + x
 
 
 def hooked(where, kind="forward"):
@@ -167,7 +189,16 @@ LEFT = {
         "norm",
         "read elsewhere",
     ),
-    "tied weights": (lambda: twice(PLAIN(), PLAIN()), "1", "tied"),
+    "tied weights": (lambda: tied(PLAIN(), PLAIN()), "1", "tied"),
+    "tied biases": (lambda: tied(*(nn.Conv2d(4, 4, 1) for _ in "ab"), "bias"), "4", "bias of 3 is tied"),
+    "bias read elsewhere": (bias_read_elsewhere, "norm", "tied"),
+    "branch on the batch": (net(lambda m, x: m.norm(m.conv(x)) if len(x) > 1 else m.conv(x), **PAIR), "norm", "differ"),
+    "norm of another axis": (
+        net(lambda m, x: m.norm(m.conv(x).mT), conv=conv(4, 6, 3, padding=1), norm=norm(6)),
+        "norm",
+        "it follows|other axis",
+    ),
+    "module that computes more": (Gated, "norm", "computes more"),
     "computed weight": (standardised, "1", "computes its weight"),
     "hook on the layer": (hooked(0), "1", "hooks"),
     "statistics of the batch": (in_turn(THREE, norm(track_running_stats=False)), "1", "statistics of the batch"),
@@ -281,6 +312,17 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     assert deviation(back(x), thin(x)) < 1e-12
 
 
+class Pair(nn.Module):
+    """Two inputs, of which a call may give one for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = PLAIN(), PLAIN()
+
+    def forward(self, x, y):
+        return (self.a(x) + self.b(y)).relu()
+
+
 class Tapped(nn.Module):
     """A norm that another entry point leaves out, and a layer that changes its input in place."""
 
@@ -293,6 +335,35 @@ class Tapped(nn.Module):
 
     def forward(self, x):
         return self.head(self.norm(self.forward_features(x)))
+
+
+@torch.no_grad()
+def test_values_that_the_example_does_not_tell_apart():
+    """One tensor for two inputs; a gate of 0 that training opens; timm's features before the classifier."""
+    two = disturb(Pair())
+    x, y = torch.randn(2, *MAP, dtype=torch.float64)
+    assert not fuse_with_report(two, {"x": x, "y": x})[1].merged
+    model, x = made(Gated, MAP)
+    model.gate.zero_()
+    new, _ = fuse_with_report(model, x)
+    model.gate.fill_(1.0), new.gate.fill_(1.0)
+    assert deviation(new(x), model(x)) < 1e-12
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3, global_pool="avg")
+    vit, x = disturb(vit, 0.1), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    new, report = fuse_with_report(vit, x, affine=True)
+    assert report.merged
+    features = [each.forward_head(each.forward_features(x), pre_logits=True) for each in (vit, new)]
+    assert deviation(*features) < 1e-12
+
+
+@torch.no_grad()
+def test_the_report_says_what_rounding_the_weights_costs():
+    model, x = made(in_turn(THREE, norm(), nn.ReLU), MAP)
+    new, report = fuse_with_report(model.bfloat16(), x.bfloat16())
+    assert report.difference < 1e-12 < 1e-4 < report.rounded < 0.05
+    apart = deviation(new.double()(x), model.double()(x))
+    assert 0.2 < report.rounded / apart < 5  # on other inputs
+    assert "once the weights are rounded" in str(report)
 
 
 def test_all_entry_points_agree_and_the_input_stays():

@@ -255,6 +255,8 @@ class Plan:
             return name, f"{shown} is used more than once"
         if attached := describe_attachments(module):
             return name, f"{shown} has {attached}"
+        if bias is not None and len(self.flow.names[id(bias)]) > 1:
+            return name, f"the bias of {shown} is tied"
         own = module._parameters.get("weight") is weight and module._parameters.get("bias", weight) is bias
         if not own or (bias is None and operation.module != name):
             return name, f"the bias of {shown} is not its own"
@@ -311,7 +313,8 @@ class Plan:
     def _why_none_before(self, value: Value) -> str:
         maker = self.flow.made.get(value)
         if value in self._values:
-            return "the output of the layer before it is read elsewhere"
+            turned = "its channels are on another axis than those of the layer before it"
+            return turned if self._is_read_once(value) else "the output of the layer before it is read elsewhere"
         return self._refused.get(value) or (f"it follows {maker.name}" if maker else "it reads the model's input")
 
     def _follow_scale(self, operation: Operation, x: Value) -> Affine | None:
@@ -365,7 +368,8 @@ class Plan:
         readers: list[tuple[str, InputWindow]] = []
         if reason := self._find_readers(value, found.axis, bool(found.shift.any()), readers):
             for name in self.norms.intersection(name for _, name in found.gone):
-                self.left[name] = f"{self.left[name]}; {reason}" if name in self.left else reason
+                before = f"{self.left[name]}; nor does it fit into what follows: " if name in self.left else ""
+                self.left[name] = before + reason
             return
         names, windows = zip(*readers, strict=True)
         self._add(Group("readers", names, windows, found.gone, found.summands, found.shift))
@@ -398,6 +402,11 @@ class Plan:
     def _add(self, group: Group) -> None:
         """Add a group unless the code that connects its modules branches on the numbers of a batch."""
         names = [*group.carriers, *(name for _, name in group.gone)]
+        for change in group.gone if group.kind != "chain" else ():
+            last = self._own[change[1]][-1:]  # of an identity, whose steps are all followed
+            if change[0] == "identity" and not any(change in self._gone(each.outputs[0]) for each in last):
+                self.left[change[1]] = "its module computes more than the norm"
+                return
         for deciding in self._deciding:
             if len({_child_of(deciding, name) for name in names}) > 1 or deciding in names:
                 reason = f"{deciding or 'the model'} branches on the numbers of a batch"
@@ -406,6 +415,9 @@ class Plan:
         for _, name in group.gone:
             self.left.pop(name, None)
         self.groups.append(group)
+
+    def _gone(self, value: Value) -> tuple[Change, ...]:
+        return self._values[value].gone if value in self._values else ()
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""

@@ -22,8 +22,8 @@ from isomorph.surgery.rule import Rule
 
 TOLERANCE = 1e-6
 """Largest difference in float64, relative to the largest output, that is rounding: models may round inside."""
-_ENTRIES = ("forward", "forward_features", "forward_intermediates")
-"""Methods by which a model may be called."""
+_ENTRIES = ("forward", "forward_features", "forward_intermediates", "forward_head")
+"""Methods by which a model may be called; the head of timm's, for features as they are without its classifier."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class FuseReport:
     """What `fuse` did to a model: what was fused and merged into which layers, and what was left, with the reason.
 
     `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
+    `rounded` is that of the model returned, whose weights are rounded to the precision of the given model.
 
     >>> report = iso.surgery.fuse_with_report(timm.create_model("cifar_resnet20").eval())[1]
     >>> len(report.merged), report.left, report.difference < 1e-12
@@ -96,6 +97,7 @@ class FuseReport:
     parameters: tuple[int, int] = (0, 0)
     difference: float | None = None
     inputs: tuple[str, ...] = ()
+    rounded: float | None = None
 
     def __str__(self) -> str:
         counts = f"{len(self.merged)} norms, scales or layers merged, {len(self.left)} left"
@@ -105,10 +107,11 @@ class FuseReport:
         ]
         if self.difference is not None:
             compared = f"compared at {', '.join(self.inputs)}"
-            lines.append(f"  max |diff| {self.difference:.2g} of max |out| (float64), {compared}")
+            rounded = f", {self.rounded:.2g} once the weights are rounded" if self.rounded else ""
+            lines.append(f"  max |diff| / max |out| {self.difference:.2g} in float64{rounded}, {compared}")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
-            reasons.setdefault(reason, []).append(name)
+            reasons.setdefault(reason, []).append(name or "the model")
         return "\n".join([*lines, *(f"  left {list_names(names)}: {reason}" for reason, names in reasons.items())])
 
     __repr__ = __str__
@@ -169,7 +172,7 @@ class Cases:
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                found.append(_call(model, entry, inputs))
+                found.append(_call(model, entry, _copy(inputs)))
         finally:
             for handle in handles:
                 handle.remove()
@@ -179,7 +182,7 @@ class Cases:
         """Yield what each call shows; sizes beyond the second are for the comparison."""
         for entry, inputs, _ in self._calls:
             if describe_shape(inputs) in self.sizes[:2]:
-                yield Plan(model, see(model, partial(_call, model, entry, inputs)), affine)
+                yield Plan(model, see(model, partial(_call, model, entry, _copy(inputs))), affine)
 
     def difference(self, model: nn.Module) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -199,25 +202,29 @@ class Cases:
 
 
 def _copy(inputs: Inputs) -> Inputs:
-    """Return inputs that a model may change in place."""
-    return inputs.clone() if isinstance(inputs, Tensor) else dict(inputs)
+    """Return inputs that a model may change in place, each tensor one of its own."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone()
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
-def _call(model: nn.Module, entry: str, inputs: Inputs) -> Any:
-    method, copied = model if entry == "forward" else getattr(model, entry), _copy(inputs)
-    return method(copied) if isinstance(copied, Tensor) else method(**copied)
+def _call(model: Any, entry: str, inputs: Inputs) -> Any:
+    if entry == "forward_head":
+        return model.forward_head(model.forward_features(inputs), pre_logits=True)
+    method = model if entry == "forward" else getattr(model, entry)
+    return method(inputs) if isinstance(inputs, Tensor) else method(**inputs)
 
 
 def _crops(inputs: Inputs) -> list[Tensor]:
-    """Return two inputs with shorter sides, of which one is odd, and one with fewer tokens or rows."""
+    """Return two inputs with shorter sides, of which one is odd, and one with fewer tokens; one more image, and one."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
         return []
-    pair = torch.cat([inputs[:1], inputs[-1:].flip(-1)])
+    more, one = torch.cat([inputs, inputs[-1:].flip(-1)]), inputs[-1:].flip(-1)
     shares, sides = (3, 2, 3), inputs.shape[2:]
     odd: list[Any] = [slice((n * share // 4) | 1) for n, share in zip(sides, shares, strict=False)]
     even: list[Any] = [slice(max(n * share // 4, 1)) for n, share in zip(sides, shares[1:], strict=False)]
-    crops = [pair[..., *odd], pair[..., *even]] if sides else []
-    return crops if len(sides) > 1 else [*crops, pair[:, : inputs.shape[1] // 2 + 1], pair]
+    crops = [more[..., *odd], one[..., *even]] if sides else []
+    return crops if len(sides) > 1 else [*crops, more[:, : inputs.shape[1] // 2 + 1], more, one]
 
 
 def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
