@@ -92,6 +92,12 @@ def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
     half, masked = new(x), local(new)(x)
     pruned = iso.prune(new)
     assert deviation(pruned(x), masked) < 1e-12
+    if getattr(new.blocks[0].attn, "rel_pos", None):
+        refused("look at the model before iso.prune", iso.attention_maps, pruned, x)
+    else:
+        maps, of_pruned = iso.attention_maps(new, x), iso.attention_maps(pruned, x)
+        assert all(torch.equal(of_pruned[key], value) for key, value in maps.items())
+        assert all(layer.attn.pruned for layer in pruned.blocks)
     assert min(deviation(a, b) for a, b in ((half, model(x)), (masked, model(x)), (half, masked))) > 1e-6
     for each, y in ((new, masked), (pruned, pruned(x))):
         iso.save(each, tmp_path / "model.safetensors")
@@ -120,6 +126,24 @@ def test_registers_grids_and_blocks_of_every_kind():
         assert deviation(new(x), plain(x)) < 1e-12
         assert deviation(iso.prune(local(new))(x), new(x)) < 1e-12
         assert deviation(new(x), plain(x)) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["coatnet_rmlp_0_rw_224", "maxvit_pico_rw_256"])
+@torch.no_grad()
+def test_windows_of_hybrids_with_a_relative_bias(name):
+    model = disturb(timm.create_model(name, img_size=96, depths=(1, 1, 1, 1), num_classes=3), 0.1)
+    x = torch.randn(1, 3, 96, 96, dtype=torch.float64)
+    new = local(iso.recast(model, iso.AttentionToWindow(2), "stages.2.*"))
+    assert deviation(iso.prune(new)(x), new(x)) < 1e-12 < deviation(new(x), model(x))
+
+
+def test_what_cannot_have_windows_is_an_error_of_the_first_call():
+    """Not of the first step of training: keys of fewer tokens, keys of other tokens, causal attention."""
+    siglip = "vit_base_patch16_siglip_224", "attn_pool", dict(img_size=64, depth=1, embed_dim=24, num_heads=2)
+    for name, where, options in (("pvt_v2_b0", "stages.0.*.attn", {}), siglip):
+        model = timm.create_model(name, **options)
+        new = iso.recast(model.eval(), iso.AttentionToWindow(2), where)
+        refused("leave it out of where", iso.verify, model, new, torch.randn(1, 3, 64, 64))
 
 
 def test_anneals_in_training_compiles_and_exports():

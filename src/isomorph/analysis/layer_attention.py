@@ -23,6 +23,7 @@ from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk
 from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.calls import check_inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
+from isomorph.surgery.rules.window import WindowAttention
 
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
 """Submodules whose operations count as those of the layer around them."""
@@ -167,17 +168,18 @@ class LayerCall(NamedTuple):
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Context in which layers whose fused form has no map run in their plain form."""
+    """Context in which layers run in the form with a map of all tokens: not fused where that has none, windows masked."""
     facts = [(layer, facts_of(layer)) for layer in model.modules()]
-    layers: list[Any] = [layer for layer, fact in facts if fact and fact.plain]
-    forms = [layer.fused_attn for layer in layers]
+    forms = [(layer, "fused_attn", layer.fused_attn) for layer, fact in facts if fact and fact.plain]
+    windows = [layer for layer, _ in facts if isinstance(layer, WindowAttention) and not layer.no_map]
+    forms += [(layer, "pruned", layer.pruned) for layer in windows]
     try:
-        for layer in layers:
-            layer.fused_attn = False
+        for layer, name, _ in forms:
+            setattr(layer, name, False)
         yield
     finally:
-        for layer, form in zip(layers, forms, strict=True):
-            layer.fused_attn = form
+        for layer, name, form in forms:
+            setattr(layer, name, form)
 
 
 @torch.no_grad()
@@ -226,7 +228,7 @@ class _Capture:
     def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inside = self.calls and (self.calls[-1] is None or has_attention_method(self.calls[-1].layer))
         facts = facts_of(layer)
-        reason = facts and facts.no_map
+        reason = (facts and facts.no_map) or getattr(layer, "no_map", None)
         if reason and matches_where(self.where, name, layer):
             self.reasons.append(f"{name} ({type(layer).__name__}) {reason}")
         around = next((call.map_shape for call in reversed(self.calls) if call), ())

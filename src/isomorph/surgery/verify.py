@@ -259,7 +259,7 @@ def _doubts(report: VerifyReport, pair: "_Pair", batch: Inputs) -> Iterator[str]
     scale = max(row.scale for row in report.inputs)
     if report.passed and scale < 1e-3:
         yield f"all outputs are at most {scale:.1g}: a head with small weights hides what the layers before it do"
-    hidden = list_names([row.name for row in report.targets if row.fp64])
+    hidden = list_names([row.name for row in report.targets if row.fp64 > 1e-12 * row.scale])
     if hidden and not any(row.deviation for row in report.inputs):
         yield f"the outputs do not depend on {hidden} here (is a weight behind it zero?); give trained weights"
     if not report.passed and pair.is_random(batch):

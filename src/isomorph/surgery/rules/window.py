@@ -29,7 +29,11 @@ class _Attend(FollowMaps):
     def at_fused(self, call: FusedCall) -> Tensor:
         q, k, layer = call.query, call.key, self.layer
         if call.is_causal or q.ndim != 4 or q.shape[:3] != k.shape[:3]:
-            raise ValueError("windows need self-attention that is not causal, with keys of its own for each head")
+            needs = "windows need self-attention that is not causal, with keys of its own for each token and head"
+            raise ValueError(f"{layer.original.__name__}: {needs}; leave it out of where")
+        if layer._is_global:
+            self.seen = True
+            return super().at_fused(call)
         grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid)
         if layer.pruned and not is_open:
@@ -49,8 +53,15 @@ class WindowAttention(AlteredAttention):
     window: int
     share: Tensor
     _is_global: bool
+    _is_checked: bool
     pruned: bool
-    added = (*AlteredAttention.added, "window", "share", "_is_global", "pruned")
+    added = (*AlteredAttention.added, "window", "share", "_is_global", "_is_checked", "pruned")
+
+    @property
+    def no_map(self) -> str | None:
+        """Why a map of all tokens cannot be formed, or None: `to_windows` limits a relative bias."""
+        limited = self.pruned and hasattr(getattr(self, "rel_pos", None), "relative_position_index")
+        return "has lost the relative bias outside of its windows; look at the model before iso.prune" * limited or None
 
     def set_share(self, share: float) -> None:
         """Set the share of what is outside of the window, from 0 (windows alone) to 1 (global attention)."""
@@ -58,13 +69,16 @@ class WindowAttention(AlteredAttention):
         self._is_global = share == 1
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
-        if self._is_global:
+        if self._is_global and (self._is_checked or torch.compiler.is_compiling()):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         mode = _Attend(self, self.shapes(grid_size, self.given(args, kwargs)))
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.seen:
-            raise ValueError(f"{self.original.__name__} did not call scaled_dot_product_attention in this call")
+            name, interface = self.original.__name__, '; call model.set_attn_implementation("sdpa") before recasting it'
+            hint = interface if self.facts.interface else ""
+            raise ValueError(f"{name} did not call scaled_dot_product_attention in this call{hint}")
+        self._is_checked = True
         return out
 
     def to_attention(self, atol: float = 0.0) -> nn.Module:
@@ -79,7 +93,7 @@ class WindowAttention(AlteredAttention):
         layer.pruned = True
         layer.set_share(0.0)
         if hasattr(getattr(layer, "rel_pos", None), "relative_position_index"):
-            limit_bias(layer.rel_pos, Windows(layer.grid_size, layer.window))
+            limit_bias(layer.rel_pos, Windows(layer.rel_pos.window_size, layer.window))
         return layer
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -154,5 +168,5 @@ class AttentionToWindow(GridRule):
         layer = alter(module, WindowAttention, self.grid_size, self.prefix_tokens, True)
         like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
         layer.register_buffer("share", torch.ones((), device=like.device))
-        layer.window, layer._is_global, layer.pruned = self.window, True, False
+        layer.window, layer._is_global, layer._is_checked, layer.pruned = self.window, True, False, False
         return layer
