@@ -181,6 +181,10 @@ def shared_norm(m, x):
     return m.norm(m.b(m.norm(m.a(x)).relu()))
 
 
+def unused_norm(m, x):
+    return m.conv(x)
+
+
 PAIR = dict(conv=THREE, norm=norm())
 LEFT = {
     "norm used twice": (net(shared_norm, a=PLAIN, b=PLAIN, norm=SAME), "norm", "called more than once"),
@@ -208,6 +212,7 @@ LEFT = {
         "branches on the numbers",
     ),
     "padding of odd sizes": (net(pad_odd, **PAIR), "norm", "other sizes|follows pad"),
+    "not called": (net(unused_norm, **PAIR), "norm", "not called on the example"),
     "activation between": (in_turn(THREE, nn.ReLU, norm()), "2", "it follows relu; .* output"),
     "before zero padding": (in_turn(norm(4), THREE), "0", "1 pads with zeros"),
 }
@@ -341,7 +346,7 @@ class Tapped(nn.Module):
 def test_values_that_the_example_does_not_tell_apart():
     """One tensor for two inputs; a gate of 0 that training opens; timm's features before the classifier."""
     two = disturb(Pair())
-    x, y = torch.randn(2, *MAP, dtype=torch.float64)
+    x = torch.randn(MAP, dtype=torch.float64)
     assert not fuse_with_report(two, {"x": x, "y": x})[1].merged
     model, x = made(Gated, MAP)
     model.gate.zero_()

@@ -274,3 +274,30 @@ def test_checkpoints_of_self_supervised_training(tmp_path):
     file = save(tmp_path / "timm.pth", model.state_dict())
     said = "positions for 48 patches, .*it has reg_token, and the model has not.*another --arch"
     refused(said, iso.load, file, base="vit_small_patch14_dinov2", depth=1)
+
+
+@pytest.mark.parametrize("name", ["repvgg_a0", "fastvit_t8"])
+@torch.no_grad()
+def test_files_that_timm_merged_open_and_get_norms_again(tmp_path, name):
+    model, x = timm.create_model(name, num_classes=3).eval(), torch.randn(1, 3, 64, 64)
+    merged = timm.utils.reparameterize_model(model)
+    thin = open_own(save(tmp_path / "merged.pth", merged.state_dict()), arch=name)
+    assert torch.equal(thin(x), merged(x))
+    for each in (thin, merged):  # timm leaves the layers that it makes in train mode
+        normed = iso.recast(each, iso.ConvToConvNorm())
+        assert not any(module.training for module in normed.modules() if isinstance(module, nn.BatchNorm2d))
+        torch.testing.assert_close(normed(x), merged(x), atol=1e-4, rtol=1e-4)
+    iso.save(iso.recast(thin, iso.ConvToConvNorm()), tmp_path / "normed.safetensors")
+    torch.testing.assert_close(iso.load(tmp_path / "normed.safetensors")(x), merged(x), atol=1e-4, rtol=1e-4)
+
+
+def test_a_timm_model_of_ones_own_function_is_saved_with_its_edits(tmp_path, monkeypatch):
+    (tmp_path / "with_own_attention.py").write_text(
+        "import timm\n\n\nclass Own(timm.layers.Attention):\n    pass\n\n\ndef build():\n"
+        "    return timm.create_model('vit_tiny_patch16_224', img_size=32, depth=1, num_classes=3, attn_layer=Own)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model, file = open_model("with_own_attention:build", pretrained=False), tmp_path / "new.safetensors"
+    new, x = iso.recast(model, iso.LinearToPyramid(), where="head"), torch.randn(1, 3, 32, 32)
+    iso.save(new, file)
+    assert torch.equal(open_own(file, arch="with_own_attention:build")(x), new(x))

@@ -168,9 +168,9 @@ class LayerCall(NamedTuple):
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Context in which layers run in the form with a map of all tokens: not fused where that has none, windows masked."""
+    """Context in which layers run in the form that has a map of all tokens: not fused, or with masked windows."""
     facts = [(layer, facts_of(layer)) for layer in model.modules()]
-    forms = [(layer, "fused_attn", layer.fused_attn) for layer, fact in facts if fact and fact.plain]
+    forms: list[Any] = [(layer, "fused_attn", layer.fused_attn) for layer, fact in facts if fact and fact.plain]
     windows = [layer for layer, _ in facts if isinstance(layer, WindowAttention) and not layer.no_map]
     forms += [(layer, "pruned", layer.pruned) for layer in windows]
     try:

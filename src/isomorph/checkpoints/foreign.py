@@ -1,5 +1,6 @@
 """Models from checkpoint files that isomorph did not write: state dicts, and those of timm's training script."""
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
+from isomorph.surgery import Edit, apply_edit, fusible_modules
+from isomorph.surgery.fuse import Fuse
 from isomorph.surgery.rule import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -69,8 +72,11 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     except UserError as error:
         raise UserError(f"cannot open {path} as {name}: {error}") from None
     model = build_checked(contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs")
-    load_state(model, tensors, path)
     record_base(model, {"name": name, **arguments})
+    if tensors.keys() != model.state_dict().keys() and (merged := fusible_modules(model, branches=True)):
+        thin = apply_edit(copy.deepcopy(model).eval(), Edit(Fuse(), merged))
+        model = thin if thin.state_dict().keys() == tensors.keys() else model  # merged by timm's reparameterize_model
+    load_state(model, tensors, path)
     images = _image_settings(settings, model, path)
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)

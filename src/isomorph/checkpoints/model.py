@@ -129,8 +129,12 @@ def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ..
         )
 
 
-def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
-    """Return the shortest base and edits that rebuild the model: for a fused model, the plain network if possible."""
+def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]] | None:
+    """Return the shortest base and edits that rebuild the model: for a fused model, the plain network if possible.
+
+    None if there are none and the user's function builds its base.
+    """
+    own = record(model).is_own
     base, made = describe_base(model), edits(model)
     remaining = _drop_fused_edits(made)
     plain = base if remaining == made else {**base, **getattr(model, "fused_arguments", {})}
@@ -140,10 +144,12 @@ def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, 
         for start, kept in ((plain, remaining), (plain, made), (base, made))
         for arguments in (start, {**now, **start}, {**start, **now})
     ]
-    for candidate in records[:-1]:
+    for candidate in records if own else records[:-1]:
         with suppress(UserError):
             _check_rebuilds(model, *candidate)
             return candidate
+    if own:
+        return None
     _check_rebuilds(model, *records[-1])
     return records[-1]
 
@@ -165,9 +171,9 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
     if isinstance(base, dict):
         _check_rebuilds(model, base, made)
         parts: dict[str, Any] = {"base": base}
-    elif base is None and (record(model).base or config.get("architecture")):
-        parts = {}
-        parts["base"], made = _find_rebuild_record(model)
+    elif base is None and (record(model).base or config.get("architecture")) and (found := _find_rebuild_record(model)):
+        parts = {"base": found[0]}
+        made = found[1]
     else:
         if base is not None:
             _check_edits_on(base, model)
@@ -225,7 +231,7 @@ def build_checked(contents: Contents, build: Callable[[], T], plan: str = "its h
     try:
         with torch.device("meta"):
             wanted = sum(tensor.numel() for tensor in build().state_dict().values())
-        if wanted > max(2 * held, _ALWAYS_ALLOWED_NUMEL):
+        if wanted > max(5 * held, _ALWAYS_ALLOWED_NUMEL):
             raise UserError(f"cannot rebuild {contents.path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
         return build()
     except UserError:

@@ -34,7 +34,7 @@ from isomorph.checkpoints.snapshot import DamagedSnapshot, newest_snapshot, peek
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.surgery import apply_edit, edits
-from isomorph.surgery.rule import add_notes, notes
+from isomorph.surgery.rule import add_notes, notes, update_record
 
 
 def load(
@@ -132,6 +132,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
         sys.path.remove(os.getcwd())
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does")
+    update_record(model, is_own=True)
     return model.eval()
 
 

@@ -115,7 +115,8 @@ def explain_failure(what: str, shapes: ExportShapes) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError):
             raise
-        advice = "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
+        less = {"batch,size": "batch", "size": "none", "batch": "none"}.get(shapes.dynamic)
+        advice = f"; try it with dynamic {less}" if less else ""
         raise UserError(f"{what}: {_first_cause(error)}{advice}") from error
 
 

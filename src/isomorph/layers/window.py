@@ -96,7 +96,7 @@ def attend_in_windows(attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Ten
     bias, parts = _as_bias(mask, q), []
     for rectangle in windows.rectangles():
         q_, k_, v_ = (rectangle.cut(x[:, :, prefix:].unflatten(2, windows.grid)) for x in (q, k, v))
-        local = None if bias is None else _bias_in(rectangle, windows, bias, len(q))
+        local = None if bias is None else _bias_in(rectangle, windows, bias, q.shape[0])
         parts.append(rectangle.join(_attend_in_each(attend, q_, k_, v_, k[:, :, :prefix], v[:, :, :prefix], local)))
     columns = 1 if parts[0].shape[3] == W else 2
     rows = [torch.cat(parts[i : i + columns], 3) for i in range(0, len(parts), columns)]

@@ -26,6 +26,7 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
         reason = first_line(error)[:200].rstrip(".")
+        reason += "; give several inputs by name, as a dict" if "required positional argument" in reason else ""
         raise DoesNotRun(f"the model does not run on {_describe(inputs)}: {reason}") from error
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from timm.models import get_model_input_config
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
@@ -275,6 +276,8 @@ def merge(
     for group in (first or {}).values():
         reason = bad.get(group, "calls at other sizes or by other methods differ in what they read")
         left = {name: reason for _, name in group.gone if name in norms} | left
+    unused = (n for n, module in model.named_modules() if isinstance(module, _BatchNorm) and n not in norms)
+    left |= dict.fromkeys(unused, "it is not called on the example")
     new, edits = merged(good)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 

@@ -38,6 +38,8 @@ def check_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
         raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UserError("the model, or a part of it, is scripted; give it as it was before torch.jit.script or trace")
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
@@ -246,7 +248,10 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
                 replacement = rule.build(target)
             except UserError as error:
                 raise UserError(f"{name or 'the model'}: {error}") from None
-            model = replace_module(model, path, original, match_original(replacement, original))
+            replacement = match_original(replacement, original)
+            if path and not model.get_submodule(path.rpartition(".")[0]).training:
+                replacement.eval()  # a layer that timm makes while it merges is in train mode
+            model = replace_module(model, path, original, replacement)
     add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)

@@ -281,6 +281,9 @@ class Record:
     trained_size: bool = False
     """True if its input size is the one that it was trained on."""
 
+    is_own: bool = False
+    """True if the user's function built it, so that a checkpoint need not say how."""
+
     data_root: str | None = None
     """The folder of the data that it is tested on, where the user named one."""
 
