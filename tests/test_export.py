@@ -252,6 +252,16 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
     assert "images_per_second" in result
     eager = json.loads(isomorph("evaluate", checkpoint, *test, "--no-cost").stdout)
     assert result["top1"] == eager["top1"]
+    equal = isomorph("verify", checkpoint, tmp_path / "small.pt2")
+    assert equal.stdout.startswith("equal within 0.0001"), equal.stderr
+
+
+def test_a_model_that_does_not_say_which_images_it_takes_is_noted(tmp_path):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 2))
+    assert "3 x 4 x 4, prepared as for ImageNet" in str(iso.export(net, tmp_path / "net.pt2", size=4))
+    net.pretrained_cfg = dict(input_size=(3, 4, 4), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3)
+    assert not iso.export(net, tmp_path / "own.pt2").notes
+    assert iso.deployment.open_artefact(tmp_path / "own.pt2").metadata["mean"] == (0.1, 0.2, 0.3)
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2"])

@@ -72,6 +72,7 @@ def test_outputs_are_close_and_the_file_says_what_it_is(vit, images, quantized, 
     assert noise == pytest.approx(report.output_sqnr, abs=0.01)
     assert noise > decibels
     assert report.megabytes < report.float_megabytes
+    assert 0 < report.float_difference < 1e-5
     assert iso.evaluate(artefact, [(images, vit(images).argmax(1))])["top1"] == pytest.approx(report.agreement)
 
 
@@ -106,3 +107,17 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
     kept = {(layer.name, layer.precision) for layer in report.layers if layer.reason == "chosen by float_layers"}
     assert kept == {("blocks.0.mlp.fc1", "float"), ("blocks.0.mlp.fc2", "float")}
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
+
+
+def test_images_that_the_model_does_not_expect_are_noted(vit, images, graphs, quantized, tmp_path, monkeypatch):
+    """Pixels from 0 to 255, and a batch of which all have one class; agreement is perfect for both."""
+    exported_already(monkeypatch, graphs)
+    for given, said in (
+        (255 * images.sigmoid(), "reach from"),
+        (images[:1].expand(4, -1, -1, -1), "one class for all"),
+    ):
+        report = iso.quantize(vit, [given], tmp_path / "int8.onnx", overwrite=True)
+        assert said in " ".join(report.notes)
+        assert said in str(report)
+    usual = iso.quantize(vit, [images.clamp(-1, 1)], tmp_path / "int8.onnx", overwrite=True)
+    assert "reach from" not in " ".join(usual.notes)

@@ -46,7 +46,7 @@ def open_given(
     Raises: UserError when there is no such model.
     """
     if Path(name).suffix in EXPORTED:
-        takers = "evaluate, predict and robustness"
+        takers = "evaluate, predict, robustness and verify (as its second model)"
         raise UserError(f"{name} is an exported model, which only {takers} take; give its checkpoint")
     weights = getattr(opening, "weights", None) if not among or name == among[0] else None
     pretrained = getattr(opening, "pretrained", True) if pretrained is None else pretrained

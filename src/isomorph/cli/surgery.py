@@ -44,9 +44,10 @@ def verify(
     Parameters
     ----------
     other
-        The model made from ORIGINAL.
+        The model made from ORIGINAL, or a file that it was exported to.
     atol
-        Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER.
+        Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER, or 1e-4
+        for an exported file.
     thorough
         Try the first input a second time too, with the other sign, and at another size and batch size.
     """
@@ -54,10 +55,13 @@ def verify(
     with opt.loading():
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import comparison_inputs, open_given
+        from isomorph.deployment.artefact import open_artefact
         from isomorph.surgery import NotEqual, compare_outputs
     both = [original, other]
     check_pretrained_option(both, opening.weights, opening.pretrained)
-    first, second = (open_given(name, opening, among=both) for name in both)
+    first, exported = open_given(original, opening, among=both), Path(other).suffix in opt.EXPORTED
+    second = open_artefact(other) if exported else open_given(other, opening, among=both)
+    atol = 1e-4 if exported and atol is None else atol
     inputs = comparison_inputs(first, images, batch, size or ())
     what = f"images of {images.data}" if images.data else "random"
     report = compare_outputs(first, second, inputs, atol, [1], what, thorough)

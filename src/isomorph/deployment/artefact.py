@@ -53,6 +53,17 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in values.items() if value is not None}
 
 
+def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]:
+    """Return a note on the images of a model that does not say which it takes."""
+    if shapes.named or getattr(model, "pretrained_cfg", None):
+        return ()
+    size = "{} x {} x {}".format(*shapes.shape)
+    return (
+        f"the file says that images are {size}, prepared as for ImageNet (its mean, std and crop), as the model has no "
+        "pretrained_cfg; before, set model.pretrained_cfg = dict(input_size=(C, H, W), mean=..., std=...) for others",
+    )
+
+
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
     if not isinstance(texts, Mapping) or "isomorph_version" not in texts or not {"input_size", "inputs"} & set(texts):
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")

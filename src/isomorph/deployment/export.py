@@ -14,7 +14,14 @@ from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
-from isomorph.deployment.artefact import FORMATS, METADATA_FILE, describe, load_artefact, require_packages
+from isomorph.deployment.artefact import (
+    FORMATS,
+    METADATA_FILE,
+    describe,
+    load_artefact,
+    preparation_notes,
+    require_packages,
+)
 from isomorph.deployment.program import explain_failure, only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
@@ -34,7 +41,7 @@ class ExportReport:
     """What was exported, and how far its outputs are from the model's: `deviation` has both, shape by shape.
 
     `fused` and `merged` are the numbers of layers that were fused and of norms and scales that were merged into others,
-    `axes` are the names of the axes that stay open.
+    `axes` are the names of the axes that stay open; `notes` say what was taken for granted.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
@@ -50,6 +57,7 @@ class ExportReport:
     fused: int
     merged: int
     deviation: VerifyReport
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
@@ -60,7 +68,8 @@ class ExportReport:
         taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
         counts = (("fused", self.fused, "layer"), ("merged", self.merged, "norm"))
         lines = [f"{done} {count_of(number, what)}" for done, number, what in counts if number]
-        return "\n".join([*lines, str(self.deviation), f"{self.megabytes:.1f} MB, dynamic: {taken}"])
+        size = f"{self.megabytes:.2f} MB, dynamic: {taken}"
+        return "\n".join([*lines, str(self.deviation), size, *(f"note: {note}" for note in self.notes)])
 
 
 def export(
@@ -115,7 +124,8 @@ def export(
     write_atomically(path, lambda file: file.write_bytes(contents), new=not overwrite)
     axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
     counts = dict(fused=len(report.fused), merged=len(report.merged))
-    return ExportReport(str(path), axes, shapes.size_multiple, len(contents) / 1e6, **counts, deviation=deviation)
+    found = dict(deviation=deviation, notes=preparation_notes(model, shapes))
+    return ExportReport(str(path), axes, shapes.size_multiple, len(contents) / 1e6, **counts, **found)  # type: ignore[arg-type]
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:

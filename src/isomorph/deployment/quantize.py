@@ -3,7 +3,7 @@
 import copy
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.deployment.artefact import describe, load_artefact
+from isomorph.deployment.artefact import describe, load_artefact, preparation_notes
 from isomorph.deployment.export import ATOL, Progress, check_exportable, encode
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
-from isomorph.evaluation.input_sizes import ImageSize
+from isomorph.evaluation.input_sizes import ImageSize, evaluation_config
+from isomorph.surgery.calls import largest_difference, relative
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -58,7 +59,9 @@ class QuantizeReport:
 
     `agreement` is the share of calibration images, in percent, of which both models predict the same class, and
     `output_sqnr` the signal-to-quantisation-noise ratio of the outputs in decibels: 6 dB are one bit.
-    `images_per_second` are measured with onnxruntime, on as many threads as torch has.
+    `float_difference` is the largest of the float file from the model, relative to the largest output, on these images.
+    `images_per_second` are measured with onnxruntime, on as many threads as torch has. `notes` are doubts about the
+    images.
 
     Example:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
@@ -76,7 +79,9 @@ class QuantizeReport:
     float_images_per_second: float
     agreement: float
     output_sqnr: float
+    float_difference: float
     layers: tuple[QuantizedLayer, ...]
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
@@ -94,7 +99,8 @@ class QuantizeReport:
             f"same class as the float model on {self.agreement:.1f}% of {self.images} calibration images; "
             f"outputs at {self.output_sqnr:.1f} dB"
         )
-        return "\n".join(lines)
+        lines.append(f"before rounding: max |diff| / max |out| {self.float_difference:.1e} from the model")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
@@ -167,7 +173,8 @@ def quantize(
         after.metadata_props.add(key=key, value=value)
     progress("comparing")
     measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
-    report = QuantizeReport(path=str(path), mode=mode, **measured)
+    notes = (*preparation_notes(model, shapes), *_doubts(model, batches, measured.pop("predicted")))
+    report = QuantizeReport(path=str(path), mode=mode, notes=notes, **measured)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite)
     return report
@@ -181,7 +188,8 @@ def _measure(
     both: dict[str, nn.Module] = {
         name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in (("float", before), ("int8", after))
     }
-    exact, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in (model, both["int8"]))
+    runs = (model, both["float"], both["int8"])
+    exact, before_rounding, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in runs)
     if not rounded.isfinite().all():
         raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
     speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
@@ -192,8 +200,25 @@ def _measure(
         "images_per_second": speed["int8"].median,
         "float_images_per_second": speed["float"].median,
         "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
+        "predicted": len(exact.argmax(1).unique()),
+        "float_difference": relative(*largest_difference(exact, before_rounding)),
         "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
     }
+
+
+def _doubts(model: nn.Module, batches: Sequence[Tensor], predicted: int) -> Iterator[str]:
+    """Yield why calibration images may not be prepared as the model expects them; agreement would not show it."""
+    config = evaluation_config(model)
+    mean, std = (torch.tensor(config[key]) for key in ("mean", "std"))
+    low, high = (-mean / std).min().item(), ((1 - mean) / std).max().item()
+    least, most = min(batch.min().item() for batch in batches), max(batch.max().item() for batch in batches)
+    if getattr(model, "pretrained_cfg", None) and (least < low - 0.1 or most > high + 0.1):
+        yield (
+            f"calibration images reach from {least:.3g} to {most:.3g}, and the model's own are between {low:.3g} and "
+            f"{high:.3g} once normalised: prepare them like its test images, with iso.data.eval_loader"
+        )
+    if predicted == 1 < sum(map(len, batches)) and getattr(model, "num_classes", 2) != 1:
+        yield "the model predicts one class for all calibration images; are they prepared as in its training?"
 
 
 def _calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:

@@ -271,4 +271,6 @@ def copy_module(model: nn.Module) -> nn.Module:
         with torch.inference_mode(False):  # the copy can be trained
             return copy.deepcopy(model)
     except RuntimeError as error:
-        raise UserError(f"the model cannot be copied ({first_line(error).partition(". ")[0]}); {_PERMANENT_HINT}") from None
+        raise UserError(
+            f"the model cannot be copied ({first_line(error).partition('. ')[0]}); {_PERMANENT_HINT}"
+        ) from None

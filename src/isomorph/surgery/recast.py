@@ -120,7 +120,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
 
 def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
     if not isinstance(rule, Rule):
-        raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
+        like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
+        raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
     model = check_model(model)
     rule = rule.within(model)
     named: list[tuple[str, Any]] = selectable_modules(model)

@@ -57,10 +57,10 @@ class Difference:
         return max(self.fp32, self.fp64)
 
     def __str__(self) -> str:
-        scale = f"of max |out| {self.scale:.3g}"
+        scale = f"where max |out| is {self.scale:.3g}"
         if self.kind:
-            return f"module {self.name}, {self.kind}: {self.fp64:.3g} {scale}"
-        return f"input {self.name}: {self.fp32:.3g}, {self.fp64:.3g} {scale}"
+            return f"module {self.name}, {self.kind}: max |diff| {self.fp64:.3g} {scale}"
+        return f"input {self.name}: max |diff| {self.fp32:.3g}, {self.fp64:.3g} {scale}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -261,7 +261,8 @@ def _doubts(report: VerifyReport, pair: "_Pair", batch: Inputs) -> Iterator[str]
         yield f"all outputs are at most {scale:.1g}: a head with small weights hides what the layers before it do"
     hidden = list_names([row.name for row in report.targets if row.fp64 > 1e-12 * row.scale])
     if hidden and not any(row.deviation for row in report.inputs):
-        yield f"the outputs do not depend on {hidden} here (is a weight behind it zero?); give trained weights"
+        zero = "is a weight behind it zero, as timm's zero_init_last sets it?"
+        yield f"the outputs do not depend on {hidden} here ({zero}); give trained weights"
     if not report.passed and pair.is_random(batch):
         yield "the original is random: it differs from itself in a second call"
 
