@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from isomorph.tasks.evaluate import evaluate
     from isomorph.tasks.robustness import robustness
     from isomorph.training import Recipe, train
+# Public names by the module that defines them, which is imported when the first of them is used (PEP 562).
 _HOMES = {
     "analysis": "attention_maps cka gates nonlocality",
     "checkpoints.open": "load",
@@ -65,7 +66,6 @@ _HOMES = {
     "tasks.robustness": "robustness",
     "training": "Recipe train",
 }
-"""Public names by the module that defines them, which is imported when the first of them is used (PEP 562)."""
 __all__ = ["analysis", "data", "deployment", "evaluation", "layers", "models", "report", "surgery", "training"]
 _SUBPACKAGES = (*__all__, "checkpoints", "recipes")
 __all__ += [

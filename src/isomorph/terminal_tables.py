@@ -57,8 +57,8 @@ POINT_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
 PIPE_WIDTH = 200  # columns of a table that is not printed in a terminal
 
 
+# Characters that move a terminal's cursor, change the direction of the text, or cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that move a terminal's cursor, change the direction of the text, or cannot be encoded."""
 
 
 def printable(text: object) -> str:

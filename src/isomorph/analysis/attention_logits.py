@@ -12,8 +12,8 @@ from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.modules import Where
 
+# Rows of the attention map that are computed at the same time.
 _QUERIES_PER_CHUNK = 64
-"""Rows of the attention map that are computed at the same time."""
 
 
 class LogitStats(NamedTuple):

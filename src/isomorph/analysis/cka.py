@@ -11,8 +11,8 @@ from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
 from isomorph.surgery.modules import Where
 
+# Smallest batch for unbiased HSIC, which divides by n - 3.
 MIN_IMAGES = 4
-"""Smallest batch for unbiased HSIC, which divides by n - 3."""
 
 _ReadFeatures = Callable[[Tensor], Tensor]
 

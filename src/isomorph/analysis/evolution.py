@@ -14,8 +14,8 @@ from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
 from isomorph.surgery.modules import Where
 
+# Number and size of the random batches over which the paper averages F_k.
 NUM_DRAWS, DRAW_SIZE = 10, 32
-"""Number and size of the random batches over which the paper averages F_k."""
 
 
 def random_draw_indices(images: int) -> Tensor:

@@ -25,10 +25,10 @@ from isomorph.surgery.calls import check_inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.rules.window import WindowAttention
 
+# Submodules whose operations count as those of the layer around them.
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
-"""Submodules whose operations count as those of the layer around them."""
+# Most bytes that the maps of a recast convolution may take when they are formed.
 MAX_MAP_BYTES = 2**32
-"""Most bytes that the maps of a recast convolution may take when they are formed."""
 
 
 class MethodMap(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from isomorph.analysis.layer_attention import capture_inputs
 from isomorph.surgery.attention_layers import names_of
 
+# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them.
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
-"""Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them."""
 
 
 class Windows(NamedTuple):
@@ -111,11 +111,11 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
     return windows
 
 
+# Classes that cut a map into windows without shift: the name of the attention inside, and the window's size.
 _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
 }
-"""Classes that cut a map into windows without shift: the name of the attention inside, and the window's size."""
 
 
 def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

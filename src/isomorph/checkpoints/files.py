@@ -55,6 +55,7 @@ def remove_partial_files(folder: Path) -> None:
 
 _PATH_CLASSES = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+# Classes of values that training scripts write next to the weights: building one runs no code of the file.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     types.SimpleNamespace,
@@ -68,9 +69,8 @@ _HARMLESS: list[Any] = [
     np.dtype,
     *dict.fromkeys(type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDUS"),
 ]
-"""Classes of values that training scripts write next to the weights: building one runs no code of the file."""
+# How torch.load names the class or function that it does not build.
 _REJECTED = re.compile(r"GLOBAL ([\w.]+)|(?:but got|function|class) <(?:class|function) '?([\w.]+)")
-"""How torch.load names the class or function that it does not build."""
 
 
 def unpickle(path: Path) -> Any:
@@ -108,9 +108,9 @@ def short_reason(error: Exception) -> str:
     return line if " " in line else f"{type(error).__name__} {line}".strip()
 
 
+# Entries of training checkpoints that hold the model's tensors, averaged over training (EMA) or as they were last.
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "teacher")
 _LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights", "student")
-"""Entries of training checkpoints that hold the model's tensors, averaged over training (EMA) or as they were last."""
 
 
 class Contents(NamedTuple):
@@ -240,15 +240,15 @@ _FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
 _PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
 
 
+# Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not.
 _OPENS_FILES = {
     *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_filter_fn"),
     *("cache_dir", "weights", "weights_backbone", "backbone_pretrained", "config", "file", "url", "hf_hub_id"),
     *("trust_remote_code", "auto_map", "name_or_path", "_name_or_path", "pretrained_model_name_or_path"),
     *("attn_implementation", "_attn_implementation", "experts_implementation", "quantization_config"),
 }
-"""Arguments by which a network opens a file, fetches one, or runs its code: a user may give some, a file may not."""
+# What a path, an address or a name on the hub has, and no option of a network.
 _LOCATION = re.compile(r"[/\\]|^[\w.-]+:|^~")
-"""What a path, an address or a name on the hub has, and no option of a network."""
 
 
 def check_foreign_kwargs(value: Any, where: str = "") -> None:

@@ -38,8 +38,8 @@ from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
 
 _ALWAYS_ALLOWED_NUMEL = 2**20  # models of up to this many numbers are built however small their file is
+# Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
 _WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
-"""Attributes that change neither what a model computes nor how it is trained; grids follow the last image."""
 _OTHER = object()
 T = TypeVar("T", bound=nn.Module)
 

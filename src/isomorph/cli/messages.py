@@ -4,6 +4,7 @@ import re
 
 from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
+# Options of `train`, and before them those of all other commands, by the names that the library uses.
 _NAMES = {
     "checkpoint_path=FILE": ("--weights FILE", "--model.weights FILE"),
     "pretrained=False": ("--no-pretrained", "--model.pretrained false"),
@@ -24,7 +25,6 @@ _NAMES = {
     "float_layers": ("--float-layers", "--float-layers"),
     "in where": ("in --where", "in --model.recast.where"),
 }
-"""Options of `train`, and before them those of all other commands, by the names that the library uses."""
 
 
 def name_options(message: str, command: str) -> str:

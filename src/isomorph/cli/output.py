@@ -38,8 +38,8 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# The words of the command that runs.
 COMMAND: list[str] = []
-"""The words of the command that runs."""
 
 
 def page_footer() -> str:

@@ -33,8 +33,8 @@ from isomorph.operations import unwrap
 from isomorph.surgery.calls import largest_difference, relative, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
+# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model.
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
-"""Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model."""
 _ATOL = 1e-4  # largest deviation of the model that timm builds, relative to the largest output
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 OPSET = 20  # operator set of ONNX files; onnxruntime runs it since 2023
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
+# Operators that rearrange a weight: the quantiser rounds weights only if these are computed.
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators that rearrange a weight: the quantiser rounds weights only if these are computed."""
 _SMALL, _GROWTH = 1024, 2  # elements that a constant may always have, and its largest ratio to those it is made of
 
 

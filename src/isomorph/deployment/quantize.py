@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
+# Operators between the layers of a convolutional network that runtimes have in 8 bits too.
 _BETWEEN_LAYERS = (
     *("Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "MaxPool", "Relu", "Reshape"),
     *("Squeeze", "Transpose", "Unsqueeze"),
 )
-"""Operators between the layers of a convolutional network that runtimes have in 8 bits too."""
 _ATTENTION = ("LayerNormalization", "Softmax")  # with these only layers are rounded: sums range too widely
 _SPEED_IMAGES = 8
 

@@ -11,8 +11,8 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
 from isomorph.surgery.calls import Inputs
 
+# What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing.
 DYNAMIC = ("batch", "batch,size", "size", "none")
-"""What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing."""
 INPUT = "images"
 _STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)  # differences to the model's own height and width to try, ascending
 _TRACE_STEP = 32  # least difference of the traced heights and widths, else the tracer takes them for one

@@ -13,8 +13,8 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, require_finite
 
 _ECE_BINS = 15
+# Losses and confidences are rounded to multiples of this, so their float64 sums are exact up to 2**25 in any order.
 _STEP = 2.0**-28
-"""Losses and confidences are rounded to multiples of this, so their float64 sums are exact up to 2**25 in any order."""
 
 
 class _Counts:

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold
 
+# `eps` of every BatchNorm, from the published code of VanillaNet.
 BATCHNORM_EPS = 1e-6
-"""`eps` of every BatchNorm, from the published code of VanillaNet."""
 
 
 class AnnealedReLU(nn.Module):

@@ -16,8 +16,8 @@ from timm.layers import to_2tuple
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+# Height and width.
 GridSize = tuple[int, int]
-"""Height and width."""
 Forward = Callable[[Any, Tensor], Tensor]
 
 

@@ -6,8 +6,8 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
+# What a module returns: a map (B, C, H, W) (or 1-d, 3-d), tokens (B, N, C), or a map (B, H, W, C).
 Layout = Literal["map", "tokens", "map, channels last"]
-"""What a module returns: a map (B, C, H, W) (or 1-d, 3-d), tokens (B, N, C), or a map (B, H, W, C)."""
 
 
 class InsertedBlock(nn.Module):

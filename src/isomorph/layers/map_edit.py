@@ -16,8 +16,8 @@ from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import is_eager, is_functorch_tensor
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
+# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100.
 BLOCKED_SCORE = -100.0
-"""Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100."""
 
 
 class MapCall(NamedTuple):

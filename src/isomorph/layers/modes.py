@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import NotFinite
 
+# Type of the device for which layers take the form of a CPU; a test of the other form names another.
 CPU_DEVICE = "cpu"
-"""Type of the device for which layers take the form of a CPU; a test of the other form names another."""
 
 
 def on_cpu(tensor: Tensor) -> bool:
@@ -59,8 +59,8 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any, **named: Any) -
     return checkpoint(function, *arguments, use_reentrant=False, **named)
 
 
+# Bytes of the largest constant that is kept.
 LARGEST_CONSTANT = 2**23
-"""Bytes of the largest constant that is kept."""
 
 
 @functools.lru_cache(maxsize=128)

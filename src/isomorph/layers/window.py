@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isomorph.layers.grid import GridSize
 
+# Fused attention of queries, keys, values and a mask.
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Fused attention of queries, keys, values and a mask."""
 
 
 class Windows(NamedTuple):

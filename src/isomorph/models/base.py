@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
 
+# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not know.
 Mixin: Any = object
-"""Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not know."""
 
 
 def image_cfg(**more: Any) -> dict[str, Any]:

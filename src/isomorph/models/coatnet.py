@@ -55,12 +55,12 @@ torch.fx.wrap("to_channels_last")
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
+# Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere (Table 6).
 ATTENTION: dict[str, Callable[..., Attention]] = {
     "pre": RelativeAttention,
     "post": PostRelativeAttention,
     "none": Attention,
 }
-"""Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere (Table 6)."""
 
 
 class TransformerBlock(nn.Module):
@@ -308,12 +308,12 @@ _SIZES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = [
     ((2, 2, 4, 8, 42, 2), (192, 192, 384, 768, 1536, 3072), _MIXED, "1.47B parameters, 90.45 top-1 at 512"),
     ((2, 2, 4, 8, 42, 2), (192, 256, 512, 1024, 2048, 3072), _MIXED, "2.44B parameters, 90.88 top-1 at 512"),
 ]
+# CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
+# and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B.
 VARIANTS = {
     f"coatnet_{number}": Variant(dict(depths=depths, widths=widths, **more), text)
     for number, (depths, widths, more, text) in enumerate(_SIZES)
 }
-"""CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
-and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B."""
 
 default_cfgs = generate_default_cfgs(
     {name: image_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7)) for name in VARIANTS}

@@ -25,8 +25,8 @@ from isomorph.models.base import (
 )
 from isomorph.models.blockwise import BlockwiseViT
 
+# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4).
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
-"""Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4)."""
 
 
 class LocalBlock(Block):
@@ -149,6 +149,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
     return vision_transformer.checkpoint_filter_fn(state, model)
 
 
+# ConViT Table 1: 48 channels per head, and 64 in the `_plus` variants.
 VARIANTS = {
     "convit_ti": Variant(dict(num_heads=4, embed_dim=192), "5.7M parameters, 73.1 top-1"),
     "convit_s": Variant(dict(num_heads=9, embed_dim=432), "27.8M parameters, 81.3 top-1"),
@@ -157,10 +158,9 @@ VARIANTS = {
     "convit_s_plus": Variant(dict(num_heads=9, embed_dim=576), "49.0M parameters, 82.2 top-1"),
     "convit_b_plus": Variant(dict(num_heads=16, embed_dim=1024), "153.1M parameters, 82.5 top-1"),
 }
-"""ConViT Table 1: 48 channels per head, and 64 in the `_plus` variants."""
 
+# timm's names of the variants with published weights, which the `_plus` variants do not have.
 TIMM_NAMES = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
-"""timm's names of the variants with published weights, which the `_plus` variants do not have."""
 
 default_cfgs = generate_default_cfgs(
     {f"{own}.fb_in1k": image_cfg(hf_hub_id=f"timm/{n}.fb_in1k", license="apache-2.0") for own, n in TIMM_NAMES.items()}

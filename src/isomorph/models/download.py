@@ -14,10 +14,10 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from timm.models import PretrainedCfg
 
+# Seconds to wait for an answer of the server that has the weights.
 PATIENCE = 3.0
-"""Seconds to wait for an answer of the server that has the weights."""
+# Seconds without data after which a download from a server that has answered ends.
 _LONGEST_PAUSE = 30.0
-"""Seconds without data after which a download from a server that has answered ends."""
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".npz"}
 T = TypeVar("T")
 

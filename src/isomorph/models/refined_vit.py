@@ -275,13 +275,13 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT | Rele
 
 
 _LARGE = dict(mlp_ratio=3, conv_embed=True, share=1)
+# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps.
 VARIANTS = {
     "refined_vit_b": Variant(dict(depth=12, embed_dim=768, num_heads=12), "86M parameters, 81.2 top-1"),
     "refined_vit_s": Variant(dict(depth=16, embed_dim=384, num_heads=12, **_LARGE), "25M parameters, 83.6 top-1"),
     "refined_vit_m": Variant(dict(depth=32, embed_dim=420, num_heads=12, **_LARGE), "55M parameters, 84.6 top-1"),
     "refined_vit_l": Variant(dict(depth=32, embed_dim=512, num_heads=16, **_LARGE), "81M parameters, 84.9 top-1"),
 }
-"""Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps."""
 RELEASED = {
     "refined_vit_s_released": Variant(dict(depth=16, embed_dim=384, num_heads=12), "25,408,656 parameters, 83.6 top-1"),
     "refined_vit_m_released": Variant(dict(depth=32, embed_dim=420, num_heads=12), "55,450,932 parameters, 84.6 top-1"),

@@ -23,6 +23,7 @@ RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_do
 RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
 RESNET_D = dict(stem_width=32, stem_type="deep", avg_down=True)
 
+# timm's name, blocks by stage, form and fine-tuning resolution (T-CNN Tables 1 and 5) of each ResNet.
 _NETWORKS: list[tuple[str, tuple[int, ...], dict[str, Any], int, str]] = [
     ("resnetrs50", (3, 4, 6, 3), RESNET_RS, 224, "38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)"),
     ("resnetrs101", (3, 4, 23, 3), RESNET_RS, 224, "66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)"),
@@ -35,7 +36,6 @@ _NETWORKS: list[tuple[str, tuple[int, ...], dict[str, Any], int, str]] = [
     ("resnet152d", (3, 8, 36, 3), RESNET_D, 384, "83.8 top-1 at 384 (T-CNN Table 5)"),
     ("resnet200d", (3, 24, 36, 3), RESNET_D, 384, "83.9 top-1 at 384 (T-CNN Table 5)"),
 ]
-"""timm's name, blocks by stage, form and fine-tuning resolution (T-CNN Tables 1 and 5) of each ResNet."""
 VARIANTS = {f"t_{name}": Variant(dict(layers=layers, **form), text) for name, layers, form, _, text in _NETWORKS}
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isomorph.operations.maps import FollowMaps, FusedCall, MapLayout, to_standard_map, usual_layout
 
+# Entries of a layer's maps that are in memory at the same time where only statistics of them are needed.
 MAX_MAP_ENTRIES = 2**22
-"""Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
 
 
 def images_per_chunk(heads: int, queries: int, keys: int) -> int:

@@ -21,16 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from isomorph.errors import UserError, first_line
 
+# The identity and the version of a tensor.
 Value = tuple[int, int]
-"""The identity and the version of a tensor."""
 
+# Operations that read of their second tensor its shape or dtype alone.
 _AS = {"reshape_as", "view_as", "expand_as", "type_as"}
-"""Operations that read of their second tensor its shape or dtype alone."""
+# Operations that read the shape of their tensor alone.
 _SHAPES = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
-"""Operations that read the shape of their tensor alone."""
+# Operations by which numbers of a tensor reach Python, or the shape of another tensor.
 _DECISIONS = {"item", "tolist", "numpy", "nonzero", "masked_select", "unique", "equal", "allclose", "nms", "where"}
 _DECISIONS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "array", "contains")}
-"""Operations by which numbers of a tensor reach Python, or the shape of another tensor."""
 
 
 class Operation(NamedTuple):
@@ -178,8 +178,8 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
 Wrappers = tuple[type[nn.Module], ...]
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+# Classes that keep their model as `module`; a compiled model is the `_orig_mod` of its wrapper.
 _WRAPPERS = (*_PARALLEL, AveragedModel, ModelEmaV2, ModelEmaV3)
-"""Classes that keep their model as `module`; a compiled model is the `_orig_mod` of its wrapper."""
 
 _PERMANENT_HINT = (
     "make pruning and weight norms permanent first (prune.remove, remove_weight_norm); if a layer keeps a result of "

@@ -16,14 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from isomorph.operations.flow import tensors_in
 
+# What comes after the batch axis of a map.
+#
+# - heads: (B, nh, Nq, Nk), or (B, Nq, Nk) for one head, or (B, nh, windows, Nq, Nk).
+# - windows: (B, windows, nh, Nq, Nk).
+# - joint: batch and heads in one axis: (B nh, Nq, Nk) or (B nh, windows, Nq, Nk).
+# - queries: (B, Nq, nh, Nk).
 MapLayout = Literal["heads", "windows", "joint", "queries"]
-"""What comes after the batch axis of a map.
-
-- heads: (B, nh, Nq, Nk), or (B, Nq, Nk) for one head, or (B, nh, windows, Nq, Nk).
-- windows: (B, windows, nh, Nq, Nk).
-- joint: batch and heads in one axis: (B nh, Nq, Nk) or (B nh, windows, Nq, Nk).
-- queries: (B, Nq, nh, Nk).
-"""
 
 _SOFTMAX: set[Any] = {torch.softmax, Tensor.softmax, F.softmax}
 _BEGINS = _SOFTMAX | {F.scaled_dot_product_attention}

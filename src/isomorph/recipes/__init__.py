@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 _PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
 _FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection", "finetune")
+# Recipes by name: nested dicts of the fields that differ from their defaults.
 RECIPES: dict[str, dict[str, Any]] = {
     name: fields for file in _FILES for name, fields in import_module(f"isomorph.recipes.{file}").RECIPES.items()
 }
-"""Recipes by name: nested dicts of the fields that differ from their defaults."""
 
+# Options of other commands, and the recipe fields that they are.
 _OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}
 _OTHER_NAMES |= {"weights": "model.weights", "arch": "model.name", "num_classes": "model.num_classes"}
-"""Options of other commands, and the recipe fields that they are."""
 
 
 def recipe_values(name: str) -> dict[str, Any]:

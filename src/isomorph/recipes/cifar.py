@@ -37,8 +37,8 @@ def _digits_recipe(surgery: str) -> dict[str, Any]:
     return recipe | anneal | dict(data=data, augment=augment, epochs=3, source="isomorph demo")
 
 
+# ConViT's initialisation in two of three blocks: with nine heads, each starts at one of the 3 x 3 neighbours.
 CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="paper", where="blocks.[01].attn"))
-"""ConViT's initialisation in two of three blocks: with nine heads, each starts at one of the 3 x 3 neighbours."""
 
 
 def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -60,8 +60,8 @@ RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
     epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
 )
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
+# CoAtNet of 0.36M parameters for 32 px: its two stages of attention are on maps of 8 x 8 and 4 x 4.
 HYBRID = dict(img_size=32, stem_stride=1, head_dim=16, depths=[2, 1, 2, 3, 1], widths=[16, 16, 32, 64, 128])
-"""CoAtNet of 0.36M parameters for 32 px: its two stages of attention are on maps of 8 x 8 and 4 x 4."""
 RECIPES["cifar_coatnet"] = dict(
     model=dict(name="coatnet_0", kwargs=HYBRID),
     data=dict(source="cifar10"),

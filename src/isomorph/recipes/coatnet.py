@@ -15,14 +15,14 @@ from typing import Any
 from isomorph.recipes.deit import Fields, images
 
 IN1K, IN21K, JFT_300M, JFT_3B = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not public)", "JFT-3B (not public)"
+# Stochastic depth by size: trained on ImageNet-1k, on ImageNet-21k, and on JFT, in pre-training and in fine-tuning.
 DROP_PATH = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}
 DROP_PATH_IN21K = {2: 0.3, 3: 0.5, 4: 0.7}
 DROP_PATH_JFT = {3: 0.0, 4: 0.1, 5: 0.0, 6: 0.0, 7: 0.0}
 DROP_PATH_AFTER_JFT = {3: 0.1, 4: 0.3, 5: 0.2, 6: 0.2, 7: 0.2}
-"""Stochastic depth by size: trained on ImageNet-1k, on ImageNet-21k, and on JFT, in pre-training and in fine-tuning."""
 DROP_PATH_FINE_TUNED = {IN1K: DROP_PATH, IN21K: DROP_PATH_IN21K}
+# 20,000 steps in epochs.
 JFT_WARMUP_EPOCHS = {JFT_300M: 0.273, JFT_3B: 0.0273}
-"""20,000 steps in epochs."""
 JFT_LEARNING_RATES = {3: 1e-3, 4: 5e-4, 5: 5e-4, 6: 5e-4, 7: 5e-4}
 
 PRETRAINING_DATA = images(4096, 224, test_crop="center")
@@ -152,6 +152,7 @@ def _tables_6_to_9() -> dict[str, Fields]:
     return recipes
 
 
+# Fig. 1 gives no sizes: parameters and MACs are within 3% of CoAtNet-0's, but ViT_REL has 20% more MACs.
 FIGURE_1_LAYOUTS: dict[str, Fields] = {
     "c_c_c_c": dict(layout="C-C-C-C", depths=[2, 1, 6, 7, 2]),
     "c_c_c_t": dict(layout="C-C-C-T", depths=[2, 2, 6, 5, 2]),
@@ -159,7 +160,6 @@ FIGURE_1_LAYOUTS: dict[str, Fields] = {
     "c_t_t_t": dict(layout="C-T-T-T", depths=[2, 2, 3, 1, 3]),
     "vit_rel": dict(layout="PT", depths=[1, 13], widths=[384, 384]),
 }
-"""Fig. 1 gives no sizes: parameters and MACs are within 3% of CoAtNet-0's, but ViT_REL has 20% more MACs."""
 
 
 def _figure_1() -> dict[str, Fields]:

@@ -12,8 +12,8 @@ from itertools import product
 from isomorph.recipes.deit import KEEP_EPOCHS, TEACHER, Fields, from_scratch, top1
 
 GPSA_LAYERS = "blocks.[0-9].attn"
+# Arguments of a ConViT without GPSA, a plain ViT of the same shape.
 PLAIN: Fields = dict(local_up_to_layer=0, qkv_bias=True)
-"""Arguments of a ConViT without GPSA, a plain ViT of the same shape."""
 
 # (top-1, top-5) of ConViT, of the plain ViT with the same heads and width if the paper trained one, batch, rate
 TABLE_1: dict[str, tuple[tuple[str, str], tuple[str, str] | None, int, float]] = {
@@ -41,8 +41,8 @@ TABLE_3: dict[str, tuple[Fields, bool, str, str]] = {
     "f": (FROZEN_ATTENTION, True, "78.6", "54.3"),
     "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
+# Fig. 8, whose curves the paper does not give in numbers. Its text says ConViT-S and its caption S+, as here.
 LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
-"""Fig. 8, whose curves the paper does not give in numbers. Its text says ConViT-S and its caption S+, as here."""
 
 
 def _recipe(

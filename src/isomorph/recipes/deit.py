@@ -6,16 +6,16 @@ learning rate of its "+" models. Test crops are ConViT's .875; timm has .9 for D
 
 from typing import Any
 
+# Fields of a recipe, or of a group in it, that differ from their defaults.
 Fields = dict[str, Any]
-"""Fields of a recipe, or of a group in it, that differ from their defaults."""
 
+# DeiT's augmentation, with every image three times in an epoch, which its paper calls a key ingredient.
 DEIT: Fields = dict(
     auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1, repeats=3
 )
-"""DeiT's augmentation, with every image three times in an epoch, which its paper calls a key ingredient."""
 
+# Epochs whose models are saved (ConViT Figs. 5 and 10, SM. D): denser at the start, where nonlocality falls.
 KEEP_EPOCHS = [1, 2, 5, 10, *range(20, 301, 20)]
-"""Epochs whose models are saved (ConViT Figs. 5 and 10, SM. D): denser at the start, where nonlocality falls."""
 
 
 def images(batch: int, size: int | None = None, **more: Any) -> Fields:

@@ -8,11 +8,11 @@ decay includes biases and norms.
 
 from typing import Any
 
+# P-W2S on queries, keys, values and outputs of all attention layers; the network's function at the start is kept.
 PYRAMIDS: dict[str, Any] = dict(rule="LinearToPyramid", layout="P-W2S", where=["unet.*.to_[qkv]", "unet.*.to_out.0"])
-"""P-W2S on queries, keys, values and outputs of all attention layers; the network's function at the start is kept."""
 
+# A U-Net of 1.7M parameters that a CPU trains.
 SMALL_NETWORK: dict[str, Any] = dict(channels=[16, 32, 64, 96], blocks=1, groups=8, drop_rate=0.0)
-"""A U-Net of 1.7M parameters that a CPU trains."""
 
 DIGITS_NETWORK: dict[str, Any] = dict(
     channels=[16, 32], blocks=1, groups=8, attention=[1], time_steps=100, drop_rate=0.0

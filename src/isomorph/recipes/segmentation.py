@@ -9,8 +9,8 @@ with a dagger learn the logits of a ViT-B that was trained on the same task (`--
 
 from typing import Any
 
+# LayerScale and relative positions, as BEiT has them.
 PYRAMIDS: dict[str, Any] = dict(init_values=1.0, relative_bias=True)
-"""LayerScale and relative positions, as BEiT has them."""
 PLAIN = PYRAMIDS | dict(layout="plain")
 DISTILLED = dict(distill_weight=10.0)
 _OPTIM: dict[str, Any] = dict(name="adamw", lr=1e-4, betas=[0.9, 0.999], weight_decay=0.05, schedule="linear")

@@ -55,8 +55,8 @@ def _after_400(size: int, result: str, surgery: Fields) -> Fields:
     return _fine_tune(dict(name="resnet50", start="weights", **surgery), size, "Table 3", expected)
 
 
+# Epoch (of 400) at which the last stage of a ResNet-50 is recast as attention, and its top-1 (Table 3).
 LATE_RECAST_TOP1 = {0: "79.95", 100: "80.44", 200: "80.28", 300: "79.28", 400: "79.04"}
-"""Epoch (of 400) at which the last stage of a ResNet-50 is recast as attention, and its top-1 (Table 3)."""
 
 
 def _late_recast(epoch: int) -> Fields:
@@ -77,12 +77,12 @@ def _late_recast(epoch: int) -> Fields:
     )
 
 
+# Epochs of fine-tuning at 224 and top-1 (Table 4); the runs of 50 epochs are tcnn_resnetrs50 and tcnn_resnetrs101.
 SHORT_RUNS = {"resnetrs50": {10: "80.11", 20: "80.51"}, "resnetrs101": {10: "81.54", 20: "81.90"}}
-"""Epochs of fine-tuning at 224 and top-1 (Table 4); the runs of 50 epochs are tcnn_resnetrs50 and tcnn_resnetrs101."""
 
+# Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6). The paper does not say which three the figure has,
+# nor whether the gates stay at 0.1: here their rate scales too; `--optim.gate_lr 0.1` keeps it.
 PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}
-"""Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6). The paper does not say which three the figure has,
-nor whether the gates stay at 0.1: here their rate scales too; `--optim.gate_lr 0.1` keeps it."""
 
 CNNS = [name for name, (_, alone, *_) in BACKBONES.items() if alone]
 
@@ -98,12 +98,12 @@ RECIPES |= {
     | dict(optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected="")  # the paper gives no number
     for name, lr in PEAK_RATES.items()
 }
+# The CNN at stride 1 separates what self-attention gains from what the higher resolution of the last stage gains.
 RECIPES |= {f"finetune_{name}": _row(name, {}) for name in CNNS}
 RECIPES |= {
     f"finetune_{name}_unstrided": _row(name, UNSTRIDED) | dict(source="T-CNN Table 1, a control that it does not have")
     for name in CNNS
 }
-"""The CNN at stride 1 separates what self-attention gains from what the higher resolution of the last stage gains."""
 RECIPES |= {f"tcnn_late_{epoch}": _late_recast(epoch) for epoch in LATE_RECAST_TOP1}
 RECIPES |= {
     "tcnn_resnet50_224": _after_400(224, "79.88", SURGERY),

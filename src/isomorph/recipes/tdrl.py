@@ -22,13 +22,13 @@ PLAIN: Fields = dict(layout="plain")
 QK_LAYERS = ["blocks.*.attn.q", "blocks.*.attn.k"]
 FUSED = "after isomorph fuse and tdrl_fused_100ep"
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
+# Augmentation of ViT-Small, "the same as Huang et al."; RandAugment and smoothing are MAE's, as in their code.
 G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
-"""Augmentation of ViT-Small, "the same as Huang et al."; RandAugment and smoothing are MAE's, as in their code."""
 G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
 MAE_TEACHER = dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae")
 TEACHER: Fields = dict(teacher="vit_base_patch16_224.mae", weights="mae_finetuned_vit_base.pth", kind="hard")
+# MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1).
 TEACHER |= dict(kwargs=dict(global_pool="avg", num_classes=1000), share=0.5, token=True)
-"""MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1)."""
 
 
 def _mlp(layout: str, **more: Any) -> Fields:
@@ -62,6 +62,7 @@ def _pretrain(kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit
     return dict(model=_model(kwargs, model), data=images(4096), augment=dict(scale=[0.2, 1.0])) | run | about | more
 
 
+# Arguments, source, expected result and, for another network, its name.
 PRETRAININGS: dict[str, tuple[Any, ...]] = {
     "vit_ti": ({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
     "plain": (PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
@@ -70,8 +71,8 @@ PRETRAININGS: dict[str, tuple[Any, ...]] = {
     "vit_s": ({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", "tdrl_vit_s"),
     "plain_s": (PLAIN, "Table 3", "80.8 top-1 after tdrl_plain_s_100ep", "tdrl_vit_s"),
 }
-"""Arguments, source, expected result and, for another network, its name."""
 
+# Arguments, epochs, table, top-1.
 FINE_TUNINGS: dict[str, tuple[Any, ...]] = {
     "vit_ti_100ep": ({}, 100, "Table 5", "77.39"),
     "vit_ti_100ep_distilled": ({}, 100, "Table 5, Table 7", "77.74"),
@@ -86,7 +87,6 @@ FINE_TUNINGS: dict[str, tuple[Any, ...]] = {
     "naive_100ep": (_mlp("naive-W8"), 100, "Table 10, naive", "76.26"),
     "regular_100ep": (_mlp("R-D2W1S"), 100, "Table 10", "76.90"),
 }
-"""Arguments, epochs, table, top-1."""
 
 
 def _tables() -> dict[str, Fields]:
@@ -116,6 +116,7 @@ def _tables() -> dict[str, Fields]:
 DEIT_OPTIM: Fields = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
 SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
+# MobileOne's own training, except that the image size does not grow and the weight decay does not fall.
 MOBILE: Fields = dict(
     data=images(256),
     augment=dict(smoothing=0.1),
@@ -124,7 +125,7 @@ MOBILE: Fields = dict(
     ema=0.9995,
     drop_path=0.0,
 )
-"""MobileOne's own training, except that the image size does not grow and the weight decay does not fall."""
+# VanillaNet-5's training at the batch size of TDRL A.4; its loss sums over classes, and annealing advances by step.
 VANILLA: Fields = dict(
     data=images(512),
     augment=DEIT | dict(auto_augment="rand-m7-mstd0.5-inc1", mixup=0.1, repeats=1),
@@ -135,17 +136,16 @@ VANILLA: Fields = dict(
     ema=0.99996,
     drop_path=0.0,
 )
-"""VanillaNet-5's training at the batch size of TDRL A.4; its loss sums over classes, and annealing advances by step."""
 
 DEIT_B = ("deit_base_patch16_224", ["blocks.*.attn.qkv"], "0.6 above its baseline,", "an unpublished", "B.5")
+# Network, layers that become pyramids (in VanillaNet-5 one for two convolutions), top-1 with and without, source;
+# the network's arguments; settings.
 APPLICATIONS: dict[str, tuple[tuple[Any, ...], Fields, Fields]] = {
     "deit_b": (DEIT_B, {}, {}),
     "swin_t": (("swin_tiny_patch4_window7_224", ["layers.*.mlp.fc?"], "78.2", "76.2", "Table 3"), {}, SWIN),
     "mobileone_s0": (("mobileone_s0", ["stem", "stages.?.?", "stages.?.??"], "75.1", "71.3", "Table 3"), {}, MOBILE),
     "vanillanet_5": (("vanillanet_5", ["stages.*.pair"], "71.5", "71.1", "Table 3"), dict(drop_rate=0.05), VANILLA),
 }
-"""Network, layers that become pyramids (in VanillaNet-5 one for two convolutions), top-1 with and without, source;
-the network's arguments; settings."""
 
 
 def _applications() -> dict[str, Fields]:
@@ -223,8 +223,8 @@ def _figure_5() -> dict[str, Fields]:
     }
 
 
+# Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation.
 CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
-"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
 
 
 def _cifar(kwargs: Fields, data: Fields, lr: float, epochs: int, **more: Any) -> Fields:

@@ -38,8 +38,9 @@ from isomorph.report.page_models import (
 from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of
 
+# Smaller differences of gates, spans, distances, entropies and logits are not drawn.
 RESOLUTION = 1e-3
-"""Smaller differences of gates, spans, distances, entropies and logits are not drawn."""
+# Keys of the MACs in a row of `iso.cost_table`, and the heads of their columns.
 PASS_COSTS = {
     "macs": "per image",
     "step_macs": "per pass",
@@ -47,11 +48,10 @@ PASS_COSTS = {
     "training_step_macs": "training: per pass",
     "branch_macs": "branch by branch: per image",
 }
-"""Keys of the MACs in a row of `iso.cost_table`, and the heads of their columns."""
+# A row of `iso.cost_table`.
 CostRow = Mapping[str, Any]
-"""A row of `iso.cost_table`."""
+# F_k of every layer by model, as `iso.analysis.feature_evolution` returns it for each.
 Evolution = Mapping[str, Mapping[str, float]]
-"""F_k of every layer by model, as `iso.analysis.feature_evolution` returns it for each."""
 
 
 def _largest_logits(*arguments: Any) -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from isomorph.report.page_images import PageImage
 from isomorph.surgery.modules import Where
 
 LEVELS = 255
+# Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page.
 MAX_EXACT_BYTES = 2**30
-"""Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page."""
+# Default limit of the characters of all maps of a page.
 MAX_MAP_CHARACTERS = 7_300_000
-"""Default limit of the characters of all maps of a page."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def pack_layer_maps(
         step = (step[0] + 1, step[1]) if step[0] == step[1] else (step[0], step[1] + 1)
 
 
+# Maps of two models that differ by no more are equal within the first of these that holds: rounding of float32.
 EQUAL_BOUNDS = (1e-6, 1e-5)
-"""Maps of two models that differ by no more are equal within the first of these that holds: rounding of float32."""
 
 
 @dataclass(frozen=True)

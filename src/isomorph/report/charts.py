@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
+# Rows of cells; the first row is the head.
 Table = list[list[str]]
-"""Rows of cells; the first row is the head."""
+# Relative differences of float32 that are rounding.
 ROUNDING = 1e-6
-"""Relative differences of float32 that are rounding."""
+# More series with different constant values are drawn.
 MAX_NAMED_CONSTANTS = 4
-"""More series with different constant values are drawn."""
+# Longer curves have no table of numbers under the chart.
 MAX_TABLE_POINTS = 40
-"""Longer curves have no table of numbers under the chart."""
+# Distance between the dots of two series in one layer; layers are 1 apart.
 SERIES_SHIFT = 0.22
-"""Distance between the dots of two series in one layer; layers are 1 apart."""
 
 
 @dataclass(frozen=True)

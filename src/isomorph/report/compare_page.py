@@ -25,8 +25,8 @@ class MeasureHistory(NamedTuple):
     values: dict[str, Tensor]
 
 
+# {measure: {run: MeasureHistory}}
 MeasureHistories = Mapping[str, Mapping[str, MeasureHistory]]
-"""{measure: {run: MeasureHistory}}"""
 
 
 def head_range_line(epochs: Tensor, heads: Tensor) -> Line:
@@ -73,10 +73,11 @@ def histories_json(histories: MeasureHistories) -> dict[str, Any]:
     }
 
 
+# Longer curves are drawn as means over as many equal parts.
 MAX_CURVE_POINTS = 600
-"""Longer curves are drawn as means over as many equal parts."""
 
 
+# Title, log, key of the y axis, unit.
 CURVES = (
     ("Training loss by step", "steps", "loss", "loss"),
     ("Loss by epoch", "epochs", "loss", "loss"),
@@ -92,7 +93,6 @@ CURVES = (
     ("Attention entropy, mean over layers", "monitor", "entropy", "entropy"),
     ("Similarity of the branches of pyramids (CKA), mean over layers", "monitor", "branch_similarity", "similarity"),
 )
-"""Title, log, key of the y axis, unit."""
 
 
 def curve(rows: LogRows, x: str, y: str) -> Line | None:

@@ -17,10 +17,10 @@ from isomorph.report.attention_viewer import Viewer
 from isomorph.report.charts import Chart
 
 _DRAWING = ("elements.js", "scales.js", "charts.js", "saving.js", "chart_view.js", "attention_maps.js")
+# The files of the page's script, in the order in which they use each other.
 SCRIPTS = (*_DRAWING, "differences.js", "canvas.js", "head_tile.js", "readout.js", "viewer.js", "start.js")
-"""The files of the page's script, in the order in which they use each other."""
+# Charts side by side on a wide screen.
 MAX_CHART_COLUMNS = 3
-"""Charts side by side on a wide screen."""
 
 
 class Details(NamedTuple):

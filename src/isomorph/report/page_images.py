@@ -16,8 +16,8 @@ from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import read_image
 from isomorph.errors import UserError
 
+# Images with larger sides are embedded as JPEG, others as PNG.
 MAX_PNG_SIDE = 96
-"""Images with larger sides are embedded as JPEG, others as PNG."""
 _JPEG_QUALITY = 88
 
 

@@ -16,8 +16,8 @@ from isomorph.layers.modes import eval_mode
 from isomorph.surgery import edits
 from isomorph.surgery.rule import record
 
+# Classes that a prediction names.
 PREDICTED_CLASSES = 3
-"""Classes that a prediction names."""
 
 
 class HeadMeasure(NamedTuple):
@@ -29,11 +29,11 @@ class HeadMeasure(NamedTuple):
     limit: float | None = None
 
 
+# What is measured of any attention, by its name in `isomorph compare --along`.
 MEASURES = {
     "nonlocality": HeadMeasure("Nonlocality", "grid steps", nonlocality),
     "entropy": HeadMeasure("Attention entropy", "nats", attention_entropy),
 }
-"""What is measured of any attention, by its name in `isomorph compare --along`."""
 
 
 @dataclass(frozen=True)

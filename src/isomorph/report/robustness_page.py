@@ -13,8 +13,8 @@ from isomorph.report import guides
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 from isomorph.report.html import Section, write_page
 
+# Top-1 (%) by (corruption, severity); of the clean images under ("clean", 0).
 CellValues = Mapping[tuple[str, int], float]
-"""Top-1 (%) by (corruption, severity); of the clean images under ("clean", 0)."""
 
 
 def _corrupted(cells: CellValues) -> CellValues:

@@ -22,10 +22,10 @@ from isomorph.surgery.rules.window import AttentionToWindow
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
+# Rules by name, as checkpoints store them: those registered, and those of `fuse`, `insert`, `prune` and the like.
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
     RULES, {"Fuse": Fuse, "Insert": Insert, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
 )
-"""Rules by name, as checkpoints store them: those registered, and those of `fuse`, `insert`, `prune` and the like."""
 
 __all__ = [
     "RULES",

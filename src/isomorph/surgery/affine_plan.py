@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isomorph.operations import Flow, Operation, Value, hooks_on, tensors_in, value_of
 from isomorph.surgery.plain_layers import describe_attachments
 
+# The parameters of torch's functions, in order.
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 _LAYERS: dict[str, tuple[str, ...]] = {f"conv{n}d": _CONV for n in (1, 2, 3)} | {
@@ -28,19 +29,18 @@ _NORMS = {
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
 }
-"""The parameters of torch's functions, in order."""
 _ADD, _SUB = {"add", "add_", "__add__", "__radd__", "__iadd__"}, {"sub", "sub_", "__sub__", "__isub__"}
 _MUL = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 _DIV = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
 _ARITHMETIC = _ADD | _SUB | _MUL | _DIV
 _VIEWS = {"flatten", "reshape", "view", "permute", "transpose", "swapaxes", "unsqueeze", "squeeze", "unflatten"}
 _VIEWS |= {"reshape_as", "view_as"}
+# Operations that give their input back in eval mode.
 _UNCHANGED = {"contiguous", "clone", "detach", "identity", "dropout", "dropout1d", "dropout2d", "dropout3d"}
 _UNCHANGED |= {"alpha_dropout", "feature_dropout"}
-"""Operations that give their input back in eval mode."""
 
+# What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias).
 Change = tuple[str, str]
-"""What becomes of a module, and its name: identity, nothing (0), or unscaled (a norm without its weight and bias)."""
 
 
 class InputWindow(NamedTuple):

@@ -12,8 +12,8 @@ from isomorph.surgery.rules.gated import CONV_GATING, check_gating
 from isomorph.surgery.rules.gated_attention import ATTENTION_GATING
 from isomorph.surgery.rules.window import WindowAttention
 
+# Layers with gating parameters that an anneal sets.
 GatedAttention = GPSA | TapHeads | GatedMap
-"""Layers with gating parameters that an anneal sets."""
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from isomorph.operations import MapLayout
 from isomorph.surgery.altered import cached_by_class
 from isomorph.surgery.modules import functions_of
 
+# Attributes of layers, and of the configurations of transformers, for the number of heads.
 _HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
-"""Attributes of layers, and of the configurations of transformers, for the number of heads."""
+# Arguments in which layers receive their mask.
 _MASKS = ("attn_mask", "mask", "attention_mask")
-"""Arguments in which layers receive their mask."""
+# Fields of the configurations of vision models.
 _IMAGE_FIELDS = ("image_size", "patch_size", "num_channels")
-"""Fields of the configurations of vision models."""
+# Implementations of attention of transformers whose operations can be seen.
 _SEEN = ("sdpa", "eager")
-"""Implementations of attention of transformers whose operations can be seen."""
 _PRODUCTS = {"@", "matmul", "bmm", "einsum"}
 
 
@@ -123,6 +123,7 @@ _SHIFTED = AttentionFacts(reason=lambda _: "its shifted windows hide their mask;
 _DIFFERENCE = AttentionFacts(heads=lambda layer: 2 * layer.num_heads, plain=True)
 _INTERFACE = AttentionFacts(reason=_interface_reason, grid_reason=_words_reason, interface=True)
 
+# Classes that are not like most, by their full name; None for one that is not attention, though it looks like it.
 FACTS: dict[str, AttentionFacts | None] = {
     "isomorph.layers.unfused_multihead.MultiheadLinears": AttentionFacts(mask=allowed_by_masks),
     "timm.layers.attention2d.MultiQueryAttention2d": AttentionFacts(
@@ -175,7 +176,6 @@ FACTS: dict[str, AttentionFacts | None] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": _SHIFTED,
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": _SHIFTED,
 }
-"""Classes that are not like most, by their full name; None for one that is not attention, though it looks like it."""
 
 
 def names_of(layer: nn.Module) -> list[str]:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 
+# A batch of images or other tensor, or the keyword arguments of a model.
 Inputs = Tensor | Mapping[str, Any]
-"""A batch of images or other tensor, or the keyword arguments of a model."""
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:

@@ -90,8 +90,8 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
+# How the reasons begin for norms that do not follow one layer that nothing else reads.
 _NOT_ALONE = ("it follows", "it reads the model's input", "the output of the layer before it is read elsewhere")
-"""How the reasons begin for norms that do not follow one layer that nothing else reads."""
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
 
 _WINDOW_NAMES = ("window_size", "ws")
+# Arguments in which layers of timm receive the size of the feature map of their tokens.
 SIZE_NAMES = ("feat_size", "size", "resolution")
-"""Arguments in which layers of timm receive the size of the feature map of their tokens."""
 
 
 def _as_pair(size: Any) -> GridSize | None:

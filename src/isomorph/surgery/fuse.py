@@ -25,10 +25,10 @@ from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 from isomorph.terminal_tables import count_of
 
+# Layers that are fused before the block around them.
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
-"""Layers that are fused before the block around them."""
+# Methods by which a module merges itself: the first returns the result, the others change the module.
 _METHODS = ("fuse", "reparameterize", "switch_to_deploy")
-"""Methods by which a module merges itself: the first returns the result, the others change the module."""
 
 
 @dataclass(frozen=True)

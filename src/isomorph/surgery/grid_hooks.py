@@ -22,8 +22,8 @@ from isomorph.layers.grid import GridSize
 from isomorph.surgery.edited_attention import AlteredAttention
 from isomorph.surgery.rule import Rule, check_grid
 
+# Layers that need the grid positions of their tokens.
 GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, AlteredAttention)
-"""Layers that need the grid positions of their tokens."""
 
 
 class _Grids:
@@ -164,8 +164,8 @@ def _only_embedding_model(model: nn.Module) -> Any:
     return owners[0] if owners else None
 
 
+# Names of the parameters that are tokens before those of the patches: timm's, torchvision's and transformers'.
 _PREFIX_TOKENS = ("cls_token", "class_embedding", "class_token", "distillation_token", "register_tokens")
-"""Names of the parameters that are tokens before those of the patches: timm's, torchvision's and transformers'."""
 
 
 def _class_tokens(model: Any) -> int | None:

@@ -22,11 +22,11 @@ from isomorph.surgery.modules import Where, describe_where, matches_where, neare
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
+# A function from a number of channels to a block that keeps the shape of its input.
 MakeBlock = Callable[[int], nn.Module]
-"""A function from a number of channels to a block that keeps the shape of its input."""
 
+# Blocks by the name under which checkpoints store them.
 BLOCKS: dict[str, MakeBlock] = {}
-"""Blocks by the name under which checkpoints store them."""
 
 
 def register_block(block: MakeBlock, name: str = "") -> MakeBlock:

@@ -21,10 +21,10 @@ from isomorph.surgery.calls import Inputs, cast_floats, describe_shape, largest_
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
 
+# Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
-"""Largest difference in float64, relative to the largest output, that is rounding: models may round inside."""
+# Methods by which a model may be called; the head of timm's, for features as they are without its classifier.
 _ENTRIES = ("forward", "forward_features", "forward_intermediates", "forward_head")
-"""Methods by which a model may be called; the head of timm's, for features as they are without its classifier."""
 
 
 @dataclass(frozen=True)

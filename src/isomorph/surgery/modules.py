@@ -23,8 +23,8 @@ from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 
+# A glob over module names, several globs, or a function (name, module) -> bool.
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
-"""A glob over module names, several globs, or a function (name, module) -> bool."""
 
 
 def matches_where(where: Where, name: str, module: nn.Module) -> bool:
@@ -71,8 +71,8 @@ def nearest_names(where: Where, names: Iterable[str]) -> str:
     return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
 
 
+# The last component of a joint projection's name, mapped to the names of its parts in order.
 JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-"""The last component of a joint projection's name, mapped to the names of its parts in order."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> 
     return outermost
 
 
+# What code reads of a weight besides its values.
 _FORMS = {"dtype", "device", "shape", "size", "ndim", "dim", "is_meta", "requires_grad", "numel"}
-"""What code reads of a weight besides its values."""
 
 
 def functions_of(kind: type) -> Iterator[Any]:
@@ -191,8 +191,8 @@ def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
                 module.use_nested_tensor = False
 
 
+# Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight.
 SEPARATE_BIAS = "qkv_bias_separate"
-"""Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight."""
 
 
 def call_joint_projections(model: nn.Module) -> None:

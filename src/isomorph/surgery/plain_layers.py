@@ -18,8 +18,8 @@ from isomorph.layers.same_padding import SamePadding
 from isomorph.operations import hooks_on
 
 _SAVING = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+# Methods that decide what a module computes, saves and loads, and that a user may have patched on the instance.
 OVERRIDABLE_METHODS = ("forward", "_conv_forward", *_SAVING)
-"""Methods that decide what a module computes, saves and loads, and that a user may have patched on the instance."""
 
 
 def _patched_methods(module: nn.Module) -> list[str]:
@@ -55,8 +55,8 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
 
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+# Attributes of a class that decide what its modules compute, save and load.
 _CHECKED_ATTRIBUTES = (*OVERRIDABLE_METHODS, *_CALLS, "weight", "bias")
-"""Attributes of a class that decide what its modules compute, save and load."""
 
 _PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
 

@@ -14,22 +14,22 @@ from isomorph.surgery.recast import apply_edit, check_finite, check_model
 from isomorph.surgery.rule import Edit, Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
 
+# Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open.
 TOLERANCE = (0.0, 0.5)
-"""Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open."""
 
+# Largest difference of outputs that `verify` accepts by default, whatever the tolerance.
 LARGEST_ATOL = 0.1
-"""Largest difference of outputs that `verify` accepts by default, whatever the tolerance."""
 
+# Layers of which parts can be removed.
 PRUNABLE = (TapHeads, GPSA, WindowAttention)
-"""Layers of which parts can be removed."""
 
+# Method by which a layer becomes each of the simpler forms, where it can.
 _METHODS = {
     "position": "to_positional",
     "convolution": "tap_convolution",
     "attention": "to_attention",
     "windows": "to_windows",
 }
-"""Method by which a layer becomes each of the simpler forms, where it can."""
 
 
 @dataclass(frozen=True)

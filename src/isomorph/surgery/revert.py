@@ -13,8 +13,8 @@ from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import attach, check_model, replace_module, usual_defaults
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
 
+# Methods by which a recast layer converts back to its original form, if it still computes the same function.
 _REVERT_METHODS = ("to_conv", "to_attention", "to_original")
-"""Methods by which a recast layer converts back to its original form, if it still computes the same function."""
 
 
 def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:

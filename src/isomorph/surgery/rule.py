@@ -79,29 +79,29 @@ class Rule:
             raise UserError(f"{type(self).__name__} does not fit this module: {reason}")
 
 
+# At 1,000 the attention to the next position is exp(-1000), 0 in float64; below 1e-4 it is nearly uniform.
 LOCALITY = (1e-4, 1e3)
-"""At 1,000 the attention to the next position is exp(-1000), 0 in float64; below 1e-4 it is nearly uniform."""
 
+# Bounds of the logit; beyond them the sigmoid is exactly 0 or 1 in float64.
 GATE = (-1e3, 1e3)
-"""Bounds of the logit; beyond them the sigmoid is exactly 0 or 1 in float64."""
 
+# Attention maps for every head; Refiner uses up to 6.
 RATIO = (0, 64)
-"""Attention maps for every head; Refiner uses up to 6."""
 
+# Side of a kernel on attention maps; Refiner uses 3.
 KERNEL = (1, 127)
-"""Side of a kernel on attention maps; Refiner uses 3."""
 
+# Height and width of a grid of tokens.
 GRID = (1, 4096)
-"""Height and width of a grid of tokens."""
 
+# Height and width of the window around a query.
 WINDOW = (1, 127)
-"""Height and width of the window around a query."""
 
+# Number of tokens before the grid.
 PREFIX = (0, 4096)
-"""Number of tokens before the grid."""
 
+# N, where a sum of branches is divided by sqrt(N).
 RESCALE = (1e-6, 1e6)
-"""N, where a sum of branches is divided by sqrt(N)."""
 
 
 def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
@@ -151,8 +151,8 @@ def _require(fits: bool, name: str, value: Any, said: str) -> None:
         raise UserError(f"{name} {text if len(text) <= 40 else f'{text[:37]}...'} {said}")
 
 
+# Rules by the name of their class, in order of registration.
 RULES: dict[str, type[Rule]] = {}
-"""Rules by the name of their class, in order of registration."""
 
 RuleType = TypeVar("RuleType", bound=type[Rule])
 

@@ -32,8 +32,8 @@ from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model, edited_names
 from isomorph.surgery.rule import edits, edits_since, notes
 
+# Differences up to this many times what a model differs from itself in float64 are rounding.
 ROUNDING = 8
-"""Differences up to this many times what a model differs from itself in float64 are rounding."""
 
 
 @dataclass(frozen=True)

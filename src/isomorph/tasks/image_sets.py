@@ -14,8 +14,8 @@ from isomorph.data.sources import read_image
 from isomorph.errors import UserError
 
 S = TypeVar("S")
+# Bytes that file systems take for the name of a file.
 _LONGEST_NAME = 255
-"""Bytes that file systems take for the name of a file."""
 
 
 def file_inside(folder: Path, name: str, where: str) -> Path:

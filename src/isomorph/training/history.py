@@ -95,8 +95,8 @@ def _without_none(values: list[Any]) -> list[Any]:
     return [_without_none(each) if isinstance(each, list) else math.nan if each is None else each for each in values]
 
 
+# One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}.
 MeasureHeads = Callable[[nn.Module, Any], dict[str, Tensor]]
-"""One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
 
 
 def attention_history(

@@ -28,10 +28,10 @@ CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "weather": ("snow", "frost", "fog", "brightness"),
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 }
+# The 15 corruptions of ImageNet-C. Severities use its constants, also at 32 px, where CIFAR-10-C has others.
 IMAGENET_C_CORRUPTIONS = [name for names in CORRUPTION_CATEGORIES.values() for name in names]
-"""The 15 corruptions of ImageNet-C. Severities use its constants, also at 32 px, where CIFAR-10-C has others."""
+# ImageNet-C's four extra corruptions for validation; its means leave them out.
 EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
-"""ImageNet-C's four extra corruptions for validation; its means leave them out."""
 _CORRUPTIONS = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_SCALE = "ImageNet-C's constants"

@@ -120,6 +120,7 @@ def _cut_centre(planes: np.ndarray, sides: Sequence[int]) -> np.ndarray:
     return planes[:, top : top + sides[0], left : left + sides[1]]
 
 
+# Mean and deviation of the flakes, zoom, threshold, radius and sigma of their motion blur, weight of the image.
 _SNOW = (
     (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
     (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
@@ -127,7 +128,6 @@ _SNOW = (
     (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
     (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
 )
-"""Mean and deviation of the flakes, zoom, threshold, radius and sigma of their motion blur, weight of the image."""
 _FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))  # weights of the image and of the texture
 FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")  # randint(5) draws no sixth
 _BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -183,8 +183,8 @@ def _brightness_table(severity: int) -> np.ndarray:
     return to_uint8(raised * ratio)
 
 
+# Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side.
 _ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
-"""Strength and smoothness of the field, reach of the affine map, in units of _REFERENCE_SCALE x the image's side."""
 _REFERENCE_SCALE = 244 / 224  # the reference uses 244 for its images of 224 px
 
 

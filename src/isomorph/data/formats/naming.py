@@ -16,11 +16,11 @@ from isomorph.terminal_tables import count_of
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 _NOT_IMAGES = {".txt", ".md", ".cls", ".csv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
+# The two splits, and the words that name them, alone or in a longer name; the first that exists is used.
 SPLITS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "val", "valid", "validation", "eval", "evaluation"),
 }
-"""The two splits, and the words that name them, alone or in a longer name; the first that exists is used."""
 SPLIT_NAMES = {"train": "train", "test": "test, val or validation"}
 MAX_UNNAMED_CLASSES = 1_000_000  # labels from this number on are taken for mistakes where no list names the classes
 

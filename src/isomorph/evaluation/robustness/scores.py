@@ -16,6 +16,7 @@ Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
 CellValues = Mapping[tuple[str, int], float]
 
+# Top-1 error (%), mean over severities. Source: github hendrycks/robustness, issues 10 (by severity) and 38 (net).
 ALEXNET = {
     "gaussian_noise": 88.6428,
     "shot_noise": 89.4468,
@@ -33,7 +34,6 @@ ALEXNET = {
     "pixelate": 71.7840,
     "jpeg_compression": 60.6500,
 }
-"""Top-1 error (%), mean over severities. Source: github hendrycks/robustness, issues 10 (by severity) and 38 (net)."""
 ALEXNET_CLEAN = 43.478  # top-1 error (%) on ImageNet: torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5
 
 

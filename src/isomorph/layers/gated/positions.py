@@ -57,8 +57,8 @@ def mix_weights(gate: Tensor) -> Tensor:
     return torch.sigmoid(gate * constant(_signs, gate))
 
 
+# Queries and keys along an axis, the place of the first query among the keys, and the step from query to query.
 Axis = tuple[int, int, float, float]
-"""Queries and keys along an axis, the place of the first query among the keys, and the step from query to query."""
 
 
 def image_axis(queries: int, keys: int) -> Axis:

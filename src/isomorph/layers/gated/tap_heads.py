@@ -27,12 +27,12 @@ from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import batched, conv_output_size, window_centres
 from isomorph.layers.modes import can_keep, on_cpu, require_same
 
+# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint).
 SOFTPLUS_BETA = 5.0
-"""Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""
 
 
+# Offset from the nearest position up to which the attention of a head on a line is summed.
 FAR = 64
-"""Offset from the nearest position up to which the attention of a head on a line is summed."""
 
 
 def inverse_softplus(value: float) -> float:

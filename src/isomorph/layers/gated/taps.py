@@ -28,14 +28,14 @@ from torch import Tensor
 from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
 from isomorph.layers.modes import on_cpu
 
+# Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
-"""Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f)."""
 
+# Time of a multiplication head by head, relative to one of a convolution (measured by benchmarks/gpsa_stages.py).
 BY_HEAD_COST = 1.5
-"""Time of a multiplication head by head, relative to one of a convolution (measured by benchmarks/gpsa_stages.py)."""
 
+# First index, and the one after the last.
 Range = tuple[int, int]
-"""First index, and the one after the last."""
 
 
 def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

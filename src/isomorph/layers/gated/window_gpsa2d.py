@@ -19,14 +19,14 @@ from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.grid import GridSize, odd_window
 from isomorph.layers.modes import constant, is_eager, recomputed
 
+# Default height and width of the window.
 WINDOW = 7
-"""Default height and width of the window."""
 
+# Queries of a tile along an axis (measured by benchmarks/gpsa_stages.py).
 TILE = 4
-"""Queries of a tile along an axis (measured by benchmarks/gpsa_stages.py)."""
 
+# Most entries of maps that are in memory at the same time, of one image at least.
 MAX_ENTRIES = 2**26
-"""Most entries of maps that are in memory at the same time, of one image at least."""
 
 
 class AxisTiles(NamedTuple):

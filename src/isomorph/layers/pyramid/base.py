@@ -34,8 +34,8 @@ from isomorph.layers.pyramid.moments import (
 Rectify = Literal["batchnorm", "rescale", "none"]
 Computed = Literal["closed", "branches"]
 
+# Most branches of a layout, and most units of a branch; TDRL uses up to 8.
 MAX_UNITS = 32
-"""Most branches of a layout, and most units of a branch; TDRL uses up to 8."""
 
 
 def is_altered(module: nn.Module) -> bool:

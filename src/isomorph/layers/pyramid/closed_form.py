@@ -34,8 +34,8 @@ from isomorph.layers.modes import constant, is_eager
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.moments import Moments, saves_work, symmetric_product
 
+# Channels from which P is kept for the backward pass; narrower ones are computed again.
 KEPT_FROM = 512
-"""Channels from which P is kept for the backward pass; narrower ones are computed again."""
 
 
 class Chains(NamedTuple):

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from isomorph.layers.modes import can_write_into, is_eager, on_cpu
 
+# Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
+#
+# Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm would amplify them.
 RIDGE_ULPS = 8
-"""Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
-
-Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm would amplify them.
-"""
 
 
 class Window(NamedTuple):
@@ -73,8 +72,8 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
     return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))
 
 
+# Smallest width of the blocks of a symmetric product.
 NARROWEST_BLOCK = 96
-"""Smallest width of the blocks of a symmetric product."""
 
 
 def symmetric_product(left: Tensor, right: Tensor) -> Tensor:

@@ -41,8 +41,8 @@ from isomorph.models.task_networks.backbone import (
     feature_maps,
 )
 
+# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W).
 Target = dict[str, Tensor]
-"""Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""
 
 _RATIOS = (0.5, 1.0, 2.0)
 
@@ -249,8 +249,8 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int) -> Conv2dNormAc
     )
 
 
+# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28).
 Detections = dict[str, Tensor]
-"""Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28)."""
 
 _CLASS_HEADS = (
     *("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),

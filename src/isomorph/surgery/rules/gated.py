@@ -13,15 +13,14 @@ from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
 from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, with_same_padding
 from isomorph.surgery.rule import GATE, LOCALITY, WINDOW, Rule, check_choice, check_int, check_number, register_rule
 
+# (locality, gate) for every value of `init`; the gate is the logit, before the sigmoid.
 NamedGating = Mapping[str, tuple[float, float]]
-"""(locality, gate) for every value of `init`; the gate is the logit, before the sigmoid."""
 
+# Initial gating parameters of ConvToGPSA.
+#
+# Exact: exp(-20) of the attention leaks to the next tap and 3e-7 to content, within rounding of float32, with gradients
+# still alive. Paper: the "verge of locality" of T-CNN section 2.
 CONV_GATING: NamedGating = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
-"""Initial gating parameters of ConvToGPSA.
-
-Exact: exp(-20) of the attention leaks to the next tap and 3e-7 to content, within rounding of float32, with gradients
-still alive. Paper: the "verge of locality" of T-CNN section 2.
-"""
 
 
 def check_gating(locality: float, gate: float) -> None:
@@ -32,8 +31,8 @@ def check_gating(locality: float, gate: float) -> None:
 
 GatedLayer = GPSA2d | PositionalConv2d
 
+# Layer for every value of `content` of ConvToGPSA.
 CONTENT: Mapping[str, type[GatedLayer]] = {"global": GPSA2d, "window": WindowGPSA2d, "none": PositionalConv2d}
-"""Layer for every value of `content` of ConvToGPSA."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from isomorph.surgery.plain_layers import describe_attachments, layer_mismatch, 
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
 
+# Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content.
 ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
-"""Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content."""
 
 
 def attention_mismatch(module: nn.Module) -> str | None:

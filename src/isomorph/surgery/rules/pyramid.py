@@ -26,8 +26,8 @@ from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, reg
 _LOGIT_PROJECTIONS = {
     f"{start}{name}{end}" for name in "qk" for start in ("", "to_", "proj_", "w") for end in ("", "_proj")
 }
+# Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
-"""Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3)."""
 
 
 _RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")

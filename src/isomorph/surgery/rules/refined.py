@@ -19,8 +19,8 @@ from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import KERNEL, RATIO, check_bool, check_choice, check_int, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch
 
+# Values of the field `span`: what the kernel slides over.
 Span = Literal["map", "spatial", "row+column"]
-"""Values of the field `span`: what the kernel slides over."""
 
 
 @register_rule

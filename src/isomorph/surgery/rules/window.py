@@ -17,8 +17,8 @@ from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, al
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.rule import check_int, register_rule
 
+# Side of a window in tokens.
 SIDE = (1, 4096)
-"""Side of a window in tokens."""
 
 
 class _Attend(FollowMaps):

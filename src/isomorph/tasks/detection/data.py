@@ -24,8 +24,8 @@ from isomorph.data.formats.naming import composed
 from isomorph.errors import UserError, optional_module
 from isomorph.tasks.image_sets import ImageSet, file_inside
 
+# Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W).
 Objects = dict[str, Tensor]
-"""Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W)."""
 
 ANNOTATION_FILES = {
     "train": ("annotations/instances_train2017.json", "annotations/train.json", "train.json", "trainval.json"),
@@ -34,13 +34,13 @@ ANNOTATION_FILES = {
         *("annotations/test.json", "test.json"),
     ),
 }
+# Folders where images are looked for, first to last; then `images` and the folder itself.
 IMAGE_FOLDERS = {"train": ("train2017", "images/train", "train", "images"), "test": ("val2017", "images/val", "val")}
-"""Folders where images are looked for, first to last; then `images` and the folder itself."""
+# Pixels by which a box may leave its image: some annotators count pixels from 1.
 _TOLERANCE = 1.0
-"""Pixels by which a box may leave its image: some annotators count pixels from 1."""
 _LARGEST_SIDE, _LARGEST_ID = 10**6, 2**63
+# Shortest side in pixels of a box that the crop has cut, for objects without masks; smaller ones are left out.
 _MIN_SIDE = 1.0
-"""Shortest side in pixels of a box that the crop has cut, for objects without masks; smaller ones are left out."""
 
 
 class ImageRecord(NamedTuple):

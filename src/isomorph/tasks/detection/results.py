@@ -31,12 +31,12 @@ from isomorph.tasks.detection.data import (
 from isomorph.training.task import Prediction
 
 KINDS = {"bbox": "box", "segm": "mask"}
+# The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects.
 STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
-"""The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects."""
+# Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
-"""Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito)."""
+# Detections below this score are in the JSON and not in the picture.
 SHOWN_SCORE = 0.3
-"""Detections below this score are in the JSON and not in the picture."""
 
 
 class FittedImages(Dataset[tuple[Tensor, int]]):

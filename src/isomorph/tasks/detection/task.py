@@ -35,8 +35,8 @@ from isomorph.training.recipe.fields import Count, NotNegative, Part, Positive
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
 
+# Test images at once: they are large.
 _LARGEST_BATCH = 8
-"""Test images at once: they are large."""
 
 
 class DetectionPart(Part):

@@ -31,10 +31,10 @@ NO_INCEPTION = (
     f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as --weights, or "
     "the features of another network as --features"
 )
+# Fewest images of a set: precision and recall look at three neighbours of each.
 MIN_IMAGES = 5
-"""Fewest images of a set: precision and recall look at three neighbours of each."""
+# Images in each of the 100 draws of the kernel distance, or all if there are fewer.
 _KERNEL_IMAGES = 1000
-"""Images in each of the 100 draws of the kernel distance, or all if there are fewer."""
 Progress = Callable[[int, int], None]
 
 

@@ -28,13 +28,13 @@ from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective
 
+# A column by its name in the header, or by its number in a file without header.
 Column = str | int
-"""A column by its name in the header, or by its number in a file without header."""
+# The texts of an example, and its label: the number of its class, or a score.
 Row = tuple[tuple[str, ...], float]
-"""The texts of an example, and its label: the number of its class, or a score."""
 Split = Literal["train", "test"]
+# GLUE on the hub; its tasks are folders, with files such as rte/train-00000-of-00001.parquet.
 HUB_NAME = "nyu-mll/glue"
-"""GLUE on the hub; its tasks are folders, with files such as rte/train-00000-of-00001.parquet."""
 MAX_SCORE = 5  # of STS-B
 
 
@@ -63,6 +63,7 @@ _ENTAILMENT, _PARAPHRASE = ("entailment", "not_entailment"), ("different", "para
 _THREE = ("entailment", "neutral", "contradiction")
 _TWO_SCORES = ("accuracy", "f1")
 
+# The eight tasks of the paper's table, by name; WNLI is left out, as usual.
 GLUE: dict[str, GlueData] = {
     "cola": GlueData("CoLA", (3,), 1, _BINARY, ("unacceptable", "acceptable"), ("matthews", "accuracy"), ("sentence",)),
     "sst2": GlueData("SST-2", ("sentence",), "label", _BINARY, ("negative", "positive")),
@@ -77,7 +78,6 @@ GLUE: dict[str, GlueData] = {
     "qnli": GlueData("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
     "rte": GlueData("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
 }
-"""The eight tasks of the paper's table, by name; WNLI is left out, as usual."""
 
 
 def read_file(path: Path, task: GlueData) -> list[Row]:

@@ -23,12 +23,12 @@ from isomorph.training.recipe.fields import Rate
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective
 
+# Target of a position that does not count.
 IGNORED = -100
-"""Target of a position that does not count."""
 _TEXTS_AT_A_TIME = 10_000
 _TEST_NAMES = ("dev", "test", "val", "valid", "validation")
+# Part of the sequences to test on, where there is no text file for it.
 TEST_PART = 0.01
-"""Part of the sequences to test on, where there is no text file for it."""
 
 
 def find_text_files(root: Path) -> tuple[list[Path], list[Path]]:

@@ -23,8 +23,8 @@ from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Task
 
+# Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256.
 UNUSED_EMBEDDINGS = 256
-"""Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256."""
 _NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 

@@ -27,8 +27,8 @@ def _as_pair(value: Any) -> Any:
     return [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+# Two sizes in pixels; one number stands for both.
 Sides = Annotated[tuple[Size, Size], BeforeValidator(_as_pair)]
-"""Two sizes in pixels; one number stands for both."""
 
 
 class SegmentationPart(Part):

@@ -27,15 +27,15 @@ from isomorph.data.sources import (
 from isomorph.errors import UserError, first_line
 from isomorph.tasks.image_sets import ImageSet
 
+# Class of the pixels that count neither in the loss nor in the metrics.
 IGNORE = 255
-"""Class of the pixels that count neither in the loss nor in the metrics."""
 MAX_CLASSES = 255
+# Masks whose values are checked before training; of more, those spaced evenly. Each is checked when it is read too.
 CHECKED_MASKS = 1000
-"""Masks whose values are checked before training; of more, those spaced evenly. Each is checked when it is read too."""
+# Formats of images (Pillow's names) that keep numbers as they are.
 _EXACT_FORMATS = {"PNG", "TIFF", "BMP", "DIB", "GIF", "PPM"}
-"""Formats of images (Pillow's names) that keep numbers as they are."""
+# Compressions inside a TIFF that do not.
 _LOSSY_COMPRESSIONS = {"jpeg", "tiff_jpeg", "webp", "jpeg2000"}
-"""Compressions inside a TIFF that do not."""
 
 
 class Pair(NamedTuple):
@@ -174,8 +174,8 @@ def _check_size(files: Files, image: tuple[int, ...], mask: tuple[int, ...]) -> 
 # folders
 
 
+# Names of the two folders of a data set of one's own; the first that exists is used.
 IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
-"""Names of the two folders of a data set of one's own; the first that exists is used."""
 _CAMVID_NAMES = "Sky Building Pole Road Pavement Tree SignSymbol Fence Car Pedestrian Bicyclist"
 _CAMVID_COLOURS = "808080 800000 c0c080 804080 3c28de 808000 c08080 404080 400080 404000 0080c0"
 CAMVID = dict(zip(_CAMVID_NAMES.split(), map(tuple, map(bytes.fromhex, _CAMVID_COLOURS.split())), strict=True))

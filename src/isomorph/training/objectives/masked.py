@@ -21,8 +21,8 @@ from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.recipe.fields import MaskPart
 from isomorph.training.task import Objective
 
+# Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss.
 SMOOTH_L1_BETA = 2.0
-"""Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss."""
 
 
 class LossModule(TrainingTask):

@@ -13,8 +13,8 @@ from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import named_logits
 from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart
 
+# Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity.
 MIN_LENGTH = 1e-8
-"""Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity."""
 
 
 def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:

@@ -27,8 +27,8 @@ from isomorph.surgery import Anneal
 from isomorph.training.recipe.tasks import TASKS, find_task, task_names
 
 Positive = Annotated[float, Field(gt=0)]
+# Learning rate of a parameter group: a number, or a multiple of lr like `10x` (`OptimPart.resolve_multiple`).
 PartRate = Annotated[float, Field(gt=0, validate_default=True)]
-"""Learning rate of a parameter group: a number, or a multiple of lr like `10x` (`OptimPart.resolve_multiple`)."""
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -36,11 +36,11 @@ File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(va
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Epochs = Annotated[int, Field(ge=1, le=100_000)]
 Size = Annotated[int, Field(ge=1, le=2**14)]
+# A number of epochs, or a list of epochs; messages leave out parts of a place that begin with a tilde.
 KeptEpochs = Annotated[
     Annotated[Count, Tag("~number")] | Annotated[list[Count], Field(min_length=1), Tag("~list")],
     Discriminator(lambda value: "~list" if isinstance(value, list) else "~number"),
 ]
-"""A number of epochs, or a list of epochs; messages leave out parts of a place that begin with a tilde."""
 Padding = Annotated[
     Annotated[int, Field(ge=0, le=2**14), Tag("~number")] | Annotated[Literal["auto"], Tag("~text")],
     Discriminator(lambda value: "~text" if isinstance(value, str) else "~number"),
@@ -53,11 +53,11 @@ def _both_sides(size: Any) -> Any:
 
 Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
+# Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x.
 MAX_WRITTEN_RATE = 10.0
-"""Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x."""
 
+# Optimisers of timm (beginnings of their names) that the training loop or its snapshots do not support.
 UNSUPPORTED_OPTIMIZERS = ("adahessian", "kron")
-"""Optimisers of timm (beginnings of their names) that the training loop or its snapshots do not support."""
 
 
 class Part(BaseModel):

@@ -13,6 +13,7 @@ from isomorph.errors import UserError
 from isomorph.training.recipe.fields import DataPart
 from isomorph.training.recipe.recipe import Recipe, validate
 
+# Fields that become shorter with a run, and the smallest value of those that are whole numbers.
 SCHEDULES: dict[str, int | None] = {
     "optim.warmup_epochs": None,
     "optim.warmup_iterations": 1,
@@ -22,10 +23,9 @@ SCHEDULES: dict[str, int | None] = {
     "evaluate_every": 1,
     "keep_every": 1,
 }
-"""Fields that become shorter with a run, and the smallest value of those that are whole numbers."""
 
+# Fields whose values on a command line are taken as they are: a folder named 2024_01_31 is not a number.
 TEXTS = ("name", "out", "data.root", "model.weights", "distill.teacher", "distill.weights", "mask.teacher")
-"""Fields whose values on a command line are taken as they are: a folder named 2024_01_31 is not a number."""
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

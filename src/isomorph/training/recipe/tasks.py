@@ -9,6 +9,7 @@ from isomorph.errors import UserError
 
 ENTRY_POINTS = "isomorph.tasks"
 
+# Tasks by their names in recipes and checkpoints: a class, or `module:class` to import; `register_task` adds one.
 TASKS: dict[str, str | type] = {
     "detection": "isomorph.tasks.detection.task:Detection",
     "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
@@ -16,7 +17,6 @@ TASKS: dict[str, str | type] = {
     "diffusion": "isomorph.tasks.diffusion.task:Diffusion",
     "segmentation": "isomorph.tasks.segmentation.task:Segmentation",
 }
-"""Tasks by their names in recipes and checkpoints: a class, or `module:class` to import; `register_task` adds one."""
 
 
 def find_task(name: Any) -> Any:

@@ -16,8 +16,8 @@ from isomorph.errors import Stopped, UserError
 
 __all__ = ["Diverged", "StopRequest", "Stopped", "lock_folder", "stop_requests"]
 
+# Signals that stop a run; SIGHUP means that the terminal or connection was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""Signals that stop a run; SIGHUP means that the terminal or connection was closed."""
 
 
 @contextmanager

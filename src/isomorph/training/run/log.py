@@ -25,8 +25,8 @@ from isomorph.training.recipe.recipe import Recipe
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 
+# Logs that are drawn as curves, and the key of their horizontal axis.
 _CURVES = {"log.jsonl": "epoch", "steps.jsonl": "step"}
-"""Logs that are drawn as curves, and the key of their horizontal axis."""
 
 
 class Journal:

@@ -27,11 +27,11 @@ from isomorph.training.run.guards import Diverged, Stopped, StopRequest, lock_fo
 from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.state import Run
 
+# Steps between checks that the loss is finite, since reading it waits for the device.
 CHECK_EVERY = 10
-"""Steps between checks that the loss is finite, since reading it waits for the device."""
 
+# Images of a batch on which attention is monitored.
 MONITORED_IMAGES = 32
-"""Images of a batch on which attention is monitored."""
 
 
 @dataclass(frozen=True)
