@@ -65,7 +65,7 @@ def pad_odd(model, x):
 
 
 THREE, ONE, PLAIN = conv(4, 6, 3, padding=1, bias=False), conv(4, 6, 1), conv(4, 4, 3, padding=1, bias=False)
-SAME, LINEAR = norm(4), conv(4, 6, kind=nn.Linear)
+SAME, LINEAR, UP = norm(4), conv(4, 6, kind=nn.Linear), conv(1, 6, kind=nn.Linear)
 MERGED = {
     "conv, grouped, dilated": (in_turn(conv(4, 6, 3, 2, 2, 2, 2), norm(affine=False)), MAP),
     "conv, transposed, grouped": (in_turn(conv(4, 6, 3, 2, groups=2, kind=nn.ConvTranspose2d), norm()), MAP),
@@ -90,6 +90,24 @@ MERGED = {
     ),
     "branches, then a norm": (
         net(lambda m, x: m.n(m.three(x) + m.one(x) + x), three=PLAIN, one=conv(4, 4, 1, groups=4), n=SAME),
+        MAP,
+    ),
+    "adapter": (
+        net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=conv(4, 1, kind=nn.Linear), up=UP),
+        TOKENS,
+    ),
+    "adapter of a convolution": (
+        net(
+            lambda m, x: m.up(m.down(x)) + m.n(m.a(x)),
+            a=THREE,
+            n=norm(),
+            down=conv(4, 2, 3, padding=1),
+            up=conv(2, 6, 1),
+        ),
+        MAP,
+    ),
+    "a weighted branch with a norm": (
+        net(lambda m, x: 0.3 * m.n(m.one(x)) + m.three(x), three=THREE, one=ONE, n=norm()),
         MAP,
     ),
     "before two readers": (

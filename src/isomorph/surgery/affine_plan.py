@@ -8,6 +8,7 @@ layer; without a layer it is written into all layers that read it.
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -62,20 +63,23 @@ class InputWindow(NamedTuple):
 class Summand(NamedTuple):
     """A summand of a value: gain * layer(source), or gain * source if there is no layer. Shape: gain (C,)
 
-    `stays`: the model's own code adds the source, and goes on to.
+    `stays`: the model's own code adds the source, or multiplies the layer by a number, and goes on to. `after`: a
+    pointwise layer that reads the first, so that the summand is gain * after(layer(source)).
     """
 
     layer: str | None
     window: InputWindow
     gain: Tensor
     stays: bool = False
+    after: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Affine:
     """A value as a function of its source: the sum of summands, plus a shift of shape (C,); `axis` is that of channels.
 
-    `gone`: what becomes of the modules between them when it is written into a layer.
+    `gone`: what becomes of the modules between them when it is written into a layer. `through`: the same value as a
+    function of what the layer before its layer reads, such as the adapter up(down(x)).
     """
 
     source: Value
@@ -84,12 +88,20 @@ class Affine:
     shift: Tensor
     gone: tuple[Change, ...] = ()
     viewed: bool = False
+    through: "Affine | None" = None
 
     def scaled(self, gain: Tensor, shift: Tensor, change: Change) -> "Affine":
         """Return gain * value + shift, computed by what the change removes."""
         summands = tuple(summand._replace(gain=summand.gain * gain) for summand in self.summands)
         gone = self.gone if change in self.gone else (*self.gone, change)
-        return replace(self, summands=summands, shift=self.shift * gain + shift, gone=gone)
+        through = self.through and self.through.scaled(gain, shift, change)
+        return replace(self, summands=summands, shift=self.shift * gain + shift, gone=gone, through=through)
+
+    def times(self, number: float) -> "Affine":
+        """Return number * value, multiplied by the model's own code."""
+        summands = tuple(summand._replace(gain=summand.gain * number, stays=True) for summand in self.summands)
+        through = self.through and self.through.times(number)
+        return replace(self, summands=summands, shift=self.shift * number, through=through)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +121,7 @@ class Group:
     @property
     def key(self) -> tuple[Any, ...]:
         """What decides whether two calls agree."""
-        summands = tuple((summand.layer, summand.window, summand.stays) for summand in self.summands)
+        summands = tuple((each.layer, each.window, each.stays, each.after) for each in self.summands)
         return self.kind, self.carriers, self.windows, self.gone, summands
 
 
@@ -135,11 +147,18 @@ def _window(operation: Operation) -> InputWindow:
 
 def _carrier(summands: tuple[Summand, ...]) -> Summand | None:
     """Return the summand whose layer can hold the sum of all, or None: that with the largest window."""
-    layers = [summand for summand in summands if summand.layer]
+    layers = [summand for summand in summands if summand.layer and not (summand.stays or summand.after)]
     if len(summands) == 1 or not layers or any(summand.window.transposed for summand in layers):
         return layers[0] if len(summands) == 1 and layers else None
     carrier = max(layers, key=lambda summand: math.prod(summand.window.kernel))
     return carrier if all(_fits(summand, carrier) for summand in summands) else None
+
+
+def _sum_of(one: Affine, other: Affine) -> Affine | None:
+    summands, gone = (*one.summands, *other.summands), (*one.gone, *other.gone)
+    if (one.source, one.axis) != (other.source, other.axis):
+        return None
+    return replace(one, summands=summands, shift=one.shift + other.shift, gone=gone, through=None)
 
 
 def _fits(summand: Summand, carrier: Summand) -> bool:
@@ -240,9 +259,14 @@ class Plan:
             return None
         window = _window(operation)
         axis = len(self._shape(output)) - 1 - len(window.kernel)
+        found = replace(self._source(output, axis, name, window), source=source)
         if (before := self._take(source)) and not before.viewed and window.is_pointwise:
             self._chained.append((output, before))
-        return replace(self._source(output, axis, name, window), source=source)
+            first = _carrier(before.summands)
+            if first and first.window.groups == 1 and not before.gone and len(before.summands) == 1:
+                summand = first._replace(gain=found.summands[0].gain, after=name)
+                found = replace(found, through=replace(found, source=before.source, summands=(summand,)))
+        return found
 
     def _owner(self, operation: Operation, weight: Tensor, bias: Tensor | None) -> tuple[str, str]:
         """Return the name of the layer that owns a weight, and why nothing can be written into it, if so."""
@@ -334,21 +358,30 @@ class Plan:
                 return (base or self._source(x, axis)).scaled(gain, shift, ("identity", operation.module))
         return None
 
+    def _terms(self, value: Value) -> list[Affine]:
+        """Return a summand as a function of its source, also if code multiplies it by a number, and `through`."""
+        found, made = self._take(value), self.flow.made.get(value)
+        if found is None and made and made.name in _MUL and len(made.inputs) == 1 and self._is_read_once(value):
+            numbers = [each for each in made.args if isinstance(each, float) or type(each) is int]
+            base = self._take(made.inputs[0])
+            found = base.times(numbers[0]) if base and numbers else None
+        return [each for each in (found, found and found.through) if each and not each.viewed]
+
     def _follow_sum(self, operation: Operation) -> Affine | None:
         if operation.name not in _ADD or operation.inputs[0] == operation.inputs[1]:
             return None
         one, other = (self._take(value) for value in operation.inputs)
-        total = None
-        if one and other and not (one.viewed or other.viewed) and (one.source, one.axis) == (other.source, other.axis):
-            summands, gone = (*one.summands, *other.summands), (*one.gone, *other.gone)
-            total = replace(one, summands=summands, shift=one.shift + other.shift, gone=gone)
-        else:
+        total = next(filter(None, starmap(_sum_of, product(*map(self._terms, operation.inputs)))), None)
+        if total is None:
             for each, value in ((one, operation.inputs[1]), (other, operation.inputs[0])):
                 if each and each.source == value and not each.viewed:
                     own = Summand(None, InputWindow(), torch.ones_like(each.shift), stays=True)
                     total = replace(each, summands=(*each.summands, own))
-        kept = total and (_carrier(total.summands) or not any(each.layer for each in total.summands))
-        return total if kept else None
+        if total is None or not (_carrier(total.summands) or not any(each.layer for each in total.summands)):
+            return None
+        scaled = [self.flow.made[value] for value in operation.inputs if value not in (*self._values, total.source)]
+        self._used |= {each.inputs[0] for each in scaled}
+        return total
 
     def _write_into_layer(self, found: Affine) -> None:
         carrier = _carrier(found.summands)
@@ -359,6 +392,7 @@ class Plan:
         for i, (form, name) in enumerate(gone):
             if branch and form == "identity" and found.source in self.flow.inputs[name][0]:
                 gone[i] = "nothing", name  # the branch without a layer: its weight is in the carrier
+        others += [summand.after for summand in found.summands if summand.after]
         changes = (*gone, *(("nothing", name) for name in others if name))
         self._add(Group("sum", (carrier.layer,), (carrier.window,), changes, found.summands, found.shift))
 

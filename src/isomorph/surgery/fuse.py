@@ -23,7 +23,6 @@ from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
-from isomorph.terminal_tables import count_of
 
 # Layers that are fused before the block around them.
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
@@ -161,8 +160,7 @@ def fuse(
     with usual_defaults(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine)
     if report.left and report.difference is None:
-        left = count_of(len(report.left), "norm")
-        warnings.warn(f"fuse left {left} as they are: {next(iter(report.left.values()))}", stacklevel=2)
+        warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
     return new
 
 

@@ -333,24 +333,27 @@ def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor |
     weight, bias = torch.zeros_like(carrier.weight), group.shift
     for summand in group.summands:
         layer: Any = model.get_submodule(summand.layer) if summand.layer else None
-        if layer is not None and layer.bias is not None:
-            bias = bias + summand.gain * layer.bias
-        weight = weight + _filters(summand, layer, group.windows[0], weight)
+        own = (layer.weight, layer.bias) if layer else (None, None)
+        if summand.after:
+            own = _product(layer, model.get_submodule(summand.after))
+        if own[1] is not None:
+            bias = bias + summand.gain * own[1]
+        weight = weight + _filters(summand, own[0], group.windows[0], weight)
     return weight, bias if carrier.bias is not None or bias.any() else None
 
 
-def _filters(summand: Summand, layer: Any, window: InputWindow, like: Tensor) -> Tensor:
-    """Return what a summand adds to the weight of the carrier, which has a window and a weight `like` this one."""
+def _filters(summand: Summand, weight: Any, window: InputWindow, like: Tensor) -> Tensor:
+    """Return what a summand, whose layer has this weight, adds to that of the carrier: a weight `like` this one."""
     if window.transposed:
         gain = summand.gain.view(window.groups, 1, -1, *[1] * (like.ndim - 2))
-        return (layer.weight.unflatten(0, (window.groups, -1)) * gain).flatten(0, 1)  # (in, out / G, ...)
+        return (weight.unflatten(0, (window.groups, -1)) * gain).flatten(0, 1)  # (in, out / G, ...)
     gain = summand.gain.view(-1, *[1] * (like.ndim - 1))
-    if layer is None:
+    if weight is None:
         weight, rows = torch.zeros_like(like), torch.arange(len(like), device=like.device)
         middle: tuple[Any, ...] = (rows, rows % like.shape[1], *(side // 2 for side in window.kernel))
         weight[middle] = 1.0
         return weight * (gain - 1.0 if summand.stays else gain)
-    weight, finer = layer.weight, summand.window.groups // window.groups
+    finer = summand.window.groups // window.groups
     if finer > 1:  # blocks on the diagonal of each of the carrier's groups
         blocks = weight.unflatten(0, (window.groups, finer, -1))  # (G, finer, out, in, ...)
         full = blocks.new_zeros(*blocks.shape[:3], finer, *blocks.shape[3:])
