@@ -223,10 +223,10 @@ def prune(
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
-    """Remove what trained gated attention no longer uses, verify and save the model, which can be trained further.
+    """Remove what trained attention no longer uses, verify and save the model, which can be trained further.
 
     A layer whose gates are all closed loses its queries and keys, or becomes a convolution if its heads all stand on
-    taps; one whose gates are all open becomes plain attention.
+    taps; one whose gates are all open becomes plain attention. Windows that an anneal has closed are computed alone.
 
     Example: isomorph prune runs/tcnn --tolerance 0.01 --out pruned.safetensors
 
@@ -235,7 +235,7 @@ def prune(
     tolerance
         Share of a head's attention that may be left out, from 0 to 0.5.
     where
-        Globs over the names of layers to prune; by default all layers with gates.
+        Globs over the names of layers to prune; by default all with gates or windows.
     atol
         Largest difference of the outputs allowed, relative to the largest output; by default ten times the tolerance,
         as what the heads leave out adds up, and at most 0.1.

@@ -81,7 +81,8 @@ class Anneal:
 def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:
     """Return the gated layers, and annealed ReLUs and windows, of a model. Raises: UserError if there is neither."""
     gated = [module for module in model.modules() if isinstance(module, GatedAttention)]
-    others: list[Any] = [module for module in model.modules() if isinstance(module, AnnealedReLU | WindowAttention)]
+    movable = (module for module in model.modules() if not getattr(module, "pruned", False))
+    others: list[Any] = [module for module in movable if isinstance(module, AnnealedReLU | WindowAttention)]
     if not (gated or others):
         raise UserError(
             "the model has no gated attention layer to anneal; recast it with ConvToGPSA, AttentionToGPSA or "

@@ -140,7 +140,11 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         own_names, kinds = [kind.__name__ for kind in rule.kind], {type(module) for _, module in selected}
         shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
         what = f"only other classes ({', '.join(shown)})" if selected else "no module"
-        hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
+        parts = tuple(f"{name}." for name, _ in selected)
+        if inside := _judge(model, rule, [each for each in named if each[0].startswith(parts)]).accepted:
+            hint = f"; name what is inside: {list_names(inside)}"
+        else:
+            hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
         known = [kind for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
         texts = [kind.__name__ + " of timm" * kind.__module__.startswith("timm.") for kind in known]
         recasts = f"{type(rule).__name__} recasts {' and '.join(texts) or 'other modules'}"

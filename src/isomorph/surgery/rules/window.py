@@ -31,10 +31,10 @@ class _Attend(FollowMaps):
         if call.is_causal or q.ndim != 4 or q.shape[:3] != k.shape[:3]:
             needs = "windows need self-attention that is not causal, with keys of its own for each token and head"
             raise ValueError(f"{layer.original.__name__}: {needs}; leave it out of where")
+        grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
         if layer._is_global:
             self.seen = True
             return super().at_fused(call)
-        grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid)
         if layer.pruned and not is_open:
             grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
