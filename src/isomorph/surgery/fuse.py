@@ -134,10 +134,10 @@ def fuse(
     """Return a copy of the model in which everything that computes one layer is that layer; the same in eval mode.
 
     First the outermost layers with a method `fuse()`, such as a pyramid, or `reparameterize()` are replaced by its
-    result. Then norms, scales, sums of branches, and chains of linear layers whose product is not larger are written
-    into the layer before them, or into all layers after them. They are found by what the model computes, at timm's
-    entry points and two sizes, and compared at a third with other numbers of images. What changes the outputs in
-    float64 is left out; `fuse_with_report` says what, and why.
+    result. Then norms, scales, sums of branches, low-rank adapters, and chains of linear layers whose product is not
+    larger are written into the layer before them, or into all layers after them. They are found by what the model
+    computes, at timm's entry points and two sizes, and compared at a third with other numbers of images. What changes
+    the outputs in float64 is left out; `fuse_with_report` says what, and why.
 
     A layer that converts back only under a condition, such as GPSA2d, is left as it is; see `revert`. A compiled model
     is unwrapped and not compiled again. Hooks and tied parameters are treated as in `recast`.
