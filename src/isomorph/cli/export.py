@@ -73,6 +73,7 @@ def quantize(
     out: Path,
     test: opt.DataOptions = opt.DataOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     images: opt.Count = 512,
+    classes: opt.Count | None = None,
     weights_only: opt.Flag = False,
     float_layers: list[str] | None = None,
     batch_size: opt.BatchSize = 100,
@@ -95,6 +96,8 @@ def quantize(
         File to write (.onnx).
     images
         Number of training images of --data to calibrate on.
+    classes
+        Use only the first N classes of the data.
     weights_only
         Only weights are 8-bit integers, activations stay in float: a small file that computes in float.
     float_layers
@@ -106,7 +109,7 @@ def quantize(
     with spinner("quantize") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
-        train, tested = _open_images(net, test, size, images, batch_size if "batch" in dynamic else 1)
+        train, tested = _open_images(net, test, size, images, classes, batch_size if "batch" in dynamic else 1)
         chosen: dict[str, Any] = dict(weights_only=weights_only, float_layers=float_layers or ())
         chosen |= dict(dynamic=dynamic, size=size)
         report = iso.quantize(net, train, out, overwrite=overwrite, progress=show_step, **chosen)
@@ -119,14 +122,17 @@ def quantize(
     show(json_, report.as_dict() | {"accuracy": accuracy}, str(report), table, f"wrote {report.path}")
 
 
-def _open_images(net: Any, given: opt.DataOptions, size: opt.Size, images: int, batch_size: int) -> tuple[Any, Any]:
+def _open_images(
+    net: Any, given: opt.DataOptions, size: opt.Size, images: int, classes: int | None, batch_size: int
+) -> tuple[Any, Any]:
     from isomorph.data.loaders import eval_loader
-    from isomorph.data.sources import spaced_images
+    from isomorph.data.sources import first_classes, spaced_images
     from isomorph.evaluation.model_data import evaluation_data, open_split, sample_images
 
-    test, config = evaluation_data(net, given.data, given.root, size, test_fraction=given.split)
-    train = sample_images(open_split(net, "train", given.data, given.root, given.split), images)
-    return eval_loader(train, config, batch_size), eval_loader(
+    test, config = evaluation_data(net, given.data, given.root, size, classes, given.split)
+    train = open_split(net, "train", given.data, given.root, given.split)
+    chosen = sample_images(first_classes(train, classes) if classes else train, images)
+    return eval_loader(chosen, config, batch_size), eval_loader(
         spaced_images(test, given.max_images), config, batch_size
     )
 

@@ -187,7 +187,7 @@ def evaluation_data(
     """
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
-    where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))}"
+    where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))} (data=NAME is not given)"
     check_own_classes(model, source.classes, where, size=size)
     return source, config
 
