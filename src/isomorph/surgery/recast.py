@@ -141,7 +141,8 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
         shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
         what = f"only other classes ({', '.join(shown)})" if selected else "no module"
         parts = tuple(f"{name}." for name, _ in selected)
-        if inside := _judge(model, rule, [each for each in named if each[0].startswith(parts)]).accepted:
+        inside = _judge(model, rule, [each for each in named if each[0].startswith(parts)]).accepted
+        if inside and exclude == ():
             hint = f"; name what is inside: {list_names(inside)}"
         else:
             hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
