@@ -194,6 +194,8 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
             found = "the state of an optimiser" if "param_groups" in held else ", ".join(list(held)[:6]) or "nothing"
             raise UserError(f"{path} holds no weights, only {found}; give a file with the model's state_dict")
         return Contents(path, dict(held), settings=settings)
+    if {"teacher", *_LAST[:-1]}.intersection(entries) > {"teacher"}:  # a teacher of another kind
+        entries.remove("teacher")
     last = [key for key in entries if key in _LAST]
     chosen = (entries if ema or not last else last)[0]
     notes: tuple[str, ...] = ()
@@ -223,7 +225,8 @@ def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dic
     if not any(_COMPILED in name for name in own):
         stripped = {name.replace(_COMPILED, ""): tensor for name, tensor in stripped.items()}
     while stripped:
-        known = [name for name in stripped if not name.startswith(_PROJECTIONS)]
+        trained = any(name.startswith("backbone.") for name in stripped)
+        known = [name for name in stripped if not (trained and name.startswith(_PROJECTIONS))]
         prefix = next((p for p in _WRAPPERS if all(name.startswith(p) for name in known)), None)
         if prefix is None or any(name.startswith(prefix) for name in own):
             break

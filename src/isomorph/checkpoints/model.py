@@ -323,7 +323,10 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
 def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
     """Warn if a tensor has NaN, which is saved or loaded (`done`)."""
     held = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and not tensor.is_meta}
-    if wrong := [name for name, tensor in held.items() if tensor.isnan().any()]:
+    dense = {
+        name: tensor for name, tensor in held.items() if tensor.layout == torch.strided and not tensor.is_quantized
+    }
+    if wrong := [name for name, tensor in dense.items() if tensor.isnan().any()]:
         warnings.warn(f"{wrong[0]} is not finite (NaN), and is {done} as it is", DataWarning, stacklevel=3)
 
 

@@ -67,6 +67,8 @@ class Flow(TorchFunctionMode):
         """Values that follow from parameters and buffers alone."""
         self.deciding: set[str] = set()
         """Modules in whose own code the numbers of a batch reach Python, which may branch on them."""
+        self.numbers = False
+        """Whether numbers of a parameter or buffer reach Python, or what follows from these alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -77,8 +79,9 @@ class Flow(TorchFunctionMode):
         made = tensors_in(out)
         outputs = tuple(map(value_of, made))
         constant = bool(inputs) and self.constant.issuperset(inputs) and "drop" not in name and "rand" not in name
-        if name in _DECISIONS and inputs and not constant and not (name == "where" and len(args) > 1):
-            self.deciding.add(self.running[-1])
+        if name in _DECISIONS and inputs and not (name == "where" and len(args) > 1):
+            self.numbers |= constant
+            self.deciding |= set() if constant else {self.running[-1]}
         if outputs and name not in _SHAPES and not set(outputs) <= set(inputs):  # no shape, and not its input again
             operation = Operation(name, self.running[-1], inputs, outputs, args, kwargs or {})
             self.operations.append(operation)

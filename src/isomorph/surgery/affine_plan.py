@@ -72,6 +72,7 @@ class Summand(NamedTuple):
     gain: Tensor
     stays: bool = False
     after: str | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,9 @@ class Affine:
 
     def times(self, number: float) -> "Affine":
         """Return number * value, multiplied by the model's own code."""
-        summands = tuple(summand._replace(gain=summand.gain * number, stays=True) for summand in self.summands)
+        summands = tuple(
+            summand._replace(gain=summand.gain * number, stays=True, factor=number) for summand in self.summands
+        )
         through = self.through and self.through.times(number)
         return replace(self, summands=summands, shift=self.shift * number, through=through)
 
@@ -108,7 +111,8 @@ class Affine:
 class Group:
     """What is written together: summands and a shift into the first of the carriers, or into all readers, or a chain.
 
-    A chain is two layers, of which the first becomes the product. `windows` are those of the carriers.
+    A chain is two layers, of which the first becomes the product; where norms or sums lie between them it needs these
+    to be written into the first. `windows` are those of the carriers.
     """
 
     kind: str
@@ -117,11 +121,12 @@ class Group:
     gone: tuple[Change, ...]
     summands: tuple[Summand, ...] = ()
     shift: Tensor = torch.zeros(0)  # noqa: RUF009
+    needs_sum: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What decides whether two calls agree."""
-        summands = tuple((each.layer, each.window, each.stays, each.after) for each in self.summands)
+        summands = tuple((each.layer, each.window, each.stays, each.after, each.factor) for each in self.summands)
         return self.kind, self.carriers, self.windows, self.gone, summands
 
 
@@ -148,7 +153,7 @@ def _window(operation: Operation) -> InputWindow:
 def _carrier(summands: tuple[Summand, ...]) -> Summand | None:
     """Return the summand whose layer can hold the sum of all, or None: that with the largest window."""
     layers = [summand for summand in summands if summand.layer and not (summand.stays or summand.after)]
-    if len(summands) == 1 or not layers or any(summand.window.transposed for summand in layers):
+    if len(summands) == 1 or not layers or any(summand.window.transposed for summand in summands):
         return layers[0] if len(summands) == 1 and layers else None
     carrier = max(layers, key=lambda summand: math.prod(summand.window.kernel))
     return carrier if all(_fits(summand, carrier) for summand in summands) else None
@@ -177,8 +182,8 @@ def _fits(summand: Summand, carrier: Summand) -> bool:
 class Plan:
     """The groups that one call of a model shows, and the norms of the model that are left, with the reason for each."""
 
-    def __init__(self, model: nn.Module, flow: Flow, affine: bool = False) -> None:
-        self.model, self.flow, self.affine = model, flow, affine
+    def __init__(self, model: nn.Module, flow: Flow, affine: bool = False, avoid: frozenset[str] = frozenset()) -> None:
+        self.model, self.flow, self.affine, self.avoid = model, flow, affine, avoid
         self.groups: list[Group] = []
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
@@ -210,6 +215,9 @@ class Plan:
                 self._write_into_layer(found) if has_layer else self._push(value, found)
         self._add_chains()
 
+    def _avoided(self, *layers: str | None) -> bool:
+        return not self.avoid.isdisjoint(layers)
+
     def concerns(self, group: Group) -> bool:
         """True if the call runs or reads what a group changes."""
         names = (*group.carriers, *(name for _, name in group.gone))
@@ -240,7 +248,7 @@ class Plan:
             return self._follow_norm(operation, x)
         if name in _VIEWS and (base := self._take(x)):
             axis = _new_axis(operation, base.axis, self._shape(x), self._shape(operation.outputs[0]))
-            return None if axis is None else replace(base, axis=axis, viewed=True)
+            return None if axis is None else replace(base, axis=axis, viewed=True, through=None)
         adds_nothing = name in _ADD and any(type(each) is int and each == 0 for each in operation.args)
         if name in _UNCHANGED or (adds_nothing and len(operation.inputs) == 1):
             return self._take(x)
@@ -263,7 +271,8 @@ class Plan:
         if (before := self._take(source)) and not before.viewed and window.is_pointwise:
             self._chained.append((output, before))
             first = _carrier(before.summands)
-            if first and first.window.groups == 1 and not before.gone and len(before.summands) == 1:
+            plain = first and first.window.groups == 1 and not first.window.transposed and len(before.summands) == 1
+            if first and plain and not before.gone and not self._avoided(first.layer, name):
                 summand = first._replace(gain=found.summands[0].gain, after=name)
                 found = replace(found, through=replace(found, source=before.source, summands=(summand,)))
         return found
@@ -279,8 +288,8 @@ class Plan:
             return name, f"{shown} is used more than once"
         if attached := describe_attachments(module):
             return name, f"{shown} has {attached}"
-        if bias is not None and len(self.flow.names[id(bias)]) > 1:
-            return name, f"the bias of {shown} is tied"
+        if bias is not None and (len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1):
+            return name, f"the bias of {shown} is tied or used elsewhere"
         own = module._parameters.get("weight") is weight and module._parameters.get("bias", weight) is bias
         if not own or (bias is None and operation.module != name):
             return name, f"the bias of {shown} is not its own"
@@ -361,10 +370,13 @@ class Plan:
     def _terms(self, value: Value) -> list[Affine]:
         """Return a summand as a function of its source, also if code multiplies it by a number, and `through`."""
         found, made = self._take(value), self.flow.made.get(value)
-        if found is None and made and made.name in _MUL and len(made.inputs) == 1 and self._is_read_once(value):
+        written = not (self.flow.deciding or self.flow.numbers)  # numbers are those of the code
+        if found is None and made and written and len(made.inputs) == 1 and self._is_read_once(value):
             numbers = [each for each in made.args if isinstance(each, float) or type(each) is int]
-            base = self._take(made.inputs[0])
-            found = base.times(numbers[0]) if base and numbers else None
+            base, turned = self._take(made.inputs[0]), made.name in _DIV and made.args[:1] == (*numbers, 0)[:1]
+            layers = [each.layer for each in base.summands] if base else []
+            if base and numbers and made.name in _MUL | _DIV and all(layers) and not (turned or self._avoided(*layers)):
+                found = base.times(1 / numbers[0] if made.name in _DIV else numbers[0])
         return [each for each in (found, found and found.through) if each and not each.viewed]
 
     def _follow_sum(self, operation: Operation) -> Affine | None:
@@ -398,6 +410,7 @@ class Plan:
 
     def _push(self, value: Value, found: Affine) -> None:
         if len(found.summands) > 1:
+            self.left |= {name: "it follows a sum" for _, name in found.gone if name in self.norms - set(self.left)}
             return
         readers: list[tuple[str, InputWindow]] = []
         if reason := self._find_readers(value, found.axis, bool(found.shift.any()), readers):
@@ -439,7 +452,8 @@ class Plan:
         for change in group.gone if group.kind != "chain" else ():
             last = self._own[change[1]][-1:]  # of an identity, whose steps are all followed
             if change[0] == "identity" and not any(change in self._gone(each.outputs[0]) for each in last):
-                self.left[change[1]] = "its module computes more than the norm"
+                reason = "its module computes more than the norm"
+                self.left |= {name: reason for _, name in group.gone if name in self.norms}
                 return
         for deciding in self._deciding:
             if len({_child_of(deciding, name) for name in names}) > 1 or deciding in names:
@@ -469,7 +483,8 @@ class Plan:
             if one.ndim == two.ndim and rows * one[0].numel() <= one.numel() + rows * two.shape[1]:
                 outputs[first.layer] = rows
                 windows = first.window, self._values[output].summands[0].window
-                self._add(Group("chain", (first.layer, last), windows, (("identity", last),)))
+                between = bool(before.gone) or len(before.summands) > 1
+                self._add(Group("chain", (first.layer, last), windows, (("identity", last),), needs_sum=between))
 
 
 def _child_of(parent: str, name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,8 +190,12 @@ def fuse_with_report(
     new = _fused(copy_model(model), names)
     if cases:
         exact, edits, merged, reasons = merge(_fused(exact, names), cases, affine)
-        for rule in dict.fromkeys(rule for rule, _ in edits):  # first the layers, then the values found in float64
-            new = apply_edit(new, Edit(rule, tuple(name for each, name in edits if each == rule)))
+        rounds, turns = defaultdict[tuple[int, Rule], list[str]](list), Counter[str]()
+        for merged_as, name in edits:  # those of one module in their order, others together
+            rounds[turns[name], merged_as].append(name)
+            turns[name] += 1
+        for (_, rule), chosen in sorted(rounds.items(), key=lambda item: item[0][0]):  # first layers, then their values
+            new = apply_edit(new, Edit(rule, tuple(chosen)))
         new.load_state_dict(exact.state_dict())
         left |= reasons
     elif norms:

@@ -13,11 +13,20 @@ import torch.nn.functional as F
 from timm.models import get_model_input_config
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
-from isomorph.surgery.calls import Inputs, cast_floats, describe_shape, largest_difference, relative, run_model
+from isomorph.surgery.calls import (
+    Inputs,
+    cast_floats,
+    describe_shape,
+    largest_difference,
+    other_inputs,
+    relative,
+    run_model,
+)
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
 
@@ -150,8 +159,11 @@ class Cases:
             for entry in entries if isinstance(x, Tensor) else entries[:1]:
                 self._try(model, entry, x)
         alone = not self._calls and isinstance(first, Tensor)  # it runs at one size only
-        for entry in entries if alone else entries[:1]:
-            self._try(model, entry, first)
+        for x in (
+            (*(other for what, other in other_inputs(first) if "batch" in what), first) if not self._calls else (first,)
+        ):
+            for entry in entries if alone else entries[:1]:
+                self._try(model, entry, x)
         numbers = [each for *_, found in self._calls for each in found]
         if not numbers:
             raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
@@ -179,11 +191,11 @@ class Cases:
                 handle.remove()
         return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
 
-    def plans(self, model: nn.Module, affine: bool) -> Iterator[Plan]:
+    def plans(self, model: nn.Module, affine: bool, avoid: frozenset[str]) -> Iterator[Plan]:
         """Yield what each call shows; sizes beyond the second are for the comparison."""
         for entry, inputs, _ in self._calls:
             if describe_shape(inputs) in self.sizes[:2]:
-                yield Plan(model, see(model, partial(_call, model, entry, _copy(inputs))), affine)
+                yield Plan(model, see(model, partial(_call, model, entry, _copy(inputs))), affine, avoid)
 
     def difference(self, model: nn.Module) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -204,9 +216,8 @@ class Cases:
 
 def _copy(inputs: Inputs) -> Inputs:
     """Return inputs that a model may change in place, each tensor one of its own."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone()
-    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    plain = inputs if isinstance(inputs, Tensor) else dict(inputs)
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, plain)
 
 
 def _call(model: Any, entry: str, inputs: Inputs) -> Any:
@@ -249,35 +260,49 @@ def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) ->
 
 
 def merge(
-    model: nn.Module, cases: Cases, affine: bool = False
+    model: nn.Module, cases: Cases, affine: bool = False, avoid: frozenset[str] = frozenset()
 ) -> tuple[nn.Module, list[tuple[Merge, str]], dict[str, str], dict[str, str]]:
     """Return a copy of a float64 model with all groups merged that leave it equal, its edits, what is merged and left.
 
-    Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving.
+    Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving; if
+    they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
     first: dict[Any, Group] | None = None
-    agreed, norms, left = dict[Any, Group](), set[str](), dict[str, str]()
-    for plan in cases.plans(model, affine):  # one at a time: each holds what a call computed
+    agreed, norms, left, called = dict[Any, Group](), set[str](), dict[str, str](), set[str]()
+    for plan in cases.plans(model, affine, avoid):  # one at a time: each holds what a call computed
         found = {group.key: group for group in plan.groups}
         if first is None:
             first = agreed = found
         agreed = {key: group for key, group in agreed.items() if key in found or not plan.concerns(group)}
-        norms, left = norms | plan.norms, left | plan.left
+        norms, left, called = norms | plan.norms, left | plan.left, called | set(plan.flow.outputs)
     # into readers first: a branch that reads the value may be written into another layer; chains last, from their end
     groups = sorted(agreed.values(), key=lambda group: ("readers", "sum", "chain").index(group.kind))
 
+    def usable(chosen: list[Group]) -> list[Group]:
+        sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
+        return [
+            group for group in groups if group in chosen and not (group.needs_sum and group.carriers[0] not in sums)
+        ]
+
     def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
         new = copy.deepcopy(model)
-        return new, [edit for group in groups if group in chosen for edit in _apply(new, group)]
+        return new, [edit for group in usable(chosen) for edit in _apply(new, group)]
 
     bad = find_faults(groups, lambda chosen: cases.fault(lambda: merged(chosen)[0]))
-    good = [group for group in groups if group not in bad]
+    lost = [group for group in (first or {}).values() if group in bad or group.key not in agreed]
+    if extra := {each.layer for group in lost for each in group.summands if each.layer and (each.after or each.stays)}:
+        return merge(model, cases, affine, avoid | extra)
+    good = usable([group for group in groups if group not in bad])
     into = {name: ", ".join(group.carriers) for group in good for _, name in group.gone}
     for group in (first or {}).values():
         reason = bad.get(group, "calls at other sizes or by other methods differ in what they read")
         left = {name: reason for _, name in group.gone if name in norms} | left
-    unused = (n for n, module in model.named_modules() if isinstance(module, _BatchNorm) and n not in norms)
-    left |= dict.fromkeys(unused, "it is not called on the example")
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and name not in norms:
+            seldom = (
+                "what it computes is not the BatchNorm of a batch" if name in called else "the example never calls it"
+            )
+            left[name] = seldom
     new, edits = merged(good)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 
