@@ -65,7 +65,8 @@ def pad_odd(model, x):
 
 
 THREE, ONE, PLAIN = conv(4, 6, 3, padding=1, bias=False), conv(4, 6, 1), conv(4, 4, 3, padding=1, bias=False)
-SAME, LINEAR, UP = norm(4), conv(4, 6, kind=nn.Linear), conv(1, 6, kind=nn.Linear)
+SAME, LINEAR = norm(4), conv(4, 6, kind=nn.Linear)
+DOWN, UP = conv(4, 1, kind=nn.Linear), conv(1, 6, kind=nn.Linear)
 MERGED = {
     "conv, grouped, dilated": (in_turn(conv(4, 6, 3, 2, 2, 2, 2), norm(affine=False)), MAP),
     "conv, transposed, grouped": (in_turn(conv(4, 6, 3, 2, groups=2, kind=nn.ConvTranspose2d), norm()), MAP),
@@ -93,9 +94,10 @@ MERGED = {
         MAP,
     ),
     "adapter": (
-        net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=conv(4, 1, kind=nn.Linear), up=UP),
+        net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP),
         TOKENS,
     ),
+    "adapter divided": (net(lambda m, x: m.up(m.down(x)) / 4 + m.a(x), a=LINEAR, down=DOWN, up=UP), TOKENS),
     "adapter of a convolution": (
         net(
             lambda m, x: m.up(m.down(x)) + m.n(m.a(x)),
@@ -115,6 +117,7 @@ MERGED = {
         MAP,
     ),
     "chain": (in_turn(conv(4, 8, 3), norm(8), conv(8, 4, 1), norm(4), nn.ReLU), MAP),
+    "chain of three": (in_turn(conv(4, 4, 1), SAME, conv(4, 4, 1), conv(4, 4, 1)), MAP),
     "layer norm": (in_turn(norm(4, kind=nn.LayerNorm), LINEAR), TOKENS),
     "RMS norm": (in_turn(norm(4, kind=nn.RMSNorm), LINEAR), TOKENS),
     "group norm": (in_turn(lambda: nn.GroupNorm(2, 4), ONE), MAP),
@@ -168,15 +171,6 @@ class Doubled(nn.BatchNorm2d):
         return super().forward(x) * 2 - 1
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.gate = PLAIN(), Doubled(4), nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return self.gate * self.norm(self.conv(x)) + x
-
-
 def hooked(where, kind="forward"):
     def make():
         model = in_turn(THREE, norm())()
@@ -215,12 +209,7 @@ LEFT = {
     "tied biases": (lambda: tied(*(nn.Conv2d(4, 4, 1) for _ in "ab"), "bias"), "4", "bias of 3 is tied"),
     "bias read elsewhere": (bias_read_elsewhere, "norm", "tied"),
     "branch on the batch": (net(lambda m, x: m.norm(m.conv(x)) if len(x) > 1 else m.conv(x), **PAIR), "norm", "differ"),
-    "norm of another axis": (
-        net(lambda m, x: m.norm(m.conv(x).mT), conv=conv(4, 6, 3, padding=1), norm=norm(6)),
-        "norm",
-        "it follows|other axis",
-    ),
-    "module that computes more": (Gated, "norm", "computes more"),
+    "module that computes more": (in_turn(PLAIN, lambda: Doubled(4)), "1", "computes more"),
     "computed weight": (standardised, "1", "computes its weight"),
     "hook on the layer": (hooked(0), "1", "hooks"),
     "statistics of the batch": (in_turn(THREE, norm(track_running_stats=False)), "1", "statistics of the batch"),
@@ -230,7 +219,7 @@ LEFT = {
         "branches on the numbers",
     ),
     "padding of odd sizes": (net(pad_odd, **PAIR), "norm", "other sizes|follows pad"),
-    "not called": (net(unused_norm, **PAIR), "norm", "not called on the example"),
+    "not called": (net(unused_norm, **PAIR), "norm", "the example never calls it"),
     "activation between": (in_turn(THREE, nn.ReLU, norm()), "2", "it follows relu; .* output"),
     "before zero padding": (in_turn(norm(4), THREE), "0", "1 pads with zeros"),
 }
@@ -362,21 +351,43 @@ class Tapped(nn.Module):
 
 @torch.no_grad()
 def test_values_that_the_example_does_not_tell_apart():
-    """One tensor for two inputs; a gate of 0 that training opens; timm's features before the classifier."""
+    """One tensor for two inputs; timm's features before the classifier."""
     two = disturb(Pair())
     x = torch.randn(MAP, dtype=torch.float64)
     assert not fuse_with_report(two, {"x": x, "y": x})[1].merged
-    model, x = made(Gated, MAP)
-    model.gate.zero_()
-    new, _ = fuse_with_report(model, x)
-    model.gate.fill_(1.0), new.gate.fill_(1.0)
-    assert deviation(new(x), model(x)) < 1e-12
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3, global_pool="avg")
     vit, x = disturb(vit, 0.1), torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new, report = fuse_with_report(vit, x, affine=True)
     assert report.merged
     features = [each.forward_head(each.forward_features(x), pre_logits=True) for each in (vit, new)]
     assert deviation(*features) < 1e-12
+
+
+HIDDEN = {
+    "a number of the source": lambda m, x: m.norm(m.a(x)) + 0.5 * m.other(x),
+    "a chain after a sum that stays": lambda m, x: m.b(m.a(x) + m.drop(m.a2(x))),
+    "a chain after an adapter that stays": lambda m, x: m.b(m.a(x) + m.drop(m.b2(m.a2(x)))),
+    "a bias that is read elsewhere": lambda m, x: m.norm(m.a(x)).relu() + m.a.bias[:, None, None],
+    "a number of a parameter": lambda m, x: m.norm(m.a(x)) + m.gate.item() * m.b(x),
+    "a number of the batch": lambda m, x: m.norm(m.a(x)) + len(x) * m.b(x),
+    "a transposed branch": lambda m, x: m.norm(m.a(x)) + 0.5 * m.turned(x),
+    "a module that computes more": lambda m, x: m.doubled(m.a(x)),
+}
+"""What a gate of 0 hides: merged or not, the model has to be equal when training has opened the gate."""
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@torch.no_grad()
+def test_what_a_gate_of_0_hides(name):
+    parts = {part: conv(4, 4, 3, padding=1) for part in ("a", "a2")} | {part: conv(4, 4, 1) for part in ("b", "b2")}
+    parts |= dict(norm=SAME, other=SAME, doubled=lambda: Doubled(4), drop=nn.Dropout)
+    parts |= dict(turned=conv(4, 4, 3, padding=1, kind=nn.ConvTranspose2d), gate=lambda: nn.Parameter(torch.zeros(())))
+    model, x = made(net(lambda m, x: x.relu() + m.gate * HIDDEN[name](m, x), **parts), MAP)
+    model.gate.zero_()
+    new, _ = fuse_with_report(model, x)
+    model.gate.fill_(1.0), new.gate.fill_(1.0)
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64)
+    assert deviation(new(x), model(x)) < 1e-9
 
 
 @torch.no_grad()

@@ -196,7 +196,7 @@ def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):
     model.head.act.set_slope(0.5)
     anneal.apply(model, 11)  # over: left alone
     assert model.head.act.slope == 0.5
-    with pytest.raises(iso.UserError, match="no gated attention layer to anneal"):
+    with pytest.raises(iso.UserError, match="no gated attention or windows to anneal"):
         anneal.apply(timm.create_model("cifar_resnet20"), 0)
 
 

@@ -19,7 +19,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk
+from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk, unwrap
 from isomorph.surgery.attention_layers import facts_of, heads_of
 from isomorph.surgery.calls import check_inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
@@ -279,7 +279,7 @@ def capture_attention(model: nn.Module, batch: Tensor, measure: _Measure, where:
 
     Raises: UserError if no selected layer has an attention map, with the names of layers that have, or the reason.
     """
-    capture = _Capture(measure, where)
+    model, capture = unwrap(model, to_copy=False), _Capture(measure, where)
     with _plain_attention(model), capture.mode:
         run_with_hooks(model, batch, list(capture.hooks(model)))
     if not capture.measured:

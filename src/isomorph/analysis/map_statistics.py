@@ -21,7 +21,7 @@ def _mean_of_maps(
     def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:
         total, images = torch.zeros(()), 0
         for maps in applied.chunks():
-            total = total.to(maps.device) + measure(maps.float()).sum(0)
+            total = total.to(maps.device) + measure(maps.to(torch.promote_types(maps.dtype, torch.float32))).sum(0)
             images += len(maps)
         return total / images
 
@@ -65,7 +65,8 @@ def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where
 
     def cosines(maps: Tensor) -> Tensor:
         maps = centred_rows(maps)  # (b, nh, Nq, Nk)
-        return torch.einsum("bhqk,bgqk->bhg", maps, maps) / maps.shape[2]
+        products = torch.einsum("bhqk,bgqk->bqhg", maps, maps)  # summed over keys; then over queries in float64
+        return products.mean(1, dtype=torch.float64).to(maps.dtype)
 
     return _mean_of_maps(model, data, where, cosines)
 

@@ -69,8 +69,9 @@ def load(
     3
     """
     path = local_file(path, revision)
-    if isinstance(base, type):
-        raise UserError(f"base {base.__name__} is a class; give a module, base={base.__name__}()")
+    if callable(base) and not isinstance(base, nn.Module):
+        name = getattr(base, "__name__", "base")
+        raise UserError(f"base {name} is a {type(base).__name__}, not a module; give base={name}()")
     if isinstance(base, nn.Module) and arguments:
         raise UserError(f"base is a module, which is taken as it is; leave {', '.join(arguments)} out")
     contents = read_contents(path, ema)

@@ -140,7 +140,7 @@ def revert(
     where
         Globs over the names of layers to convert; by default all recast layers.
     atol
-        Largest difference of a layer's outputs allowed, relative to the largest output.
+        Largest difference of a layer's outputs allowed, relative to the largest output; of the model's ten times that.
     """
     opt.check_out(out, overwrite, model)
     with opt.loading():

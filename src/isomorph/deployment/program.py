@@ -44,10 +44,8 @@ def only_tensor(output: Any) -> Tensor:
     """Return a model's output, or the logits in it. Raises: UserError for what is not one tensor."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise UserError(
-            f"the model returns a {type(output).__name__}, and a file has one output; export a module whose forward "
-            "returns one tensor"
-        )
+        kind = type(output).__name__
+        raise UserError(f"the model returns a {kind}, and a file has one output; export a module that gives one tensor")
     return logits
 
 

@@ -24,10 +24,8 @@ Forward = Callable[[Any, Tensor], Tensor]
 def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> int:
     """Return the positions of a window along an axis. Raises: ValueError if it does not fit."""
     if size + 2 * padding < kernel_size:
-        raise ValueError(
-            f"a feature map of size {size} with padding {padding} is smaller than the {kernel_size}-wide window; "
-            "use a larger input"
-        )
+        window = f"the {kernel_size}-wide window; use a larger input"
+        raise ValueError(f"a feature map of size {size} with padding {padding} is smaller than {window}")
     return (size + 2 * padding - kernel_size) // stride + 1
 
 

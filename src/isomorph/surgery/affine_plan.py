@@ -252,7 +252,7 @@ class Plan:
         adds_nothing = name in _ADD and any(type(each) is int and each == 0 for each in operation.args)
         if name in _UNCHANGED or (adds_nothing and len(operation.inputs) == 1):
             return self._take(x)
-        if name in _ARITHMETIC and len(operation.inputs) == 2 and not operation.kwargs:
+        if name in _ARITHMETIC and len(operation.inputs) == len(operation.args) == 2 and not operation.kwargs:
             constant = any(value in self.flow.constant for value in operation.inputs)
             return self._follow_scale(operation, x) if constant else self._follow_sum(operation)
         return None
@@ -373,7 +373,7 @@ class Plan:
         written = not (self.flow.deciding or self.flow.numbers)  # numbers are those of the code
         if found is None and made and written and len(made.inputs) == 1 and self._is_read_once(value):
             numbers = [each for each in made.args if isinstance(each, float) or type(each) is int]
-            base, turned = self._take(made.inputs[0]), made.name in _DIV and made.args[:1] == (*numbers, 0)[:1]
+            base, turned = self._take(made.inputs[0]), made.name in _DIV and not isinstance(made.args[0], Tensor)
             layers = [each.layer for each in base.summands] if base else []
             if base and numbers and made.name in _MUL | _DIV and all(layers) and not (turned or self._avoided(*layers)):
                 found = base.times(1 / numbers[0] if made.name in _DIV else numbers[0])

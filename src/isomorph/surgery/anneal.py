@@ -84,8 +84,5 @@ def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[Anneal
     movable = (module for module in model.modules() if not getattr(module, "pruned", False))
     others: list[Any] = [module for module in movable if isinstance(module, AnnealedReLU | WindowAttention)]
     if not (gated or others):
-        raise UserError(
-            "the model has no gated attention layer to anneal; recast it with ConvToGPSA, AttentionToGPSA or "
-            "AttentionToWindow first"
-        )
+        raise UserError("the model has no gated attention or windows to anneal; recast it first")
     return gated, others

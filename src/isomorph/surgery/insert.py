@@ -270,7 +270,11 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
     running: list[tuple[str, Tensor, int]] = []
     seen: Counter[str] = Counter()
 
-    def enter(place: str, _: nn.Module, args: tuple[Tensor]) -> None:
+    def enter(place: str, _: nn.Module, args: tuple[Any]) -> None:
+        if not isinstance(args[0], Tensor):
+            raise UserError(
+                f"{place} iterates over its children with a {type(args[0]).__name__}; insert after one of them"
+            )
         running.append((place, args[0], args[0]._version))
         seen[place] += 1
 

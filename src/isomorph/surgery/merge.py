@@ -299,10 +299,7 @@ def merge(
         left = {name: reason for _, name in group.gone if name in norms} | left
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and name not in norms:
-            seldom = (
-                "what it computes is not the BatchNorm of a batch" if name in called else "the example never calls it"
-            )
-            left[name] = seldom
+            left[name] = "it is not the BatchNorm of a batch" if name in called else "the example never calls it"
     new, edits = merged(good)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 

@@ -69,7 +69,8 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
     layers = [model.get_submodule(name) for name in names]
     reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers}
-    for name, layer in zip(names, layers, strict=True):
+    inner_first = sorted(zip(names, layers, strict=True), key=lambda pair: -pair[0].count("."))
+    for name, layer in inner_first:
         try:
             with usual_defaults(layer):
                 original = _revert_method(layer)(atol)  # type: ignore[misc]

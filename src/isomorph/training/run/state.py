@@ -113,10 +113,8 @@ class Run:
             apply_surgery(copy.deepcopy(model), recipe.model)  # raises, before the run starts, if it would fail later
         check_finite(model)
         if getattr(model, "num_classes", len(classes)) < len(classes):
-            raise UserError(
-                f"the data has {len(classes)} classes, but model.num_classes is {model.num_classes}; raise it or leave "
-                "it out"
-            )
+            own = model.num_classes
+            raise UserError(f"the data has {len(classes)} classes, but model.num_classes is {own}; leave it out")
         self.config = task.data_config(recipe, model)
         task.check_model(recipe, model, self.config)
         extra: dict[str, Any] = {} if recipe.data.streamed else {"split": getattr(self.train, "split", None)}
