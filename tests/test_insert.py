@@ -131,6 +131,8 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     points = torch.cartesian_prod(torch.arange(2.0), torch.arange(3.0))
     assert torch.allclose(iso.nonlocality(new, x)[name], torch.cdist(points, points).mean().expand(8))
     refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
+    both = iso.recast(new, iso.ConvToGPSA(), where="layer4.*.conv2")  # inside the module with the block, too
+    assert (repr(back := iso.revert(both)), iso.edits(back)) == (repr(iso.revert(new)), ())
     refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
     refused("after='layer9' matches no module; nearest names: layer4", lambda: iso.insert(new, nn.Identity(), "layer9"))
     refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))

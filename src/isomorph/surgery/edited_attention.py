@@ -155,7 +155,9 @@ class EditedAttention(AlteredAttention):
         maps = scores.softmax(-1).to(weight)
         deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:
-            raise ValueError(f"this layer is not plain attention: its map deviates by {deviation:.2g}, above {atol:g}")
+            raise ValueError(
+                f"this layer is not plain attention: the deviation of its map is {deviation:.2g}, above {atol:g}"
+            )
         return self.plain()
 
 
