@@ -75,10 +75,8 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
     allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
     if unknown := [name for name, label in zip(names.values(), found, strict=True) if label not in allowed]:
         hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
-        raise UserError(
-            f"{title} has {len(unknown)} classes that are not among the {len(allowed)} of {suite}, for example "
-            f"{unknown[0]}; {hint}"
-        )
+        others = f"{len(unknown)} classes that are not among the {len(allowed)} of {suite}"
+        raise UserError(f"{title} has {others}, for example {unknown[0]}; {hint}")
     return labels
 
 

@@ -124,10 +124,7 @@ def _read_point(path: Path) -> AccuracyPoint:
         what = f"write it with isomorph evaluate MODEL --json > {path}"
         raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
     if not isinstance(result, dict) or not isinstance(result.get("model"), str) or not is_number(result.get("top1")):
-        raise UserError(
-            f"{path} is not a result of isomorph evaluate --json; "
-            "--evaluated takes results of one model at one size on one test set"
-        )
+        raise UserError(f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set")
     if missing := [key for key in ("macs", "parameters") if not is_number(result.get(key))]:
         raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
     name = short_name(result["model"]) + " (random weights)" * (result.get("weights") == "random")

@@ -95,10 +95,8 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
         what, instead = f"its padding is token {own}, the network's {padding}", "pad_token_id"
     else:
         return
-    raise UserError(
-        f"task.tokenizer {source} does not belong to this network: {what}; give the network's own tokenizer, or "
-        f"model.kwargs.{instead}"
-    )
+    wrong = f"task.tokenizer {source} does not belong to this network: {what}"
+    raise UserError(f"{wrong}; give the network's own tokenizer, or model.kwargs.{instead}")
 
 
 class PadBatch:
