@@ -68,4 +68,4 @@ def test_an_anneal_goes_from_exact_to_paper_then_lets_go():
     model.conv1.set_gating(3.0, 2.0)
     schedule.apply(model, 5)
     torch.testing.assert_close(model.conv1.gate.data, torch.full((9,), 2.0))
-    refused("no gated attention layer", iso.Anneal(4).apply, resnet(), 0)
+    refused("no gated attention", iso.Anneal(4).apply, resnet(), 0)

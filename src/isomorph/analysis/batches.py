@@ -1,5 +1,6 @@
 """Iterate over the batches of a tensor or a loader, and average over their images."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,11 +25,11 @@ def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
 
 def mean_over(data: Tensor | Iterable[Any], measure: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean over all images of `measure(batch)`, which is a mean over a batch; summed in float64."""
-    sums, images = dict[str, Tensor](), 0
+    sums, images = dict[str, Tensor](), Counter[str]()  # a layer may run for some batches only
     dtypes = dict[str, torch.dtype]()
     for batch in batches(data):
         for name, value in measure(batch).items():
             dtypes[name] = value.dtype
             sums[name] = sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double() * len(batch)
-        images += len(batch)
-    return {name: (total / images).to(dtypes[name]) for name, total in sums.items()}
+            images[name] += len(batch)
+    return {name: (total / images[name]).to(dtypes[name]) for name, total in sums.items()}

@@ -52,7 +52,7 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
         if len(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
         batch = batch.to(next(model.parameters()))
-        outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float()).items())
+        outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float().clone()).items())
         final = outputs[-1][1]
         first = linear_cka(outputs[0][1], final)
         for name, value in outputs:

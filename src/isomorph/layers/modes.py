@@ -91,8 +91,8 @@ class KeepsInEval(nn.Module):
     Copies have none; threads may share a layer. Writes through `.data` cannot be seen: call `eval()` after them.
     """
 
+    # By function: the tensors that a result was computed from, the state in which they were, and the result.
     _kept: Mapping[str, tuple[tuple[Tensor, ...], tuple[Any, ...], Any]] = MappingProxyType({})
-    """By function: the tensors that a result was computed from, the state in which they were, and the result."""
 
     def cached(self, sources: tuple[Tensor, ...], compute: Callable[..., Value], *arguments: Hashable) -> Value:
         """Return `compute(*arguments)`, a function of `sources` alone, which must not be written to; one is kept."""

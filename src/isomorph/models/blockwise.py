@@ -57,8 +57,8 @@ class BlockwiseViT(AnySizeViT):
     Raises: UserError for another image size, an attention mask, or an argument in `unsupported`.
     """
 
+    # Arguments of VisionTransformer that the blocks do not have.
     unsupported: tuple[str, ...] = ("patch_drop_rate",)
-    """Arguments of VisionTransformer that the blocks do not have."""
 
     def __init__(self, **kwargs: Any) -> None:
         for name in self.unsupported:

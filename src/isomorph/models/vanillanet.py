@@ -39,8 +39,8 @@ class VanillaNet(StagedNet):
     Raises: UserError if dims does not have one number more than strides.
     """
 
+    # Arguments that create the network to fuse, with one layer for each pair.
     fused_arguments: ClassVar[dict[str, Any]] = {"slope": 1.0}
-    """Arguments that create the network to fuse, with one layer for each pair."""
 
     def __init__(
         self,

@@ -55,20 +55,20 @@ class Flow(TorchFunctionMode):
         self.inputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
         self.running = [""]
+        # What the call returned.
         self.result: Any = None
-        """What the call returned."""
         self.tensors: dict[Value, Tensor] = {}  # kept: the identity of a tensor is its own only while it lives
+        # The names of every parameter and buffer by its identity.
         self.names: dict[int, list[str]] = defaultdict(list)
-        """The names of every parameter and buffer by its identity."""
         for name, tensor in constants.items():
             self.names[id(tensor)].append(name)
             self.tensors[value_of(tensor)] = tensor
+        # Values that follow from parameters and buffers alone.
         self.constant = set(self.tensors)
-        """Values that follow from parameters and buffers alone."""
+        # Modules in whose own code the numbers of a batch reach Python, which may branch on them.
         self.deciding: set[str] = set()
-        """Modules in whose own code the numbers of a batch reach Python, which may branch on them."""
+        # Whether numbers of a parameter or buffer reach Python, or what follows from these alone.
         self.numbers = False
-        """Whether numbers of a parameter or buffer reach Python, or what follows from these alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))

@@ -190,13 +190,13 @@ class EditMaps(FollowMaps):
         >>> q = torch.randn(2, 4, 9, 8)
         >>> with EditMaps(lambda maps, mask: maps.flip(1)) as mode:
         ...     out = F.scaled_dot_product_attention(q, q, q)
-        >>> mode.edited, torch.allclose(out, (q @ q.mT * 8**-0.5).softmax(-1).flip(1) @ q, atol=1e-5)
+        >>> mode.edited == 1, torch.allclose(out, (q @ q.mT * 8**-0.5).softmax(-1).flip(1) @ q, atol=1e-5)
         (True, True)
     """
 
     def __init__(self, edit: Callable[[Tensor, Tensor | None], Tensor]) -> None:
         super().__init__()
-        self.edit, self.edited = edit, False
+        self.edit, self.edited = edit, 0
         self.records = torch.is_grad_enabled()
 
     def _edit(self, maps: Tensor, mask: Tensor | None) -> Tensor:
@@ -205,7 +205,7 @@ class EditMaps(FollowMaps):
                 "the layer turns gradients off around its attention, as a reentrant checkpoint does, so that its "
                 "backward pass would not contain the edit; checkpoint with use_reentrant=False"
             )
-        self.edited = True
+        self.edited += 1
         return self.edit(maps, mask)
 
     def at_fused(self, call: FusedCall) -> Tensor:

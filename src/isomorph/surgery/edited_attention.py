@@ -54,8 +54,8 @@ class AlteredAttention(Altered):
     fused_before: bool | None
     grid_size: GridSize | None
     prefix_tokens: int
+    # Names of the attributes and children that the plain layer does not have.
     added: tuple[str, ...] = ("fused_before", "grid_size", "prefix_tokens")
-    """Names of the attributes and children that the plain layer does not have."""
 
     @classmethod
     def base_of(cls, kind: type[nn.Module]) -> tuple[type[nn.Module], dict[str, Any]]:
@@ -135,6 +135,10 @@ class EditedAttention(AlteredAttention):
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
             raise ValueError(f"{self.original.__name__} did not form its map in this call, so it was not edited")
+        if mode.edited > 1 and self.facts == AttentionFacts():  # of a class that is not known to have several
+            raise ValueError(
+                f"{self.original.__name__} forms {mode.edited} maps in this call: of parts, or of two kinds"
+            )
         return out
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
@@ -156,7 +160,7 @@ class EditedAttention(AlteredAttention):
         deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:
             raise ValueError(
-                f"this layer is not plain attention: the deviation of its map is {deviation:.2g}, above {atol:g}"
+                f"not plain attention: the relative deviation of its map is {deviation:.2g}, above {atol:g}"
             )
         return self.plain()
 

@@ -53,6 +53,8 @@ class Fuse(Rule):
 
     def build(self, module: nn.Module) -> nn.Module:
         self.check(module)
+        if around := getattr(module, "around", None):  # a block is inserted after it
+            return around(self.build)
         kind, method = type(module), _method(module)
         kinds = kind.__mro__[: next((i for i, base in enumerate(kind.__mro__) if method in vars(base)), 0)]
         # the inherited method may not know what the forward of a subclass computes

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -16,7 +17,7 @@ from isomorph.layers.map_attention import InsertedBlock, Layout
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
-from isomorph.surgery.calls import Inputs, cast_floats, run_model
+from isomorph.surgery.calls import Inputs, cast_floats, other_inputs, run_model
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
@@ -60,8 +61,7 @@ class WithBlock(Altered):
 
     def to_original(self, atol: float = 0.0) -> nn.Module:
         """Return the module without the block. Raises: ValueError if gamma is not 0 and `atol` below 1."""
-        largest = self.inserted.gamma.abs().max().item()
-        if largest != 0 and atol < 1:
+        if atol < 1 and (largest := self.inserted.gamma.abs().max().item()) != 0:
             raise ValueError(
                 f"the inserted block acts: its gamma is up to {largest:.2g}; keep it, or remove it with atol 1, which "
                 "changes the outputs"
@@ -69,6 +69,13 @@ class WithBlock(Altered):
         plain = copy_as(cast(Any, self), self.original)
         del plain.inserted
         return plain
+
+    def around(self, build: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Return what a rule makes of the module without its block, with the block after it."""
+        made = build(self.to_original(1.0))
+        new = copy_as(made, altered_class(WithBlock, type(made)))
+        new.inserted = copy.deepcopy(self.inserted)
+        return new
 
 
 def _entry(output: Any, entry: int | str | None) -> Any:
@@ -164,7 +171,12 @@ def insert(
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
     example = cast_floats(example, next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32))
     name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
-    before = _run(model, example, {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen})
+    hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
+    before = _run(model, example, hooks)
+    counts = {place: len(found) for place, found in seen.items()}
+    for other in (x for what, x in other_inputs(example) if what == "another size"):
+        with suppress(UserError):  # it runs at one size only
+            _run(model, other, hooks)
     rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
@@ -172,7 +184,7 @@ def insert(
     for place, rule in rules.items():  # also in a frozen model, and after a module without parameters
         features = _entry(seen[place][0], rule.entry)
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
-    outputs = _check_blocks(new, {place: len(found) for place, found in seen.items()}, example)
+    outputs = _check_blocks(new, counts, example)
     if not all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
         raise UserError(
             "the outputs differ after inserting: the model is random in eval mode, or a block is not finite"
@@ -249,15 +261,21 @@ def _rule(model: nn.Module, place: str, outputs: list[Any], block: str, entry: i
     if not _is_features(features):
         shown = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise UserError(f"{place} returns no map or tokens, but {shown}; choose a module that does")
-    layout = _layout(model, place, features)
+    layout = _layout(model, place, features, _entry(outputs[-1], entry))
     return Insert(block, features.shape[1 if layout == "map" else -1], layout, entry)
 
 
-def _layout(model: nn.Module, place: str, features: Tensor) -> Layout:
-    """Return the layout of a module's output: by how often its own parameters, or all, have each axis' size."""
+def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Tensor) -> Layout:
+    """Return the layout of a module's output: channels are the axis that is the same at another size of the image.
+
+    Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
+    """
     if features.ndim == 3:
         return "tokens"
     first, last = features.shape[1], features.shape[-1]
+    same = [features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]
+    if same[0] != same[1]:
+        return "map" if same[0] else "map, channels last"
     for module in (model.get_submodule(place), model):
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         if sizes[first] != sizes[last]:

@@ -67,6 +67,8 @@ class Prune(Rule):
 
     def build(self, module: nn.Module) -> nn.Module:
         self.check(module)
+        if around := getattr(module, "around", None):  # a block is inserted after it
+            return around(self.build)
         method = getattr(module, _METHODS[self.becomes])
         return method(math.inf) if self.becomes == "attention" else method()
 

@@ -8,13 +8,19 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.modules import Ties, Where, describe_where, list_names, matches_where
+from isomorph.surgery.modules import Ties, Where, describe_where, find_target, list_names, matches_where
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import attach, check_model, replace_module, usual_defaults
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
 
 # Methods by which a recast layer converts back to its original form, if it still computes the same function.
-_REVERT_METHODS = ("to_conv", "to_attention", "to_original")
+_REVERT_METHODS = ("to_original", "to_conv", "to_attention")
+
+
+def _reverted(layer: nn.Module, atol: float) -> nn.Module:
+    while method := _revert_method(layer):  # an inserted block first, then what is before it
+        layer = method(atol)
+    return layer
 
 
 def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
@@ -41,7 +47,7 @@ class Revert(Rule):
 
     def build(self, module: nn.Module) -> nn.Module:
         self.check(module)
-        return _revert_method(module)(math.inf)  # type: ignore[misc]
+        return _reverted(module, math.inf)
 
 
 def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
@@ -73,7 +79,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     for name, layer in inner_first:
         try:
             with usual_defaults(layer):
-                original = _revert_method(layer)(atol)  # type: ignore[misc]
+                original = _reverted(layer, atol)
         except ValueError as error:
             others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""
             raise UserError(f"{name or 'the model'}: {error}{others}") from None
@@ -85,7 +91,9 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     add_notes(model, *ties.restore(model))
     kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
     last = Edit(Revert(), tuple(name for name in names if name in kept))
-    changed = [*_without(edits(model), reverted - kept), last]
+    inside = {name for edit in edits(model) for name in edit.names if any(name.startswith(f"{r}.") for r in reverted)}
+    gone = {name for name in inside if find_target(model, name) is None}
+    changed = [*_without(edits(model), reverted - kept | gone), last]
     attach(model)  # the edits before: their rules remove the connections of what is reverted
     update_record(model, edits=tuple(edit for edit in changed if edit.names))
     return model

@@ -266,26 +266,26 @@ class Edit:
 class Record:
     """What isomorph knows of a model that its modules do not say, in one attribute of the model."""
 
+    # The named model that it was made from, with its arguments, as checkpoints store it.
     base: Mapping[str, Any] | None = None
-    """The named model that it was made from, with its arguments, as checkpoints store it."""
 
+    # The edits by which it was made from its base, oldest first.
     edits: tuple[Edit, ...] = ()
-    """The edits by which it was made from its base, oldest first."""
 
+    # Messages for the user about side effects of surgery and loading.
     notes: tuple[str, ...] = ()
-    """Messages for the user about side effects of surgery and loading."""
 
+    # What its weights were before training.
     start: str = ""
-    """What its weights were before training."""
 
+    # True if its input size is the one that it was trained on.
     trained_size: bool = False
-    """True if its input size is the one that it was trained on."""
 
+    # True if the user's function built it, so that a checkpoint need not say how.
     is_own: bool = False
-    """True if the user's function built it, so that a checkpoint need not say how."""
 
+    # The folder of the data that it is tested on, where the user named one.
     data_root: str | None = None
-    """The folder of the data that it is tested on, where the user named one."""
 
 
 def record(model: nn.Module) -> Record:

@@ -122,8 +122,8 @@ class GPSA(TokenHeads):
         torch.Size([2, 4, 20, 20])
     """
 
+    # What `to_positional` returns.
     positional_class: ClassVar[type[PositionalAttention]] = PositionalAttention
-    """What `to_positional` returns."""
 
     def _add_content(self, dim: int, qkv_bias: bool) -> None:
         super()._add_content(dim, qkv_bias)

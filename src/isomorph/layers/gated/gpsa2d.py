@@ -147,12 +147,12 @@ class GPSA2d(TapHeads):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
+    # Height and width of the window of keys around a query that content attention reads; None reads the whole map.
     content_window: GridSize | None = None
-    """Height and width of the window of keys around a query that content attention reads; None reads the whole map."""
 
+    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and for sizes that an
+    # export leaves open, no map is formed.
     max_dense_pairs: ClassVar[int] = 512 * 512
-    """Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and for sizes that an
-    export leaves open, no map is formed."""
 
     def _add_content(self) -> None:
         C = self.in_channels

@@ -89,7 +89,8 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
 
 def without_subnormals(maps: Tensor) -> Tensor:
     """On a CPU, clear entries so near 0 that a product with them takes several times as long."""
-    return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0) if on_cpu(maps) and is_eager() else maps
+    clear = maps.dtype != torch.float16 and on_cpu(maps) and is_eager()  # whose smallest numbers count
+    return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0) if clear else maps
 
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:

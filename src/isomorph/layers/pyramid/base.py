@@ -87,8 +87,8 @@ class Parallel(KeepsInEval):
     """Pyramids and linear layers that read one input, computed as one layer: the base of pyramids and of joint ones."""
 
     in_features: int
+    # The window of a convolution.
     window: Window | None = None
-    """The window of a convolution."""
 
     @property
     def parts(self) -> list[Any]:
@@ -193,8 +193,8 @@ def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> No
 class Pyramid(Parallel):
     """Parallel branches over one input, summed and rectified: the base of the linear and the convolutional pyramid."""
 
+    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take.
     replaces_bias = True
-    """False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take."""
 
     def __init__(
         self,

@@ -54,23 +54,23 @@ class _Form(NamedTuple):
     """What pyramids that are computed together have in common."""
 
     pyramids: int
+    # Pyramids that a BatchNorm rectifies, the first ones.
     rectified: int
-    """Pyramids that a BatchNorm rectifies, the first ones."""
     groups: int
+    # Channels of a token.
     reads: int
-    """Channels of a token."""
+    # Units of every branch, in ascending order.
     depths: tuple[int, ...]
-    """Units of every branch, in ascending order."""
+    # Channels after the first, second, ... units of a branch.
     widths: tuple[int, ...]
-    """Channels after the first, second, ... units of a branch."""
     out: int
+    # Whether branches end with a linear layer; otherwise they are one unit each.
     last: bool
-    """Whether branches end with a linear layer; otherwise they are one unit each."""
     skip: bool
+    # Factor of the sum of the branches.
     scale: float
-    """Factor of the sum of the branches."""
+    # Further factor of the pyramids that are not rectified, where others are.
     rest: float
-    """Further factor of the pyramids that are not rectified, where others are."""
     eps: float
 
     @property
@@ -172,10 +172,10 @@ class _Found(NamedTuple):
     weight: Tensor
     bias: Tensor
     variances: Tensor
+    # Of what every BatchNorm reads, by level.
     means: list[Tensor]
-    """Of what every BatchNorm reads, by level."""
+    # The sums before they are rectified.
     total: Tensor
-    """The sums before they are rectified."""
     z: list[Tensor]
     p: list[Tensor]
 

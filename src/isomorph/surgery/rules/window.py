@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.window import Windows, attend_in_padded_windows, attend_in_windows, attend_with_share, limit_bias
-from isomorph.operations import FollowMaps, FusedCall
+from isomorph.operations import FollowMaps, FusedCall, Value, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import GridRule
@@ -53,9 +53,10 @@ class WindowAttention(AlteredAttention):
     window: int
     share: Tensor
     _is_global: bool
+    _share_seen: Value
     _is_checked: bool
     pruned: bool
-    added = (*AlteredAttention.added, "window", "share", "_is_global", "_is_checked", "pruned")
+    added = (*AlteredAttention.added, "window", "share", "_is_global", "_share_seen", "_is_checked", "pruned")
 
     @property
     def no_map(self) -> str | None:
@@ -66,9 +67,15 @@ class WindowAttention(AlteredAttention):
     def set_share(self, share: float) -> None:
         """Set the share of what is outside of the window, from 0 (windows alone) to 1 (global attention)."""
         self.share.fill_(share)
-        self._is_global = share == 1
+        self._read_share()
+
+    def _read_share(self) -> None:
+        """Take notice of a share that changed: averages and copies of the model write the buffer."""
+        if not torch.compiler.is_compiling() and self._share_seen != value_of(self.share) and not self.share.is_meta:
+            self._share_seen, self._is_global = value_of(self.share), bool(self.share == 1)
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
+        self._read_share()
         if self._is_global and (self._is_checked or torch.compiler.is_compiling()):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         mode = _Attend(self, self.shapes(grid_size, self.given(args, kwargs)))
@@ -95,10 +102,6 @@ class WindowAttention(AlteredAttention):
         if hasattr(getattr(layer, "rel_pos", None), "relative_position_index"):
             limit_bias(layer.rel_pos, Windows(layer.rel_pos.window_size, layer.window))
         return layer
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # type: ignore[misc]
-        self._is_global = not self.share.is_meta and self.share.item() == 1
 
 
 @register_rule
@@ -169,4 +172,5 @@ class AttentionToWindow(GridRule):
         like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
         layer.register_buffer("share", torch.ones((), device=like.device))
         layer.window, layer._is_global, layer._is_checked, layer.pruned = self.window, True, False, False
+        layer._share_seen = (0, 0)
         return layer

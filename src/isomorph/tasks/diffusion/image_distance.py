@@ -98,8 +98,8 @@ class Extractor(NamedTuple):
     """A network that turns images into features, and its name."""
 
     name: str
+    # Called with (B, 3, H, W) uint8; returns (B, features).
     network: nn.Module
-    """Called with (B, 3, H, W) uint8; returns (B, features)."""
 
     @torch.no_grad()
     def extract(self, batches: Iterable[Tensor]) -> Tensor:
