@@ -22,6 +22,7 @@ CONVS = {
     "3x3 strided": dict(kernel_size=3, stride=2, padding=1),
     "grouped, dilated": dict(kernel_size=(3, 5), padding=(1, 2), groups=3, dilation=(1, 2)),
     "depthwise": dict(kernel_size=3, padding=1, groups=6),
+    "depthwise, 1x1": dict(kernel_size=1, groups=6),
 }
 EXACT = dict(rtol=0, atol=1e-10)
 
@@ -79,7 +80,8 @@ def test_widths_and_symmetric_strips(shape):
 @pytest.mark.parametrize("layout", ["P-W2S", "R-D2W2", "naive-W2"])
 @pytest.mark.parametrize("name", CONVS)
 def test_conv_equals_the_branches(name, layout):
-    agree(PyramidConv2d(6, 12, **CONVS[name], layout=layout, rectify="batchnorm"), (3, 6, 8, 12))
+    out = 6 if "depthwise" in name else 12
+    agree(PyramidConv2d(6, out, **CONVS[name], layout=layout, rectify="batchnorm"), (3, 6, 8, 12))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -117,7 +117,7 @@ class Parallel(KeepsInEval):
                 f"the input has shape {tuple(x.shape)}; the pyramid needs {wanted.format(self.in_features)}"
             )
         parts = self.parts
-        if len(parts) > 1 and any(map(_computes_otherwise, parts)):
+        if parts[0] is not self and any(map(_computes_otherwise, parts)):
             return self.run_branches(x)
         forms = [part.form_now() for part in parts if isinstance(part, Pyramid)]
         chains = [form for form in forms if isinstance(form, Chains)]
@@ -161,7 +161,8 @@ class Parallel(KeepsInEval):
         """Return one plain layer, fused in float64. Raises: UserError in train mode, or if a part is not plain."""
         if self.training or any(map(uses_batch_statistics, self.modules())):
             raise UserError(NEEDS_EVAL)
-        if not all(part.is_plain for part in self.parts if isinstance(part, Pyramid)):
+        altered = self.parts[0] is not self and any(map(_computes_otherwise, self.parts))
+        if altered or not all(part.is_plain for part in self.parts if isinstance(part, Pyramid)):
             raise UserError(
                 "a layer inside the pyramid has hooks, a parametrization or an adapter, which fuse cannot merge; merge "
                 "or remove them first"

@@ -147,8 +147,8 @@ def _scale_rows_backward(
     d: Tensor, z: Tensor, v: Tensor, gamma: Tensor, zero: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of z, with v held fixed, and of gamma. Shape: as z, (G, R)"""
-    flat, rows, v = d.reshape(1, -1, d.shape[-1]), z.reshape(1, -1, z.shape[-1]), v.reshape(-1)
-    arguments = (gamma.reshape(-1), zero[: len(v)], v, None, None, False, eps, [True, True, False])
+    flat, rows, v = d.reshape(1, -1, d.shape[-1]), z.reshape(1, -1, z.shape[-1]), v.reshape(-1).contiguous()
+    arguments = (gamma.reshape(-1).contiguous(), zero[: len(v)], v, None, None, False, eps, [True, True, False])
     d_z, d_gamma, _ = torch.ops.aten.native_batch_norm_backward(flat, rows, *arguments)
     return d_z.view_as(z), d_gamma.view(z.shape[:-1])
 
