@@ -123,9 +123,8 @@ def export(
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents), new=not overwrite)
     axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
-    counts = dict(fused=len(report.fused), merged=len(report.merged))
-    found = dict(deviation=deviation, notes=preparation_notes(model, shapes))
-    return ExportReport(str(path), axes, shapes.size_multiple, len(contents) / 1e6, **counts, **found)  # type: ignore[arg-type]
+    counts, notes = (len(report.fused), len(report.merged)), preparation_notes(model, shapes)
+    return ExportReport(str(path), axes, shapes.size_multiple, len(contents) / 1e6, *counts, deviation, notes)
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:

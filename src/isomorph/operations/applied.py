@@ -46,7 +46,7 @@ class AppliedAttention(NamedTuple):
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        return self.rows(0, self.shape[0]).softmax(-1) if self.maps is None else self.maps
+        return _weights(self.rows(0, self.shape[0])) if self.maps is None else self.maps
 
     def float(self) -> "AppliedAttention":
         return AppliedAttention(*(None if tensor is None else tensor.float() for tensor in self))
@@ -63,16 +63,22 @@ class AppliedAttention(NamedTuple):
         """Return the map of one query. Shape: -> (B, nh, Nk)"""
         if self.maps is not None:
             return self.maps[:, :, query]
-        return self.rows(query, query + 1).softmax(-1)[:, :, 0]
+        return _weights(self.rows(query, query + 1))[:, :, 0]
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the maps of a few images at a time."""
-        B, nh = (self.q if self.maps is None else self.maps).shape[:2]  # type: ignore[union-attr]
+        whole = [x.shape[:2] for x in self if x is not None and x.ndim == 4]
+        B, nh = map(max, zip(*whole, strict=True))
         count = images_per_chunk(nh, *self.shape)
         for start in range(0, B, count):
             single = (x is None or x.ndim < 4 or len(x) == 1 for x in self)
             parts = (x if whole else x[start : start + count] for x, whole in zip(self, single, strict=True))  # type: ignore[index]
             yield AppliedAttention(*parts).map()
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """Return the softmax, 0 in rows that a mask excludes, as `scaled_dot_product_attention` has them."""
+    return logits.softmax(-1).masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0)
 
 
 class _Frame:

@@ -16,6 +16,7 @@ from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.pyramid.base import Layout
 from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.inits import init_from_affine, init_random
+from isomorph.layers.unfused_multihead import MultiheadLinears
 from isomorph.surgery.fuse import guard_pyramids
 from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
 from isomorph.surgery.modules import JOINT_PARTS, SEPARATE_BIAS, JointPart, call_joint_projections, joint_parts
@@ -160,7 +161,7 @@ class LinearToPyramid(Rule):
             return reason
         _, parent = self._parents.get(module, ("", None))
         separate = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
-        if separate or isinstance(parent, nn.MultiheadAttention | TapHeads):
+        if separate or (isinstance(parent, nn.MultiheadAttention | TapHeads) and type(parent) is not MultiheadLinears):
             return f"{type(parent).__name__} reads its weight without calling it"
         return None
 
