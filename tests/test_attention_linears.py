@@ -73,5 +73,5 @@ def test_other_rules_apply_to_the_parts():
     assert iso.verify(vit, iso.fuse(wide, norms=False), x).passed
     encoder = nn.TransformerEncoderLayer(12, 4, 24, batch_first=True).eval()
     refinable = iso.recast(encoder, iso.AttentionToLinears(), "self_attn")
-    refined = iso.recast(refinable, iso.AttentionToRefined(), "self_attn")
-    assert iso.verify(encoder, refined, torch.randn(2, 5, 12)).passed
+    for rule, where in ((iso.AttentionToRefined(), "self_attn"), (iso.LinearToPyramid(), "self_attn.v_proj")):
+        assert iso.verify(encoder, iso.recast(refinable, rule, where), torch.randn(2, 5, 12)).passed
