@@ -30,8 +30,8 @@ class Net(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x):
-        return self.compute(self, x)
+    def forward(self, *args, **named):
+        return self.compute(self, *args, **named)
 
 
 def in_turn(*layers):
@@ -320,17 +320,6 @@ def test_a_fused_network_gets_norms_again_and_keeps_its_function():
     assert deviation(back(x), thin(x)) < 1e-12
 
 
-class Pair(nn.Module):
-    """Two inputs, of which a call may give one for both."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = PLAIN(), PLAIN()
-
-    def forward(self, x, y):
-        return (self.a(x) + self.b(y)).relu()
-
-
 class Tapped(nn.Module):
     """A norm that another entry point leaves out, and a layer that changes its input in place."""
 
@@ -348,7 +337,7 @@ class Tapped(nn.Module):
 @torch.no_grad()
 def test_values_that_the_example_does_not_tell_apart():
     """One tensor for two inputs; timm's features before the classifier."""
-    two = disturb(Pair())
+    two = disturb(net(lambda m, x, y: (m.a(x) + m.b(y)).relu(), a=PLAIN, b=PLAIN)())
     x = torch.randn(MAP, dtype=torch.float64)
     assert not fuse_with_report(two, {"x": x, "y": x})[1].merged
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3, global_pool="avg")

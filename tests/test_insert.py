@@ -133,6 +133,13 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     refused("inserted blocks: iso.analysis.gammas", lambda: iso.gates(new))
     both = iso.recast(new, iso.ConvToGPSA(), where="layer4.*.conv2")  # inside the module with the block, too
     assert (repr(back := iso.revert(both)), iso.edits(back)) == (repr(iso.revert(new)), ())
+    for rule, way in ((iso.ConvToGPSA(), iso.prune), (iso.LinearToPyramid(), iso.fuse)):  # a block stays with its layer
+        acting = iso.insert(iso.recast(new, rule, "layer3.1.conv2").eval(), iso.layers.MapAttention, "layer3.1.conv2")
+        torch.testing.assert_close(way(set_gammas(acting))(x), acting(x), atol=1e-3, rtol=1e-3)
+    assert (
+        iso.insert(new, iso.layers.MapAttention, "layer1", torch.randn(1, 3, 256, 256)).layer1[1].inserted.channels
+        == 64
+    )
     refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
     refused("after='layer9' matches no module; nearest names: layer4", lambda: iso.insert(new, nn.Identity(), "layer9"))
     refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))

@@ -89,7 +89,10 @@ def test_global_at_first_and_the_windows_equal_the_mask(name, tmp_path):
     assert len(iso.edits(new)[0].names) == 2
     assert torch.equal(new(x), model(x))
     iso.Anneal(2).apply(new, 1)
+    average = torch.optim.swa_utils.AveragedModel(new, use_buffers=True)
     half, masked = new(x), local(new)(x)
+    average.update_parameters(new), average.module.load_state_dict(new.state_dict())
+    assert torch.equal(average(x), masked)
     pruned = iso.prune(new)
     assert deviation(pruned(x), masked) < 1e-12
     if getattr(new.blocks[0].attn, "rel_pos", None):
