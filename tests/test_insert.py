@@ -136,8 +136,8 @@ def test_inserted_attention_is_drawn_on_its_map_and_its_gamma_is_named():
     for rule, way in ((iso.ConvToGPSA(), iso.prune), (iso.LinearToPyramid(), iso.fuse)):  # a block stays with its layer
         acting = iso.insert(iso.recast(new, rule, "layer3.1.conv2").eval(), iso.layers.MapAttention, "layer3.1.conv2")
         torch.testing.assert_close(way(set_gammas(acting))(x), acting(x), atol=1e-3, rtol=1e-3)
-    square = iso.insert(new, iso.layers.MapAttention, "layer1", torch.randn(1, 3, 256, 256))  # 64 channels of 64 x 64
-    assert square.layer1[1].inserted.layout == "map"
+    square = iso.insert(timm.create_model("cifar_resnet20").eval(), iso.layers.MapAttention, "layer2.0.conv1")
+    assert len(square.layer2[0].conv1.inserted.gamma) == 32  # of a map of 16 x 16
     refused("no inserted block", lambda: iso.analysis.gammas(iso.revert(new)))
     refused("after='layer9' matches no module; nearest names: layer4", lambda: iso.insert(new, nn.Identity(), "layer9"))
     refused("'MapAttention' is not callable", lambda: iso.insert(new, "MapAttention", after="layer3.1"))
