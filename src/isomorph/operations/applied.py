@@ -67,8 +67,7 @@ class AppliedAttention(NamedTuple):
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the maps of a few images at a time."""
-        whole = [x.shape[:2] for x in self if x is not None and x.ndim == 4]
-        B, nh = map(max, zip(*whole, strict=True))
+        B, nh = map(max, zip(*(x.shape[:2] for x in self if x is not None and x.ndim == 4), strict=True))
         count = images_per_chunk(nh, *self.shape)
         for start in range(0, B, count):
             single = (x is None or x.ndim < 4 or len(x) == 1 for x in self)

@@ -263,8 +263,7 @@ def _doubts(report: VerifyReport, pair: "_Pair", batch: Inputs) -> Iterator[str]
         yield f"all outputs are at most {scale:.1g}: a head with small weights hides what the layers before it do"
     hidden = list_names([row.name for row in report.targets if row.fp64 > 1e-12 * row.scale])
     if hidden and not any(row.deviation for row in report.inputs):
-        zero = "is a weight behind it zero, as timm's zero_init_last sets it?"
-        yield f"the outputs do not depend on {hidden} here ({zero}); give trained weights"
+        yield f"the outputs do not depend on {hidden} here (a zero weight, as by zero_init_last?); give trained weights"
     if not report.passed and pair.is_random(batch):
         yield "the original is random: it differs from itself in a second call"
 

@@ -5,7 +5,7 @@ from typing import Any
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from isomorph.layers.pyramid.base import Computed, Pyramid, Rectify, apply_map
+from isomorph.layers.pyramid.base import Computed, Pyramid, Rectify, apply_map, is_altered
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
 from isomorph.layers.pyramid.moments import Window, disable_autocast, measure_moments, sync_group
@@ -73,7 +73,10 @@ class PyramidConv2d(Pyramid):
 def convolve_normalised(x: Tensor, branches: nn.Module) -> Tensor | None:
     """Return the sum of pyramids `conv` with a BatchNorm `bn` as one convolution; None if it is not one now."""
     units: list[Any] = [(getattr(branch, "conv", None), getattr(branch, "bn", None)) for branch in branches.children()]
-    if not all(type(conv) is PyramidConv2d and conv.norm is None and uses_batch_statistics(bn) for conv, bn in units):
+    parts = (each for branch in branches.children() for each in (branch, *branch.children()))
+    plain = all(type(conv) is PyramidConv2d and conv.norm is None and uses_batch_statistics(bn) for conv, bn in units)
+    known = (type(bn).__module__.startswith(("torch.", "timm.")) and bn.momentum is not None for _, bn in units)
+    if not (plain and all(known)) or any(map(is_altered, parts)):
         return None
     forms = [(conv.form_now(), norm) for conv, norm in units]
     chains = [form._replace(rectifier=norm) for form, norm in forms if isinstance(form, Chains)]
