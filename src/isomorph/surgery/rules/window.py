@@ -67,7 +67,7 @@ class WindowAttention(AlteredAttention):
     def set_share(self, share: float) -> None:
         """Set the share of what is outside of the window, from 0 (windows alone) to 1 (global attention)."""
         self.share.fill_(share)
-        self._read_share()
+        self._is_global, self._share_seen = share == 1, value_of(self.share)  # without waiting for a GPU
 
     def _read_share(self) -> None:
         """Take notice of a share that changed: averages and copies of the model write the buffer."""
