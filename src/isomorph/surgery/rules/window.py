@@ -69,14 +69,14 @@ class WindowAttention(AlteredAttention):
         self.share.fill_(share)
         self._is_global, self._share_seen = share == 1, value_of(self.share)  # without waiting for a GPU
 
-    def _read_share(self) -> None:
-        """Take notice of a share that changed: averages and copies of the model write the buffer."""
+    def _is_open(self) -> bool:
+        """Whether the share is 1, also after averages or copies of the model wrote the buffer."""
         if not torch.compiler.is_compiling() and self._share_seen != value_of(self.share) and not self.share.is_meta:
             self._share_seen, self._is_global = value_of(self.share), bool(self.share == 1)
+        return self._is_global
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:
-        self._read_share()
-        if self._is_global and (self._is_checked or torch.compiler.is_compiling()):
+        if self._is_open() and (self._is_checked or torch.compiler.is_compiling()):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         mode = _Attend(self, self.shapes(grid_size, self.given(args, kwargs)))
         with mode:
@@ -90,7 +90,7 @@ class WindowAttention(AlteredAttention):
 
     def to_attention(self, atol: float = 0.0) -> nn.Module:
         """Return the layer with global attention. Raises: ValueError if its share is not 1, unless atol is infinite."""
-        if self.pruned or not (self._is_global or atol == float("inf")):
+        if self.pruned or not (self._is_open() or atol == float("inf")):
             raise ValueError(f"this layer is not global attention: its share is {self.share.item():g}; keep it")
         return self.plain()
 
