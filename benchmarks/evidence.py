@@ -382,7 +382,7 @@ TDRL = Study(
     "pyramids train better than a plain layer of the same function",
     build_tdrl,
     (
-        Setting(TDRL_ARMS, 10_000, 10, (5e-4, 1e-3, 2e-3, 4e-3)),
+        Setting(TDRL_ARMS, 10_000, 10, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
         Setting(("plain", "fused start"), 10_000, 15, (1e-3, 2e-3, 4e-3)),  # as long as 10 with pyramids on a GPU
         Setting(tuple(f"{arm}, LAMB" for arm in TDRL_ARMS), 10_000, 10, (4e-3, 8e-3, 1.6e-2)),
         Setting(TDRL_ARMS, 10_000, 30, (5e-4, 1e-3, 2e-3)),
