@@ -36,7 +36,7 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
 def _measure_on_grid(
     model: nn.Module,
     batch: Tensor,
-    measure: Callable[[str, AppliedAttention, TokenGrid], Tensor | None],
+    measure: Callable[[str, AppliedAttention, TokenGrid], Tensor],
     where: Where,
     windows: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -49,15 +49,14 @@ def _measure_on_grid(
             if call.name in windows and attention.shape:
                 positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
                 return measure(call.name, attention, positions)
-            positions = find_token_grid(call, attention.shape, grid)
+            return measure(call.name, attention, find_token_grid(call, attention.shape, grid))
         except UserError as error:
             reasons.append(f"{call.name}: {error}")
             return None
-        return measure(call.name, attention, positions)
 
     measured = capture_attention(model, batch, measure_call, where)
     if not measured:
-        raise UserError((reasons or ["the model has no class token or registers"])[0])
+        raise UserError(reasons[0])
     return measured
 
 
@@ -143,9 +142,10 @@ def prefix_attention(model: nn.Module, data: Tensor | Iterable[Any], where: Wher
     (3,)
     """
 
-    def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor | None:
-        chunks = (maps.float() for maps in attention.chunks() if grid.prefix)
-        shares = [maps[:, :, grid.prefix :, : grid.prefix].sum(-1).mean(-1) for maps in chunks]  # (b, nh) each
-        return torch.cat(shares).mean(0) if shares else None
+    def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+        if not grid.prefix:
+            raise UserError("it has no class token or registers")
+        chunks = (maps.float() for maps in attention.chunks())
+        return torch.cat([maps[:, :, grid.prefix :, : grid.prefix].sum(-1).mean(-1) for maps in chunks]).mean(0)
 
     return mean_over(data, lambda batch: _measure_on_grid(model, batch, measure, where))

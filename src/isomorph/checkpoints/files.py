@@ -109,8 +109,10 @@ def short_reason(error: Exception) -> str:
 
 
 # Entries of training checkpoints that hold the model's tensors, averaged over training (EMA) or as they were last.
-_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "teacher")
-_LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights", "student")
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict")
+_LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights")
+# Those of training without labels, where the teacher is the average of the student; beside others it is another model.
+_PAIR = ("teacher", "student")
 
 
 class Contents(NamedTuple):
@@ -188,21 +190,20 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
     settings = dict(settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {}))
     if isinstance(held.get("arch"), str):
         settings.setdefault("model", held["arch"])
-    entries = [key for key in (*_AVERAGED, *_LAST) if _holds_tensors(held.get(key))]
+    known = [key for key in (*_AVERAGED, *_LAST, *_PAIR) if _holds_tensors(held.get(key))]
+    entries = [key for key in known if key not in _PAIR] or known
     if not entries:
         if not _holds_tensors(held, depth=0):
             found = "the state of an optimiser" if "param_groups" in held else ", ".join(list(held)[:6]) or "nothing"
             raise UserError(f"{path} holds no weights, only {found}; give a file with the model's state_dict")
         return Contents(path, dict(held), settings=settings)
-    if {"teacher", *_LAST[:-1]}.intersection(entries) > {"teacher"}:  # a teacher of another kind
-        entries.remove("teacher")
-    last = [key for key in entries if key in _LAST]
+    last = [key for key in entries if key in (*_LAST, "student")]
     chosen = (entries if ema or not last else last)[0]
     notes: tuple[str, ...] = ()
-    if other := next((key for key in entries if (key in _LAST) != (chosen in _LAST)), ""):
+    if other := next((key for key in entries if (key in last) != (chosen in last)), ""):
         averaged = f"averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {other}"
         newest = f"last weights ({chosen}); --ema (ema=True) takes the average, {other}"
-        notes = (f"{path.name}: {newest if chosen in _LAST else averaged}",)
+        notes = (f"{path.name}: {newest if chosen in last else averaged}",)
     return Contents(path, _choose_tensors(path, held[chosen], ema).tensors, {}, settings, notes)
 
 
@@ -210,7 +211,7 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
     """True for a dictionary of tensors by name, or one that holds it in one of the entries above, `depth` levels in."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return False
-    within = depth and any(_holds_tensors(value.get(key), depth - 1) for key in (*_AVERAGED, *_LAST))
+    within = depth and any(_holds_tensors(value.get(key), depth - 1) for key in (*_AVERAGED, *_LAST, *_PAIR))
     return within or any(isinstance(each, Tensor) for each in value.values())
 
 

@@ -160,11 +160,8 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], sized: bool) -> Iterator[t
         count = positions.shape[1] - prefix + (bare and prefix > 0)
         count -= not prefix and math.isqrt(count) ** 2 == count - 1  # the authors of DINOv2 add one to the class token
         if count != grid or other:
-            unknown = [name for name in tensors if name not in own]
-            yield (
-                "img_size",
-                _image_size(count, patch, f"; it has {unknown[0]}, and the model has not" if unknown else ""),
-            )
+            unknown = [f"; it has {name}, and the model has not" for name in tensors if name not in own]
+            yield "img_size", _image_size(count, patch, "".join(unknown[:1]))
 
 
 def _image_size(count: int, patch: tuple[int, ...], more: str) -> list[int]:

@@ -46,7 +46,7 @@ class AppliedAttention(NamedTuple):
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        return _weights(self.rows(0, self.shape[0])) if self.maps is None else self.maps
+        return self._weights(self.rows(0, self.shape[0])) if self.maps is None else self.maps
 
     def float(self) -> "AppliedAttention":
         return AppliedAttention(*(None if tensor is None else tensor.float() for tensor in self))
@@ -59,11 +59,16 @@ class AppliedAttention(NamedTuple):
         logits = q if self.k is None else q @ self.k.mT
         return logits if bias is None else logits + bias
 
+    def _weights(self, logits: Tensor) -> Tensor:
+        """Return the softmax, 0 in rows that a mask excludes, as `scaled_dot_product_attention` has them."""
+        maps = logits.softmax(-1)
+        return maps if self.bias is None else maps.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0)
+
     def row(self, query: int) -> Tensor:
         """Return the map of one query. Shape: -> (B, nh, Nk)"""
         if self.maps is not None:
             return self.maps[:, :, query]
-        return _weights(self.rows(query, query + 1))[:, :, 0]
+        return self._weights(self.rows(query, query + 1))[:, :, 0]
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the maps of a few images at a time."""
@@ -73,11 +78,6 @@ class AppliedAttention(NamedTuple):
             single = (x is None or x.ndim < 4 or len(x) == 1 for x in self)
             parts = (x if whole else x[start : start + count] for x, whole in zip(self, single, strict=True))  # type: ignore[index]
             yield AppliedAttention(*parts).map()
-
-
-def _weights(logits: Tensor) -> Tensor:
-    """Return the softmax, 0 in rows that a mask excludes, as `scaled_dot_product_attention` has them."""
-    return logits.softmax(-1).masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0)
 
 
 class _Frame:

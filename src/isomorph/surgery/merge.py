@@ -159,9 +159,8 @@ class Cases:
             for entry in entries if isinstance(x, Tensor) else entries[:1]:
                 self._try(model, entry, x)
         alone = not self._calls and isinstance(first, Tensor)  # it runs at one size only
-        for x in (
-            (*(other for what, other in other_inputs(first) if "batch" in what), first) if not self._calls else (first,)
-        ):
+        batch_sizes = [] if self._calls else [x for what, x in other_inputs(first) if what == "another batch size"]
+        for x in (*batch_sizes, first):
             for entry in entries if alone else entries[:1]:
                 self._try(model, entry, x)
         numbers = [each for *_, found in self._calls for each in found]
@@ -231,7 +230,8 @@ def _crops(inputs: Inputs) -> list[Tensor]:
     """Return two inputs with shorter sides, of which one is odd, and one with fewer tokens; one more image, and one."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
         return []
-    more, one = torch.cat([inputs, inputs[-1:].flip(-1)]), inputs[-1:].flip(-1)
+    one = inputs[-1:].flip(-1)
+    more = torch.cat([inputs, one])
     shares, sides = (3, 2, 3), inputs.shape[2:]
     odd: list[Any] = [slice((n * share // 4) | 1) for n, share in zip(sides, shares, strict=False)]
     even: list[Any] = [slice(max(n * share // 4, 1)) for n, share in zip(sides, shares[1:], strict=False)]
