@@ -111,7 +111,7 @@ def short_reason(error: Exception) -> str:
 # Entries of training checkpoints that hold the model's tensors, averaged over training (EMA) or as they were last.
 _AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict")
 _LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights")
-# Those of training without labels, where the teacher is the average of the student; beside others it is another model.
+# Those of training without labels, where the teacher is the average of the student; next to others it is another model.
 _PAIR = ("teacher", "student")
 
 
@@ -217,7 +217,7 @@ def _holds_tensors(value: Any, depth: int = 2) -> bool:
 
 _WRAPPERS = ("module.", "model.", "backbone.")  # which DistributedDataParallel and training modules add to all names
 _COMPILED = "_orig_mod."
-_PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")  # beside the backbone, in DINO's training
+_PROJECTIONS = ("dino_head.", "ibot_head.", "head.mlp.", "head.last_layer")  # next to the backbone, in DINO's training
 
 
 def strip_wrappers(tensors: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
