@@ -135,9 +135,7 @@ LAYERS = {
     "volo": Layer(lambda: models.volo.Attention(C, 4), CHANNELS_LAST),
     "volo, class": Layer(lambda: models.volo.ClassAttention(C, 4), WITH_CLASS),
     "mvit": Layer(
-        lambda: models.mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)),
-        WITH_CLASS,
-        ([4, 4],),
+        lambda: models.mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)), WITH_CLASS, ([4, 4],)
     ),
     "mvit, pooled first": Layer(
         lambda: models.mvitv2.MultiScaleAttentionPoolFirst(

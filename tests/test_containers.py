@@ -10,18 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from containers import (
-    CLASSES,
-    CONTAINERS,
-    EXPECTED,
-    SAMPLES,
-    as_folder,
-    as_shards,
-    as_tar,
-    picture,
-    pixels,
-    write_tar,
-)
+from containers import CLASSES, CONTAINERS, EXPECTED, SAMPLES, as_folder, as_shards, as_tar, picture, pixels, write_tar
 from isomorph.data.corruptions.corrupt import CorruptedSource
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source, class_fraction

@@ -16,12 +16,7 @@ from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
 from isomorph.recipes.diffusion import PYRAMIDS
 from isomorph.tasks.diffusion import NoiseSchedule, sample
-from isomorph.tasks.diffusion.image_distance import (
-    Extractor,
-    compare_folder,
-    image_distances,
-    open_real_images,
-)
+from isomorph.tasks.diffusion.image_distance import Extractor, compare_folder, image_distances, open_real_images
 from isomorph.tasks.diffusion.sampling import denoise, next_images, spaced_times
 from isomorph.tasks.diffusion.task import DenoisingLoss, denoising_errors
 from isomorph.training.task import task_of

@@ -93,10 +93,7 @@ MERGED = {
         net(lambda m, x: m.n(m.three(x) + m.one(x) + x), three=PLAIN, one=conv(4, 4, 1, groups=4), n=SAME),
         MAP,
     ),
-    "adapter": (
-        net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP),
-        TOKENS,
-    ),
+    "adapter": (net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP), TOKENS),
     "adapter divided": (net(lambda m, x: m.up(m.down(x)) / 4 + m.a(x), a=LINEAR, down=DOWN, up=UP), TOKENS),
     "adapter of a convolution": (
         net(

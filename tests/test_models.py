@@ -228,8 +228,7 @@ class TestCitizen:
 
 
 @pytest.mark.parametrize(
-    ("name", "dials"),
-    [("t_cifar_resnet20", ("centre", "raw_locality", "gate")), ("convit_ti", ("position", "gate"))],
+    ("name", "dials"), [("t_cifar_resnet20", ("centre", "raw_locality", "gate")), ("convit_ti", ("position", "gate"))]
 )
 def test_attention_is_exempt_from_decay(name, dials):
     model = create(name)

@@ -11,14 +11,7 @@ from torch import nn
 import isomorph as iso
 import references
 from command_line import isomorph
-from isomorph.layers import (
-    GPSA,
-    GPSA2d,
-    PositionalAttention,
-    PositionalConv2d,
-    ViTGPSA,
-    ViTPositionalAttention,
-)
+from isomorph.layers import GPSA, GPSA2d, PositionalAttention, PositionalConv2d, ViTGPSA, ViTPositionalAttention
 from isomorph.layers.grid import window_centres
 from isomorph.surgery.prune import Prune
 from test_gpsa import assert_equal, output_and_gradients, perturbed

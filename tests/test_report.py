@@ -39,18 +39,8 @@ from isomorph.report import (
     read_run_logs,
     write_page,
 )
-from isomorph.report.attention_viewer import (
-    ViewerModel,
-    build_viewer,
-    capture_layer_maps,
-    pack_layer_maps,
-    round_rows,
-)
-from isomorph.report.compare_page import (
-    MAX_CURVE_POINTS,
-    curve,
-    flatten_recipe,
-)
+from isomorph.report.attention_viewer import ViewerModel, build_viewer, capture_layer_maps, pack_layer_maps, round_rows
+from isomorph.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
 from isomorph.report.html import render_page
 from isomorph.report.robustness_page import robustness_charts, robustness_table
 from isomorph.terminal_tables import interval_text, metric_table
@@ -105,9 +95,7 @@ class TestMaps:
 MODELS = {
     "gated": lambda: iso.recast(small_vit(), iso.AttentionToGPSA(init="paper"), "blocks.[01].attn"),
     "refined": lambda: iso.recast(
-        small_vit(class_token=False, global_pool="avg"),
-        iso.AttentionToRefined(init="paper"),
-        "blocks.*.attn",
+        small_vit(class_token=False, global_pool="avg"), iso.AttentionToRefined(init="paper"), "blocks.*.attn"
     ),
     "t-cnn": lambda: iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?"),
     "cnn": lambda: timm.create_model("cifar_resnet20"),

@@ -19,12 +19,7 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
-from isomorph.evaluation.robustness.scores import (
-    ALEXNET,
-    ALEXNET_CLEAN,
-    compare_to_baseline,
-    robustness_summary,
-)
+from isomorph.evaluation.robustness.scores import ALEXNET, ALEXNET_CLEAN, compare_to_baseline, robustness_summary
 from refusals import refused
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))

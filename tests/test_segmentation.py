@@ -13,13 +13,7 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
-from isomorph.tasks.segmentation.augment import (
-    CappedCrop,
-    RatioResize,
-    SegmentationPart,
-    TrainTransform,
-    scaled_size,
-)
+from isomorph.tasks.segmentation.augment import CappedCrop, RatioResize, SegmentationPart, TrainTransform, scaled_size
 from isomorph.tasks.segmentation.data import IGNORE, Pair, open_masks, open_splits, open_test_pairs, read_mask
 from isomorph.tasks.segmentation.results import Confusion, slide, window_starts
 from isomorph.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy

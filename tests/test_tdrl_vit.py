@@ -194,10 +194,7 @@ def test_branch_similarity_is_the_cka_of_the_branches():
     found = iso.analysis.branch_similarity(model, x)
     assert found["blocks.0.attn.qkv"].shape == (3, 3, 3)
     fc1, qkv = layers
-    for name, pyramid, values in (
-        (fc1, layers[fc1], found[fc1]),
-        (qkv, layers[qkv].pyramids[2], found[qkv][2]),
-    ):
+    for name, pyramid, values in ((fc1, layers[fc1], found[fc1]), (qkv, layers[qkv].pyramids[2], found[qkv][2])):
         outputs = [nn.Sequential(*chain)(seen[name]) for chain in pyramid.chains]
         expected = torch.stack([torch.stack([iso.analysis.linear_cka(a, b) for b in outputs]) for a in outputs])
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)

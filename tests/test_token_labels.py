@@ -22,12 +22,7 @@ from isomorph.models import create
 from isomorph.models.blockwise import Box
 from isomorph.training.classification import CLASSIFICATION
 from isomorph.training.objectives.supervised import PenalisedLoss, neighbour_similarity
-from isomorph.training.objectives.token_labels import (
-    MixedLabelMaps,
-    TokenLabelLoss,
-    crop_label_maps,
-    dense_scores,
-)
+from isomorph.training.objectives.token_labels import MixedLabelMaps, TokenLabelLoss, crop_label_maps, dense_scores
 from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.state import Run
@@ -197,8 +192,7 @@ class TestRuns:
         return iso.load_recipe("refined_vit_s_standard", [*BRIEF, *small, *place, "augment.mixup=0", *more])
 
     @pytest.mark.parametrize(
-        ("said", "more"),
-        [("label", ["amp=bf16"]), ("map", ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"])],
+        ("said", "more"), [("label", ["amp=bf16"]), ("map", ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"])]
     )
     def test_two_steps_of_a_training(self, said, more, data):
         run = Run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", *more))
