@@ -41,7 +41,7 @@ browser:
 	@{ $(BROWSER); } >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing Chromium for the tests of the pages (once) ..."; \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			chromium fonts-dejavu-core; } >/dev/null || echo "It could not be installed: tests of the pages will be skipped (on CI they fail)."; \
+			chromium fonts-dejavu-core; } >/dev/null || echo "It could not be installed: tests of the pages will be skipped (where ISOMORPH_REQUIRE_ALL is set they fail)."; \
 	else echo "No Chromium: tests of the pages will be skipped. On Debian: sudo apt-get install chromium"; fi
 
 test: $(VENV)/.dev browser

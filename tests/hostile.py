@@ -88,7 +88,6 @@ ALTERATIONS = {
     "whole numbers": replace_weight(lambda w: w.to(torch.int8)),
 }
 
-
 BRIEF = ("forward hook", "state-dict hook", "forward of its own", "another class", "adapter", "orthogonal")
 """A row of each kind, for layers with many parts."""
 

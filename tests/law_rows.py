@@ -201,7 +201,6 @@ RULES |= {
 }
 RULES |= {f"{name}, {rule}": of_layer(name, rule) for name in LAYERS for rule in ("gated", "refined")}
 
-
 RULES |= {
     f"{name}, {rule}": row(alone(make), ((2, 3, 32, 32),), 0, where=accepted(name, kind()), whole="torchvision" in name)
     for name, make in NETWORKS.items()

@@ -50,15 +50,11 @@ def test_its_models_and_the_suggested_commands_work(found, monkeypatch, capsys):
         "verify": ["--batch", "4"],
     }
     for command in commands:
-        arguments = _arguments(command)
+        words = shlex.split(command)
+        arguments = words[next(i for i, word in enumerate(words) if word in ("verify", "analyze", "train")) :]
         with pytest.raises(SystemExit) as done:
             main([*arguments, *short.get(arguments[0], [])])
         assert not done.value.code
     assert "equal within" in capsys.readouterr().out
     assert (folder / "isomorph-analysis.html").is_file()
     assert (folder / "runs/digits_annealed/model.safetensors").is_file()
-
-
-def _arguments(command):
-    words = shlex.split(command)
-    return words[next(i for i, word in enumerate(words) if word in ("verify", "analyze", "train")) :]

@@ -71,10 +71,6 @@ def changed(**fields):
     return content
 
 
-def read(root):
-    return open_split(root, "train", masks=False)
-
-
 class TestData:
     def test_objects_of_an_image(self, tmp_path):
         source = open_split(write(tmp_path), "train", masks=True)
@@ -153,7 +149,7 @@ class TestData:
         content["images"][0]["file_name"] = file
         (tmp_path / "train.json").write_text(json.dumps(content))
         Image.new("RGB", (64, 48)).save(tmp_path / "0.png")
-        refused(message, read, tmp_path)
+        refused(message, open_split, tmp_path, "train", masks=False)
 
     def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
@@ -194,11 +190,6 @@ class TestTransforms:
         assert len(seen) > 1  # some crops leave objects out
 
 
-def COCO_of(path):
-    with contextlib.redirect_stdout(io.StringIO()):
-        return COCO(str(path))
-
-
 def random_results(source, seed=0):
     """The truth, moved and mixed with noise."""
     generator = torch.Generator().manual_seed(seed)
@@ -222,7 +213,8 @@ def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name
     source = open_split(data_root / name, "train", masks)
     results = random_results(source)
     metrics, *classes = metric_rows(source, results)
-    truth = COCO_of(source.annotations)
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(str(source.annotations))
     for kind, prefix in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
         other = {"bbox": "segmentation", "segm": "bbox"}[kind]
         given = [{k: v for k, v in each.items() if k != other} for each in results.entries]
@@ -368,19 +360,14 @@ def test_outputs_that_are_not_finite_have_no_metric(squares):
         iso.evaluate(model, root)
 
 
-class TestAnchors:
-    def centres(self, model, x):
-        """The centres of the anchors on the finest map."""
-        maps = list(model.pyramid_maps(x).values())
-        boxes = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)[0]
-        return (boxes[: 3 * maps[0][0, 0].numel() : 3, :2] + boxes[: 3 * maps[0][0, 0].numel() : 3, 2:]) / 2
-
-    def test_they_lie_where_the_positions_do(self):
-        small = dict(num_classes=2, masks=False, channels=16, features=16, score_threshold=0.0)
-        model = timm.create_model("mask_rcnn", backbone="resnet18", **small).eval()
-        x = torch.randn(1, 3, 200, 168)
-        last = self.centres(model, x)[-1]
-        assert last.tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
-        padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
-        here, there = model.detect(x)[0], model.detect(padded, [(200, 168)])[0]
-        torch.testing.assert_close(here["boxes"], there["boxes"])
+def test_anchors_lie_where_the_positions_do():
+    small = dict(num_classes=2, masks=False, channels=16, features=16, score_threshold=0.0)
+    model = timm.create_model("mask_rcnn", backbone="resnet18", **small).eval()
+    x = torch.randn(1, 3, 200, 168)
+    maps = list(model.pyramid_maps(x).values())
+    boxes = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)[0]
+    last = boxes[3 * maps[0][0, 0].numel() - 3]  # three anchors a position of the finest map
+    assert ((last[:2] + last[2:]) / 2).tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
+    padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
+    here, there = model.detect(x)[0], model.detect(padded, [(200, 168)])[0]
+    torch.testing.assert_close(here["boxes"], there["boxes"])

@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "isomorph"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-
 FOLDERS = "|".join(["tests", "benchmarks", *sorted(path.parent.name for path in SOURCES.glob("*/__init__.py"))])
 NAMED_FILE = re.compile(rf"`(?:src/isomorph/)?((?:{FOLDERS})/[a-z0-9_/]+\.py)(?::([\w.]+))?`")
 """A file below the repository or src/isomorph, and a symbol in it: `layers/gated/gpsa.py:GPSA.forward`."""

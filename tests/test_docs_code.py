@@ -26,21 +26,14 @@ OTHER_TESTS = {"your-own-model.md": "test_own_model_guide.py"}
 """Pages that start from files, and the test that writes these and runs the page."""
 PAGES = [page for page in EVERY_PAGE if blocks_of(page) and page.name not in OTHER_TESTS]
 
-
 NEED_DATA = ("README.md", "docs/start/sixty-seconds.md")
 """Pages that use the public weights of cifar_resnet20, which the tests find in ISOMORPH_DATA."""
 
 
-def commands_of(text):
-    """The command lines of a shell block, without comments; a backslash continues a line."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
-
-
 def run_shell(text, folder):
     """Run the isomorph commands of a block; any other command needs a reason not to be run."""
-    for words in commands_of(text):
-        words = [os.path.expanduser(word) for word in words]
+    for line in re.findall(r"^[^#\n].*", text.replace("\\\n", " "), re.MULTILINE):  # a backslash continues a line
+        words = [os.path.expanduser(word) for word in shlex.split(line, comments=True)]
         program, *arguments = words
         assert program == "isomorph", f"{program}: mark the block with <!-- not run: REASON -->"
         target = None

@@ -56,10 +56,6 @@ def conv_block(channels):
     return nn.Sequential(nn.Conv2d(channels, channels, 1), nn.GELU())
 
 
-def token_block(channels):
-    return nn.Linear(channels, channels)
-
-
 def backbone(name, **kwargs):
     return lambda: timm.create_model(name, **kwargs)
 
@@ -74,7 +70,7 @@ PLACES = {
     ),
     "tokens": (backbone("vit_tiny_patch16_224", img_size=64, depth=2), "blocks.?", MapAttention),
     "own, used twice": (Own, "conv", conv_block),
-    "own, a tuple": (Own, "lstm", token_block),
+    "own, a tuple": (Own, "lstm", lambda channels: nn.Linear(channels, channels)),
     "own, a dictionary": (Own, "pyramid", conv_block),
 }
 

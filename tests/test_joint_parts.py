@@ -105,9 +105,8 @@ def test_the_named_model_takes_parts_and_plain_weights():
 def test_recipes_describe_parts():
     part = RecastPart(where="blocks.[0-3].attn.q", rule="LinearToPyramid", rectify={"q": "none"})
     assert part.build_rule() == iso.LinearToPyramid(rectify="q=none")
-    recipe = iso.load_recipe(
-        "cifar_tdrl_scratch", ["model.kwargs.where=blocks.*.attn.v", "model.kwargs.rectify.v=none"]
-    )
+    parts = ["model.kwargs.where=blocks.*.attn.v", "model.kwargs.rectify.v=none"]
+    recipe = iso.load_recipe("cifar_tdrl_scratch", parts)
     model = iso.models.create("tdrl_vit_ti", **recipe.model.kwargs)
     assert kinds(model) == ["Linear", "Linear", "PyramidLinear"]
 
@@ -117,18 +116,9 @@ def test_the_command_recasts_parts(tmp_path, capsys):
     iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
 
     def recast(rectify):
-        options = [
-            "--rule",
-            "LinearToPyramid",
-            "--where",
-            "blocks.*.attn.[qv]",
-            "--size",
-            "32",
-            "--json",
-            "--overwrite",
-        ]
+        options = ["--rule", "LinearToPyramid", "--where", "blocks.*.attn.[qv]", "--size", "32", "--overwrite"]
         with pytest.raises(SystemExit) as ended:
-            main(["recast", str(vit), *options, "--rectify", rectify, "--out", str(wide)])
+            main(["recast", str(vit), *options, "--json", "--rectify", rectify, "--out", str(wide)])
         return ended.value.code, capsys.readouterr()
 
     code, said = recast("q=none")

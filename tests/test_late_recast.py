@@ -20,7 +20,6 @@ from tiny_runs import TINY, same_snapshots, tiny
 
 WHERE = "layer3.2.conv2"
 
-
 FEW = dict(source="digits", fraction=0.055, size=[8, 8], batch_size=32, test_images=60)
 """Two steps an epoch."""
 SGD = dict(name="sgd", lr=0.05, gate_lr=0.1, warmup_epochs=1)

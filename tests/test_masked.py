@@ -21,6 +21,7 @@ from isomorph.training.objectives.masked import (
     evaluate_pretraining,
 )
 from isomorph.training.recipe.fields import MaskPart
+from refusals import refused
 
 CPU = torch.device("cpu")
 SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -149,8 +150,7 @@ def test_another_size_of_image():
     assert prediction.shape == (2, 12, 48)
     assert (mask.sum(1) == 9).all()
     for wrong, words in ((torch.randn(1, 3, 18, 16), "multiple"), (torch.randn(1, 3, 2, 16), "smaller")):
-        with pytest.raises(UserError, match=words):
-            model(wrong)
+        refused(words, model, wrong)
 
 
 def plain_autoencoder(*sizes, mask=0.75, **changes):
@@ -181,8 +181,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_is_refused(kind):
     make, words = REFUSED[kind]
-    with pytest.raises(UserError, match=words):
-        make()
+    refused(words, make)
 
 
 # files
@@ -250,8 +249,7 @@ def test_a_published_checkpoint(tmp_path):
     for words, change in changes.items():
         damaged = {name: tensor for name, tensor in (state | change).items() if tensor is not None}
         torch.save({"model": damaged}, tmp_path / "damaged.pth")
-        with pytest.raises(UserError, match=words):
-            load_autoencoder(tmp_path / "damaged.pth", PLAIN, **arguments)
+        refused(words, load_autoencoder, tmp_path / "damaged.pth", PLAIN, **arguments)
 
 
 def test_an_encoder_alone_is_no_teacher(tmp_path):

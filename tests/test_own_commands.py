@@ -130,7 +130,6 @@ WRONG = {
     "train finetun": "did you mean finetune, ",
 }
 
-
 NET = """from torch import nn
 def build(classes=3):
     conv = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]

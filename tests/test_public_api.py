@@ -85,7 +85,6 @@ iso.recast("resnet50", iso.ConvToGPSA(), where="*")
 iso.ConvToGPSA(inits="exact")
 """
 
-
 UNREAD = (
     *("timm", "torchvision", "datasets", "sklearn", "scipy", "cv2", "numba", "pyarrow", "PIL", "pandas", "sympy"),
     *("torchmetrics", "imagecorruptions", "webdataset", "tensorboard", "onnx", "onnxruntime", "onnxscript"),

@@ -12,6 +12,7 @@ import references
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid import moments
 from isomorph.layers.pyramid.base import Layout
+from refusals import refused
 from test_operations import saved_mib
 
 LAYOUTS = ["P-W1S", "P-W3", "P-W4S", "R-D1W4", "R-D3W2S", "naive-W3"]
@@ -94,24 +95,13 @@ def test_joint_layers_equal_their_parts(rectify, bias):
     agree(JointPyramid(parts), (4, 7, 5))
 
 
-def mixed_modes(layer):
-    for norm in (m for m in layer.modules() if isinstance(m, nn.BatchNorm1d)):
-        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
-    layer.branches[0][1].eval(), layer.branches[1][3].eval()
-
-
-def cumulative(layer):
-    layer.branches[0][1].momentum = None
-
-
-def other_eps(layer):
-    layer.branches[0][1].eps = 1e-3
-
-
-@pytest.mark.parametrize("change", [mixed_modes, cumulative, other_eps])
+@pytest.mark.parametrize("change", [dict(training=False), dict(momentum=None), dict(eps=1e-3)])
 def test_norms_that_differ(change):
     layer = PyramidLinear(5, 9, "P-W2S", "batchnorm")
-    change(layer)
+    for norm in (m for m in layer.modules() if isinstance(m, nn.BatchNorm1d)):
+        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    for norm in (layer.branches[0][1], layer.branches[1][3]):
+        vars(norm).update(change)
     agree(layer, (20, 5), 3)
 
 
@@ -257,8 +247,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "said"), REFUSED)
 def test_what_is_refused(call, said):
-    with pytest.raises(iso.UserError, match=said):
-        call()
+    refused(said, call)
 
 
 @pytest.mark.parametrize(("layer", "x"), [(PyramidLinear(5, 9), (1, 5)), (PyramidConv2d(5, 9, 4, 4), (1, 5, 4, 4))])
@@ -278,14 +267,9 @@ def test_layers_that_are_not_plain_run_one_after_the_other(kind):
     elif kind == "adapter":
         joint.pyramids[1].branches[1][2] = nn.Sequential(layer, nn.Linear(5, 5).double())
     else:
-        register = dict(
-            zip(
-                ("hook", "pre-hook", "backward hook"),
-                (layer.register_forward_hook, layer.register_forward_pre_hook, layer.register_full_backward_hook),
-                strict=True,
-            )
-        ).get(kind, joint.pyramids[0].register_forward_hook)
-        register(lambda *_: calls.append(1))
+        register = {"pre-hook": layer.register_forward_pre_hook, "backward hook": layer.register_full_backward_hook}
+        register |= {"hook": layer.register_forward_hook, "hook on a part": joint.pyramids[0].register_forward_hook}
+        register[kind](lambda *_: calls.append(1))
     twin = copy.deepcopy(joint)
     for mode in (True, False):
         joint.train(mode), twin.train(mode)
@@ -296,8 +280,7 @@ def test_layers_that_are_not_plain_run_one_after_the_other(kind):
         assert calls or kind in ("parametrization", "adapter")
         same(joint.buffers(), twin.buffers())
     if kind != "hook on a part":
-        with pytest.raises(iso.UserError, match="merge or remove them first"):
-            joint.fuse()
+        refused("merge or remove them first", joint.fuse)
 
 
 @pytest.mark.parametrize(

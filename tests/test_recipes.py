@@ -244,8 +244,7 @@ def test_files(suffix, text, tmp_path):
         path = tmp_path / f"{other}{suffix}"
         if content:
             path.write_text(content)
-        with pytest.raises(iso.UserError, match="recipe"):
-            iso.load_recipe(str(path))
+        refused("recipe", iso.load_recipe, str(path))
 
 
 @pytest.mark.parametrize(

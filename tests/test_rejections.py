@@ -85,13 +85,7 @@ REJECTED = {
     "no model": (lambda: "resnet18", CONV, "*", "'resnet18' is not a model"),
     # what it selects
     "one glob of two": (cnn, CONV, ["layer3.*.conv1", "layr2.*.conv1"], "'layr2.*.conv1' in where", NEAR, "layer2"),
-    "a predicate": (
-        cnn,
-        CONV,
-        lambda *_: False,
-        "the predicate <lambda> matches no module; its layers: conv1, ",
-        " 4 more",
-    ),
+    "a predicate": (cnn, CONV, lambda *_: False, "<lambda> matches no module; its layers: conv1, ", " 4 more"),
     "a norm": (cnn, CONV, "layer3.*.bn1", "recasts Conv2d", "only other classes", f"{NEAR}layer3.*.conv1"),
     "a block that is missing": (vit, PYRAMID, ["blocks.0.attn.v", "blocks.7.attn.v"], "'blocks.7.attn.v' in where"),
     # convolutions

@@ -57,17 +57,10 @@ def source_of(number=12, classes=10, side=32):
     return Source(pictures, [i % classes for i in range(number)], [f"class {i}" for i in range(classes)])
 
 
-def imagenet_source(number, classes, side):
-    source = source_of(number, classes, side)
-    source.classes = tuple(ImageNetInfo().label_names()[:classes])
-    return source
-
-
 @pytest.fixture
 def net():
     torch.manual_seed(1)
-    model = timm.create_model("cifar_resnet20", pretrained=False)
-    return model.train()
+    return timm.create_model("cifar_resnet20").train()
 
 
 class Brightness(nn.Module):
@@ -194,7 +187,8 @@ ONE = dict(corruptions=["brightness"], severities=[3])
 
 
 def test_imagenet_is_shown_as_imagenet_c_was_made():
-    source = imagenet_source(2, 1000, 300)
+    source = source_of(2, 1000, 300)
+    source.classes = tuple(ImageNetInfo().label_names())
     model = Brightness(side=288)
     found = iso.robustness(model, source, **ONE)
     assert model.sizes == {(224, 224)}

@@ -21,6 +21,7 @@ from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import lock_folder, stop_requests
 from isomorph.training.run.log import ClosableStream, read_log
 from isomorph.training.run.state import Run
+from refusals import refused
 from tiny_runs import same_snapshots, stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)
@@ -175,8 +176,7 @@ def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
         iso.train(tiny(tmp_path / "on", **steady | dict(epochs=epochs)), show=False)
     iso.train(tiny(tmp_path / "whole", **steady | dict(epochs=3)), show=False)
     same_weights(tmp_path / "on", tmp_path / "whole")
-    with pytest.raises(iso.UserError, match="epochs was 3, is now 2"):
-        iso.train(tiny(tmp_path / "on", **steady | dict(epochs=2)), show=False)
+    refused("epochs was 3, is now 2", iso.train, tiny(tmp_path / "on", **steady | dict(epochs=2)), show=False)
 
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2)
@@ -231,8 +231,7 @@ class TestSignals:
 class TestStart:
     def test_random_ones_are_said_aloud_and_a_resumed_run_is_not_asked(self, tmp_path):
         model = TINY["model"] | dict(start="weights")
-        with pytest.raises(iso.UserError, match=r"--model.start random starts from random weights"):
-            Run(tiny(tmp_path / "run", model=model))
+        refused(r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model))
         stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
         assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2
         iso.save(timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]), tmp_path / "w.safetensors")

@@ -31,7 +31,6 @@ VALUES = dict(
 )
 """Four steps an epoch of a network that sees each image by itself (no BatchNorm)."""
 
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 

@@ -24,11 +24,8 @@ from refusals import refused
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)
 SMALL = [
-    *(
-        "model.name=upernet",
-        f"model.kwargs={json.dumps(dict(backbone='tdrl_vit_ti', backbone_kwargs=VIT, channels=8))}",
-    ),
-    *("task.name=segmentation", "task.crop=32,32", "task.resize=64,48", "data.source=masks"),
+    f"model.kwargs={json.dumps(dict(backbone='tdrl_vit_ti', backbone_kwargs=VIT, channels=8))}",
+    *("model.name=upernet", "task.name=segmentation", "task.crop=32,32", "task.resize=64,48", "data.source=masks"),
     *("data.batch_size=2", "optim.lr=1e-3", "device=cpu"),
 ]
 

@@ -23,6 +23,7 @@ from isomorph.training.run import loop
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch, train_step
 from isomorph.training.run.state import Run
+from refusals import refused
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny
 
 
@@ -43,10 +44,7 @@ class TestOptim:
         assert not any("bn" in n for n in names["decayed"])
         assert {n.rpartition(".")[2] for n in names["gates"]} == {"gate"}
         assert {n.rpartition(".")[2] for n in names["positions"]} == {"centre", "raw_locality"}
-        assert {name: group["weight_decay"] for name, group in groups.items()} == {
-            **dict.fromkeys(groups, 0),
-            "decayed": 0.05,
-        }
+        assert {n: group["weight_decay"] for n, group in groups.items()} == dict.fromkeys(groups, 0) | {"decayed": 0.05}
         vit = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
         vit = iso.recast(vit, iso.AttentionToRelative(), "blocks.*.attn")
         decayed, exempt = (group["params"] for group in scaled_groups(vit, OptimPart(lr=1e-3)))
@@ -289,8 +287,7 @@ class TestCheckpoint:
         x = torch.randn(1, 3, 64, 64)
         assert torch.equal(iso.load(tmp_path / "pooled.safetensors")(x), pooled(x))
         model = timm.create_model("resnet18", act_layer=nn.SiLU).eval()
-        with pytest.raises(iso.UserError, match="give save\\(\\) base="):
-            iso.save(model, tmp_path / "m.safetensors")
+        refused("give save\\(\\) base=", iso.save, model, tmp_path / "m.safetensors")
         assert not (tmp_path / "m.safetensors").exists()
         iso.save(model, tmp_path / "m.safetensors", base=dict(name="resnet18", act_layer="silu"))
         iso.save(iso.load(tmp_path / "m.safetensors"), tmp_path / "again.safetensors")
@@ -304,7 +301,6 @@ class TestCheckpoint:
             partial.write_text("half")
             raise OSError("disk full")
 
-        with pytest.raises(iso.UserError, match=r"cannot write .*file: disk full"):
-            write_atomically(path, fail)
+        refused(r"cannot write .*file: disk full", write_atomically, path, fail)
         assert path.read_text() == "old"
         assert list(tmp_path.iterdir()) == [path]

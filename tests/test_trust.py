@@ -253,7 +253,6 @@ def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     changed = path.stat().st_mtime_ns
     for snapshot in tmp_path.glob("step-*"):
         shutil.rmtree(snapshot)
-    with pytest.raises(iso.UserError, match="has a run without a snapshot"):
-        iso.train(tiny(tmp_path, epochs=1), show=False)
+    refused("has a run without a snapshot", iso.train, tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
     assert all(torch.equal(tensor, weights[name]) for name, tensor in open_model(str(tmp_path)).state_dict().items())

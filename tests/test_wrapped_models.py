@@ -62,7 +62,6 @@ WRAPPED = COMPILED | {
     "ModelEmaV3": ModelEmaV3,
 }
 
-
 SOURCE = iso.data.open_source("digits", "test").subset(range(8))
 
 
