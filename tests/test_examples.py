@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from command_line import isomorph
+from requirements import missing
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -22,17 +23,13 @@ LAST_LINES = {
 }
 
 
-def run_script(script, tmp_path, monkeypatch, *arguments):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-    runpy.run_path(str(script), run_name="__main__")
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_runs_without_arguments(script, tmp_path, monkeypatch, capsys):
-    if script.name == "robustness_page.py":
-        pytest.importorskip("imagecorruptions")
-    run_script(script, tmp_path, monkeypatch)
+    if script.name == "robustness_page.py" and not find_spec("imagecorruptions"):
+        missing("needs imagecorruptions: pip install 'isomorph[corruptions]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    runpy.run_path(str(script), run_name="__main__")
     printed = capsys.readouterr().out
     assert re.search(LAST_LINES[script.name], printed.strip().splitlines()[-1]), printed
     for number in range(1, 4):
@@ -56,7 +53,7 @@ WITH = {
 def test_runs_with_another_library(name, tmp_path):
     last, package = WITH[name]
     if not find_spec(package):
-        pytest.skip(f"{package} is not installed")
+        missing(f"needs {package}: pip install 'isomorph[with,export]'")
     script = EXAMPLES / "with" / f"{name}.py"
     run = isomorph(script, folder=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -79,18 +76,16 @@ def test_is_short_and_says_how_to_run_it(script):
     assert f"python examples/{script.name} " in text
 
 
-def code_of(notebook):
-    """The text of every code cell of a notebook."""
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch, capsys):
+def test_notebook_installs_what_it_needs_and_runs_from_top_to_bottom(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     notebook, names = json.loads(path.read_text()), {"__name__": "__main__"}
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert not any(cell.get("outputs") for cell in notebook["cells"]), "store notebooks without outputs"
-    for number, code in enumerate(code_of(notebook)):
-        exec(compile(code, f"{path.name}, code cell {number + 1}", "exec"), names)
+    install, *cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert install.startswith(("%pip install -q isomorph", '%pip install -q "isomorph['))
+    assert ("digits" in str(cells), "matplotlib" in str(cells)) == ("demo" in install, "matplotlib" in install)
+    for number, code in enumerate(cells, start=2):
+        exec(compile(code, f"{path.name}, code cell {number}", "exec"), names)
     assert "True" in capsys.readouterr().out.splitlines()[-1]
