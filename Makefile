@@ -17,7 +17,8 @@ help:
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
 	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
-	@echo "make release-check  builds the packages; installs the wheel in an empty environment and runs README's first block"
+	@echo "make release-check  builds the packages; installs the wheel in an empty environment and runs README's first block;"
+	@echo "                    with RELEASE=1 the repository's public address must be set"
 	@echo "make evidence  the studies of docs/evidence.md (at most 10 hours each; they resume)"
 
 $(VENV)/.core: pyproject.toml constraints.txt
@@ -72,11 +73,15 @@ docs: $(VENV)/.core
 	@$(BIN)/python docs_build/check_site.py site
 	@echo "The site is in site/: open $(CURDIR)/site/index.html (no server and no network needed)"
 
+# With RELEASE=1, as in the release workflow, the repository's public address must be set.
 release-check: $(VENV)/.dev
+	@! { test "$(RELEASE)" = 1 && grep -q 'repository\.invalid' pyproject.toml README.md docs/start/install.md; } || { \
+		echo "Not ready to release: pyproject.toml, README.md or docs/start/install.md has repository.invalid; write the public address." >&2; exit 1; }
 	@rm -rf dist
 	@$(PIP) twine
 	@$(BIN)/python -m build --outdir dist
 	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/python -m pytest tests/test_package.py  # what is in the wheel, and no link of its description is relative
 	@$(BIN)/python -m venv --clear dist/env
 	@dist/env/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	@cd dist && env/bin/python ../docs_build/first_block.py ../README.md

@@ -1,6 +1,7 @@
 """The wheel has everything that isomorph needs to run, and nothing else; it works where no repository is around."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -43,7 +44,13 @@ def test_wheel_has_every_file_of_the_package_and_its_metadata(built):
     assert max(sizes.values()) < 2**20, "large files do not belong into the package"
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert (metadata["License-Expression"], metadata["Version"]) == ("Apache-2.0", iso.__version__)
-    assert metadata.get_payload().lstrip().startswith("# isomorph")
+    description, source = metadata.get_payload(), PROJECT["urls"]["Source"]
+    assert description.startswith("# isomorph")
+    targets = re.findall(r"\]\(([^)]+)\)", description)
+    assert all(target.startswith("https://") for target in targets)  # PyPI shows relative links broken
+    assert f"{source}/raw/v{iso.__version__}/docs/pictures/heads.png" in targets
+    for page in ("README.md", "docs/start/install.md"):
+        assert f"git clone {source} " in (ROOT / page).read_text()
 
 
 COMMANDS = """
