@@ -30,8 +30,10 @@ def test_the_recast_is_equal_on_every_test_image(found):
     assert len(demo.report.targets) == 6
 
 
-def test_its_page_loads_nothing(found):
-    page = (found[1] / "demo.html").read_text()
+def test_its_page_loads_nothing_and_has_its_command(found):
+    path = found[1] / "demo.html"
+    page = path.read_text()
+    assert f'<pre id="command" tabindex="0">isomorph demo --out {path}</pre>' in page
     assert page.count('data-chart="') >= 1  # constant values are a line of text
     assert page.count('data-viewer="') == 2
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")

@@ -59,6 +59,14 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
             run_shell(text, tmp_path)
 
 
+def test_the_report_in_readme_is_what_its_first_block_prints(capsys):
+    text = (ROOT / "README.md").read_text()
+    exec(blocks_of(ROOT / "README.md")[0][1], {})
+    printed, pasted = capsys.readouterr().out, re.search(r"(?ms)^```text\n(.*?)^```", text)[1]
+    without_rounding = lambda report: re.sub(r"\d\.\d+e-\d+", "", report)  # noqa: E731
+    assert without_rounding(printed).startswith(without_rounding(pasted))
+
+
 def command_lines(page):
     """Every line of a page that calls isomorph, in a shell block or indented, also in blocks that are not run."""
     text = page.read_text().replace("\\\n", " ")

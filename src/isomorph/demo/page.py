@@ -1,5 +1,6 @@
 """The page of the demo."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from isomorph.report.page_images import PageImage
 def write_demo_page(demo: Demo, path: Path) -> int:
     """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
     sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo)]
-    lead = f"{demo.equality} {demo.gain}"
-    footer = f"isomorph demo, {demo.seconds:.0f} s on one thread, torch {torch.__version__}."
-    return write_page(path, "A CNN becomes attention, and a ViT starts as a convolution", lead, sections, footer)
+    title, lead = "A CNN becomes attention, and a ViT starts as a convolution", f"{demo.equality} {demo.gain}"
+    command = shlex.join(["isomorph", "demo", "--out", str(path)])
+    footer = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n{command}"
+    return write_page(path, title, lead, sections, footer)
 
 
 def _equality_section(demo: Demo) -> Section:
