@@ -21,9 +21,8 @@ def write_demo_page(demo: Demo, path: Path) -> int:
     """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
     sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo)]
     title, lead = "A CNN becomes attention, and a ViT starts as a convolution", f"{demo.equality} {demo.gain}"
-    command = shlex.join(["isomorph", "demo", "--out", str(path)])
-    footer = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n{command}"
-    return write_page(path, title, lead, sections, footer)
+    made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n"
+    return write_page(path, title, lead, sections, f"{made}isomorph demo --out {shlex.quote(str(path))}")
 
 
 def _equality_section(demo: Demo) -> Section:
@@ -70,8 +69,7 @@ def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def _gain_section(demo: Demo) -> Section:
-    lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
-    conv = demo.vits[-1]
+    lines, conv = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}, demo.vits[-1]
     charts: list[Chart] = [
         Panel("Top-1 on the test images", "epoch", "%", lines),
         Dots("Gates", "sigma(gate)", {conv.name: _as_lists(gates(conv.model))}, 1.0),
