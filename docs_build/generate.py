@@ -2,8 +2,9 @@
 
 Run `python docs_build/generate.py` after a change of the command line, recipes, models or the public API.
 
-Command line, recipe fields, recipes, models, suites, the API's pages and the changelog. The pages are committed, so
-that they can be read without a build; `tests/test_docs.py` holds them equal to what this script writes.
+Command line, recipe fields, recipes, models, suites, the API's pages, the changelog and the table of messages. The
+pages are committed, so that they can be read without a build; `tests/test_docs.py` holds them equal to what this
+script writes.
 """
 
 import ast
@@ -352,8 +353,20 @@ def changelog_page() -> str:
     return re.sub(r"\A(# .*\n)", rf"\1\n{GENERATED}\n", text)
 
 
+def troubleshooting_page() -> str:
+    """Return the page of messages explained, its table from the tests that raise them."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from messages import MESSAGES
+
+    rows = [[f"`{contains}`", why, remedy] for contains, (why, remedy, _) in MESSAGES.items()]
+    table = markdown_table(["message contains", "why", "what to do"], rows)
+    text = (DOCS / "guides" / "troubleshooting.md").read_text()
+    return re.sub(r"(?s)\| message contains .*?(?=\n\n)", lambda _: table, text)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "changelog.md": changelog_page,
+    "guides/troubleshooting.md": troubleshooting_page,
     "reference/command-line.md": command_line_page,
     "reference/recipe-fields.md": recipe_fields_page,
     "reference/recipe-names.md": recipes_page,

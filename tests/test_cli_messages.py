@@ -1,7 +1,6 @@
 """What the command line says: names of options, progress, control characters, machines without a network."""
 
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import isomorph as iso
-from isomorph import distributed
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import explain_parse_error, name_options
@@ -24,10 +22,8 @@ from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download
 from isomorph.training.recipe.read import apply_overrides
 from isomorph.training.recipe.recipe import validate
+from messages import MESSAGES, NOWHERE, without_network
 from refusals import refused
-
-NOWHERE = "http://127.0.0.1:9"
-"""An address that no server listens on."""
 
 
 @pytest.mark.parametrize(
@@ -68,11 +64,8 @@ def test_names_and_folders_are_no_numbers():
 
 
 def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert not download.is_reachable(NOWHERE)
-    said = refused("cannot download the weights of resnet18", iso.models.create, "resnet18", pretrained=True)
+    said = refused("cannot download the weights of resnet18", without_network, tmp_path, monkeypatch)
     assert "checkpoint_path=FILE" in said
     assert "pretrained=False" in said
     assert constants.HF_HUB_OFFLINE is False
@@ -146,15 +139,11 @@ def test_the_name_of_a_recipe_stays_below_runs():
     assert validate({**values, "name": "sweep/a b-1.5"}).folder == Path("runs/sweep/a b-1.5")
 
 
-def test_a_process_says_that_it_waits(monkeypatch, capsys):
-    for name, value in dict(WORLD_SIZE="3", RANK="1").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "_PATIENCE", 0.01)
-
-    def wait(_):
-        time.sleep(0.1)
-        raise RuntimeError("nobody came")
-
-    monkeypatch.setattr(distributed.dist, "init_process_group", wait)
-    refused("process 1 of 3 found no others: nobody came", distributed.open_runtime, "cpu")
-    assert "process 1 waits for the 2 others of 3; is each started" in capsys.readouterr().err
+@pytest.mark.parametrize("contains", MESSAGES)
+def test_every_message_that_the_docs_explain_is_said(contains, tmp_path, monkeypatch, capsys):
+    error = None
+    try:
+        MESSAGES[contains][-1](tmp_path, monkeypatch)
+    except iso.UserError as raised:
+        error = raised
+    assert contains in "".join((str(error), *capsys.readouterr()))
