@@ -25,6 +25,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    """Collect what is frozen at the end: triton prints a hundred lines about objects that outlive it."""
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter):
     """After a long run, say what all tests took and which took more than the budget. Nothing fails because of it."""
     took = Counter()
