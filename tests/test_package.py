@@ -1,5 +1,6 @@
 """The wheel has everything that isomorph needs to run, and nothing else; it works where no repository is around."""
 
+import json
 import os
 import re
 import subprocess
@@ -92,6 +93,11 @@ def test_wheel_works_in_an_empty_folder(built, tmp_path):
     analyze = "analyze tcnn.safetensors --image x.png --out page.html"
     assert "tcnn.safetensors" in run("python", "-c", COMMANDS, recast, analyze)
     assert (folder / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_classifiers_name_the_versions_of_the_matrix():
+    versions = {row["python"] for row in json.loads((ROOT / ".github" / "matrix.json").read_text())}
+    assert set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))) == versions
 
 
 def test_citation_names_the_version_and_the_five_papers():
