@@ -8,15 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import isomorph as iso
 import references
-from isomorph.evaluation.cost import (
-    cost_table,
-    count_branches,
-    count_macs,
-    count_pass,
-    peak_bytes,
-    pyramid_cost,
-    saved_bytes,
-)
+from isomorph.evaluation.cost import count_branches, count_macs, count_pass, peak_bytes, pyramid_cost, saved_bytes
 from isomorph.evaluation.speed import measure_speeds
 
 
@@ -111,7 +103,7 @@ def test_speeds_take_turns_and_have_quartiles():
 
 def test_rows_scale_with_the_resolution():
     models = {"vit": small_vit(), "cnn": timm.create_model("cifar_resnet20")}
-    rows = list(cost_table(models, [(32, 32), (64, 64)], (1, 2), 0.0, peak=False))
+    rows = list(iso.cost_table(models, [(32, 32), (64, 64)], (1, 2), 0.0, peak=False))
     cnn = [row for row in rows if row["model"] == "cnn"]
     assert cnn[2]["macs"] == pytest.approx(4 * cnn[0]["macs"], rel=1e-3)
     assert cnn[2]["saved_bytes"] == pytest.approx(4 * cnn[0]["saved_bytes"], rel=0.01)
@@ -129,7 +121,7 @@ class Named(nn.Module):
 
 
 def test_a_step_of_a_model_whose_outputs_have_names():
-    row = next(cost_table({"named": Named()}, [(8, 8)], [2], 0.0, timed="train"))
+    row = next(iso.cost_table({"named": Named()}, [(8, 8)], [2], 0.0, timed="train"))
     assert row["images_per_second"] > 0
     assert row["training_peak_bytes"] > 0
 

@@ -11,12 +11,8 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 import isomorph as iso
-from isomorph.data.corruptions.corrupt import (
-    CORRUPTION_CATEGORIES,
-    EXTRA_CORRUPTIONS,
-    IMAGENET_C_CORRUPTIONS,
-    CorruptedSource,
-)
+from isomorph.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
+from isomorph.data.corruptions.corrupt import IMAGENET_C_CORRUPTIONS, CorruptedSource
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
 from isomorph.evaluation.robustness.scores import ALEXNET, ALEXNET_CLEAN, compare_to_baseline, robustness_summary
