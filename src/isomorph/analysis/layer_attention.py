@@ -5,7 +5,7 @@ A layer with a method `attention` computes its map on demand; what others apply 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, singledispatch
 from typing import Any, NamedTuple, cast
 
@@ -108,10 +108,8 @@ def _timm_scores(
 def _relative_scores(layer: RelativeAttention, x: Tensor) -> AppliedAttention:
     """Return the scores of attention with relative positions. Shape: x (B, H, W, C)"""
     q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
-    after = isinstance(layer, PostRelativeAttention)
-    return AppliedAttention(
-        q * layer.scale, k, None if after else layer.position_bias((x.shape[1], x.shape[2]), q.dtype)
-    )
+    bias = None if isinstance(layer, PostRelativeAttention) else layer.position_bias((x.shape[1], x.shape[2]), q.dtype)
+    return AppliedAttention(q * layer.scale, k, bias)
 
 
 @scores.register
@@ -188,13 +186,12 @@ def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableH
 
     Raises: UserError unless the batch is a tensor.
     """
-    try:
+    with ExitStack() as hooks:
+        for handle in handles:
+            hooks.enter_context(handle)
         check_inputs(batch, Tensor)
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
             run_model(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def capture_inputs(

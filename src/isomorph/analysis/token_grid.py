@@ -52,8 +52,7 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     size, owners = tuple(batch.shape[-2:]), embedding_models(model)
     if len(owners) == 1:
         return owners[0].patch_embed.dynamic_feat_size(size)
-    convs = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    patches = next(convs, None)
+    patches = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if patches is None or patches.kernel_size != patches.stride or any(patches.padding):
         return None
     H, W = ((n - k) // s + 1 for n, k, s in zip(size, patches.kernel_size, patches.stride, strict=True))
@@ -70,11 +69,9 @@ def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[
     layer: Any = call.layer
     x, *args = call.args
     if isinstance(layer, TapHeads):
-        padded = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
+        H, W = (n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True))
         middle = layer.kernel_size // 2
-        return TokenGrid(
-            layer.query_grid(*x.shape[-2:]), (padded[0], padded[1]), layer.padding, (middle, middle), layer.stride
-        )
+        return TokenGrid(layer.query_grid(*x.shape[-2:]), (H, W), layer.padding, (middle, middle), layer.stride)
     edited = isinstance(layer, EditedAttention)
     names = layer.argument_names if edited else inspect.signature(layer.forward).parameters
     given = dict(zip(names, (x, *args), strict=False)) | call.kwargs

@@ -1,6 +1,8 @@
 """Write tables.json from the library: run `python -m isomorph.cli.write_tables` after a change of models or fields."""
 
 import json
+from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import timm
@@ -43,8 +45,9 @@ def rule_rows() -> list[dict[str, Any]]:
     """Return the options of rules as plain values: their choices and other types by name."""
     rows = []
     for option in rule_options().values():
-        choices = [choice for kind in option.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-        others = [kind for kind in option.kinds if get_origin(kind) is not Literal]
+        kinds = [kind for kind in get_args(option.type) if kind is not NoneType and get_origin(kind) is not Mapping]
+        choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        others = [kind for kind in kinds if get_origin(kind) is not Literal]
         names = [str(kind) if get_args(kind) else kind.__name__ for kind in others]
         rows.append({"name": option.name, "choices": choices, "types": names, "help": option.help})
     return rows

@@ -21,7 +21,7 @@ from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config
-from isomorph.surgery.calls import largest_difference, relative
+from isomorph.surgery.calls import relative_difference
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
 
@@ -201,7 +201,7 @@ def _measure(
         "float_images_per_second": speed["float"].median,
         "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
         "predicted": len(exact.argmax(1).unique()),
-        "float_difference": relative(*largest_difference(exact, before_rounding)),
+        "float_difference": relative_difference(exact, before_rounding),
         "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
     }
 

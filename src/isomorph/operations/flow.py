@@ -7,7 +7,7 @@ import copy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -132,17 +132,13 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
         (['conv2d', 'batch_norm', 'relu'], 1)
     """
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    flow, handles = Flow(dict(tensors)), []
-
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(flow.leave, name)))
-    try:
+    flow = Flow(dict(tensors))
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(flow.leave, name)))
         with flow:
             flow.result = call()
-    finally:
-        for handle in handles:
-            handle.remove()
     return flow
 
 
@@ -274,6 +270,5 @@ def copy_module(model: nn.Module) -> nn.Module:
         with torch.inference_mode(False):  # the copy can be trained
             return copy.deepcopy(model)
     except RuntimeError as error:
-        raise UserError(
-            f"the model cannot be copied ({first_line(error).partition('. ')[0]}); {_PERMANENT_HINT}"
-        ) from None
+        reason = first_line(error).partition(". ")[0]
+        raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None

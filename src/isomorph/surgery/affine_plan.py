@@ -20,10 +20,8 @@ from isomorph.surgery.plain_layers import describe_attachments
 # The parameters of torch's functions, in order.
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_LAYERS: dict[str, tuple[str, ...]] = {f"conv{n}d": _CONV for n in (1, 2, 3)} | {
-    f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)
-}
-_LAYERS["linear"] = _CONV[:3]
+_LAYERS: dict[str, tuple[str, ...]] = {"linear": _CONV[:3], **{f"conv{n}d": _CONV for n in (1, 2, 3)}}
+_LAYERS |= {f"conv_transpose{n}d": _TRANSPOSED for n in (1, 2, 3)}
 _NORMS = {
     "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -100,9 +98,7 @@ class Affine:
 
     def times(self, number: float) -> "Affine":
         """Return number * value, multiplied by the model's own code."""
-        summands = tuple(
-            summand._replace(gain=summand.gain * number, stays=True, factor=number) for summand in self.summands
-        )
+        summands = tuple(each._replace(gain=each.gain * number, stays=True, factor=number) for each in self.summands)
         through = self.through and self.through.times(number)
         return replace(self, summands=summands, shift=self.shift * number, through=through)
 

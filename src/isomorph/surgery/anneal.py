@@ -61,15 +61,14 @@ class Anneal:
 
         Raises: UserError for a model that was not recast (ConViT) if there is no `start`.
         """
-        if step <= self.steps:
-            self.set_slopes(model, step)
-            for layer in annealed_layers(model)[0]:
-                if self.start is None and type(layer) is GPSA:
-                    raise UserError(
-                        "the model was not recast, so it has no exact initialisation; give the anneal a start"
-                    )
-                defaults = CONV_GATING if isinstance(layer, TapHeads) else ATTENTION_GATING
-                layer.set_gating(*self.at(step, defaults["exact"]))
+        if step > self.steps:
+            return
+        self.set_slopes(model, step)
+        for layer in annealed_layers(model)[0]:
+            if self.start is None and type(layer) is GPSA:
+                raise UserError("the model was not recast, so it has no exact initialisation; give the anneal a start")
+            defaults = CONV_GATING if isinstance(layer, TapHeads) else ATTENTION_GATING
+            layer.set_gating(*self.at(step, defaults["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
         """Set the slopes of annealed ReLUs and the shares of windows for a step, which averaged weights need too."""

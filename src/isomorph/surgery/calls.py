@@ -153,6 +153,11 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
     return max(found, key=lambda pair: (relative(*pair), pair[1]))
 
 
+def relative_difference(output: Any, other: Any) -> float:
+    """Return the largest difference of two outputs as a share of the largest value. Raises: as `largest_difference`."""
+    return relative(*largest_difference(output, other))
+
+
 def noise_of(output: Any, other: Any) -> float:
     """Return the difference of two outputs of one model, 0 where it is not finite or they have different shapes."""
     try:

@@ -130,15 +130,14 @@ class EditedAttention(AlteredAttention):
         return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
+        name = self.original.__name__
         mode = EditMaps(partial(self._edit, call))
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.edited:
-            raise ValueError(f"{self.original.__name__} did not form its map in this call, so it was not edited")
+            raise ValueError(f"{name} did not form its map in this call, so it was not edited")
         if mode.edited > 1 and self.facts == AttentionFacts():  # of a class that is not known to have several
-            raise ValueError(
-                f"{self.original.__name__} forms {mode.edited} maps in this call: of parts, or of two kinds"
-            )
+            raise ValueError(f"{name} forms {mode.edited} maps in this call: of parts, or of two kinds")
         return out
 
     def forward(self, *args: Any, grid_size: GridSize | None = None, **kwargs: Any) -> Any:

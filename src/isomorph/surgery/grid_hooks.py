@@ -8,7 +8,6 @@ The grid is a property of the call: threads may share a model, and run it on ima
   storage of the tokens that enter a block is marked with their grid, and a block that runs again reads the mark.
 """
 
-import copy
 import threading
 from typing import Any, ClassVar, Self
 
@@ -204,18 +203,17 @@ class GridRule(Rule):
 
     def within(self, model: nn.Module) -> Self:
         """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""
-        bound = copy.copy(self)
         owner = None if None not in (self.grid_size, self.prefix_tokens) else _only_embedding_model(model)
+        takes_images = False
         if owner is None:
             grid_size, prefix, embedding = None, _class_tokens(model), _embedding_of(model)
             parts = list(embedding.modules()) if embedding else []
             takes_images = hasattr(embedding, "patch_size") or any(isinstance(part, nn.Conv2d) for part in parts)
-            object.__setattr__(bound, "grid_from_image", takes_images)
         else:
             grid_size, prefix = owner.patch_embed.grid_size, getattr(owner, "num_prefix_tokens", 0)
-        object.__setattr__(bound, "grid_size", self.grid_size or grid_size)
-        object.__setattr__(bound, "prefix_tokens", prefix if self.prefix_tokens is None else self.prefix_tokens)
-        return bound
+        prefix = prefix if self.prefix_tokens is None else self.prefix_tokens
+        grid_size = self.grid_size or grid_size
+        return self._with_facts(grid_from_image=takes_images, grid_size=grid_size, prefix_tokens=prefix)
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that pass the grid of each image to the layers, unless the rule gives a grid."""

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -223,17 +223,13 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
 
 
 def _run(model: nn.Module, example: Inputs, hooks: Mapping[str, tuple[Any, Any]]) -> list[Tensor]:
-    handles = []
-    for name, (before, after) in hooks.items():
-        module = model.get_submodule(name)
-        handles += [module.register_forward_pre_hook(before)] if before else []
-        handles.append(module.register_forward_hook(after))
-    try:
-        with eval_mode(model), torch.enable_grad():  # the same kernels with and without blocks
-            return tensors_in(run_model(model, example))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as active, eval_mode(model), torch.enable_grad():  # the same kernels with and without blocks
+        for name, (before, after) in hooks.items():
+            module = model.get_submodule(name)
+            if before:
+                active.enter_context(module.register_forward_pre_hook(before))
+            active.enter_context(module.register_forward_hook(after))
+        return tensors_in(run_model(model, example))
 
 
 def _is_features(value: Any) -> bool:
@@ -289,11 +285,10 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
     seen: Counter[str] = Counter()
 
     def enter(place: str, _: nn.Module, args: tuple[Any]) -> None:
-        if not isinstance(args[0], Tensor):
-            raise UserError(
-                f"{place} iterates over its children with a {type(args[0]).__name__}; insert after one of them"
-            )
-        running.append((place, args[0], args[0]._version))
+        x = args[0]
+        if not isinstance(x, Tensor):
+            raise UserError(f"{place} iterates over its children with a {type(x).__name__}; insert after one of them")
+        running.append((place, x, x._version))
         seen[place] += 1
 
     def leave(_: nn.Module, __: Any, y: Any) -> None:

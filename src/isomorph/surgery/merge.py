@@ -3,9 +3,10 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from typing import Any, ClassVar
 
 import torch
@@ -18,15 +19,7 @@ from torch.utils._pytree import tree_map
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
-from isomorph.surgery.calls import (
-    Inputs,
-    cast_floats,
-    describe_shape,
-    largest_difference,
-    other_inputs,
-    relative,
-    run_model,
-)
+from isomorph.surgery.calls import Inputs, cast_floats, describe_shape, other_inputs, relative_difference, run_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
 
@@ -179,15 +172,12 @@ class Cases:
     def _outputs(self, model: nn.Module, entry: str, inputs: Inputs) -> list[Tensor]:
         """Return the floating-point outputs of a call in float64, and those of the watched modules."""
         found: list[Any] = []
-        watched = [model.get_submodule(name) for name in self._watched]
-        handles = [module.register_forward_hook(lambda *call: found.append(call[-1])) for module in watched]
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                found.append(_call(model, entry, _copy(inputs)))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, torch.random.fork_rng():
+            for name in self._watched:
+                watched = model.get_submodule(name)
+                hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
+            torch.manual_seed(0)
+            found.append(_call(model, entry, _copy(inputs)))
         return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
 
     def plans(self, model: nn.Module, affine: bool, avoid: frozenset[str]) -> Iterator[Plan]:
@@ -202,7 +192,7 @@ class Cases:
         Raises: whatever a model raises that cannot be run.
         """
         pairs = ((of, self._outputs(model, entry, inputs)) for entry, inputs, of in self._calls if of)
-        return max(relative(*largest_difference(*pair)) for pair in pairs)
+        return max(starmap(relative_difference, pairs))
 
     def fault(self, change: Callable[[], nn.Module]) -> str | None:
         """Return how the model that `change` gives differs, or None if it does not."""
@@ -280,9 +270,7 @@ def merge(
 
     def usable(chosen: list[Group]) -> list[Group]:
         sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
-        return [
-            group for group in groups if group in chosen and not (group.needs_sum and group.carriers[0] not in sums)
-        ]
+        return [each for each in groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
 
     def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
         new = copy.deepcopy(model)

@@ -96,9 +96,8 @@ def joint_parts(model: nn.Module) -> dict[str, JointPart]:
     for name, module in named.items():
         parent, _, last = name.rpartition(".")
         if last in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid):
-            parts_by_name |= {
-                f"{parent}.{part}".lstrip("."): JointPart(module, name, part) for part in JOINT_PARTS[last]
-            }
+            for part in JOINT_PARTS[last]:
+                parts_by_name[f"{parent}.{part}".lstrip(".")] = JointPart(module, name, part)
     return {name: part for name, part in parts_by_name.items() if name not in named}
 
 

@@ -63,10 +63,8 @@ _PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, re
 
 def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
     """Return the names of the methods by which a module computes, saves or loads differently from the class `kind`."""
-    own, known = (
-        [inspect.getattr_static(each, name, None) for name in _CHECKED_ATTRIBUTES] for each in (type(module), kind)
-    )
-    return [name for name, a, b in zip(_CHECKED_ATTRIBUTES, own, known, strict=True) if a is not b]
+    find = inspect.getattr_static
+    return [name for name in _CHECKED_ATTRIBUTES if find(type(module), name, None) is not find(kind, name, None)]
 
 
 def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
@@ -84,9 +82,8 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
 def first_altered_part(layer: nn.Module) -> str | None:
     """Return the first linear layer or convolution inside a layer that is not plain, with the reason, or None."""
     parts = [(path, part) for path, part in layer.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
-    return next(
-        (f"its {path}: {reason}" for path, part in parts if (reason := layer_mismatch(part, type(part), ""))), None
-    )
+    altered = (f"its {path}: {reason}" for path, part in parts if (reason := layer_mismatch(part, type(part), "")))
+    return next(altered, None)
 
 
 def _tensor_mismatch(name: str, tensor: Tensor) -> str | None:

@@ -1,5 +1,6 @@
 """Rules, by name, and what a model carries of them: its base, its edits and notes."""
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -8,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -65,6 +66,12 @@ class Rule:
     def within(self, model: nn.Module) -> "Rule":
         """Return the rule completed with facts about the model."""
         return self
+
+    def _with_facts(self, **facts: Any) -> Self:
+        """Return a copy of the rule with facts about a model as its attributes."""
+        bound = copy.copy(self)
+        vars(bound).update(facts)
+        return bound
 
     def attach(self, model: nn.Module) -> None:
         """Connect the replacements to the rest of the model, and remove connections that a revert made unnecessary."""
@@ -164,11 +171,6 @@ class RuleOption(NamedTuple):
     type: Any
     help: str
     rules: tuple[str, ...]
-
-    @property
-    def kinds(self) -> list[Any]:
-        """The types that the command line parses: all but None and mappings."""
-        return [kind for kind in get_args(self.type) if kind is not type(None) and get_origin(kind) is not Mapping]
 
 
 def register_rule(rule: RuleType) -> RuleType:

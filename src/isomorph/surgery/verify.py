@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -334,11 +335,9 @@ class _Pair:
 
         present = dict(original.named_modules())
         names = [name for name in self.edited if name in present]
-        handles = [present[name].register_forward_hook(partial(compare, name), with_kwargs=True) for name in names]
-        try:
+        with ExitStack() as hooks:
+            for name in names:
+                hooks.enter_context(present[name].register_forward_hook(partial(compare, name), with_kwargs=True))
             run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below
             run_model(original, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
         return tuple(found[name] for name in names if name in found)

@@ -10,7 +10,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
-from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, with_same_padding
+from isomorph.surgery.plain_layers import conv_padding, layer_mismatch, plain_layer, with_same_padding
 from isomorph.surgery.rule import GATE, LOCALITY, WINDOW, Rule, check_choice, check_int, check_number, register_rule
 
 # (locality, gate) for every value of `init`; the gate is the logit, before the sigmoid.
@@ -136,17 +136,10 @@ class ConvToGPSA(GatedRule):
         """Return the attention, after SAME padding, if any. Raises: UserError if the module is not accepted."""
         self.check(module)
         conv: Any = plain_layer(module)
-        named_padding = {"same": conv.kernel_size[0] // 2, "valid": 0}
-        gpsa: Any = CONTENT[self.content](
-            conv.in_channels,
-            conv.out_channels,
-            conv.kernel_size[0],
-            to_2tuple(conv.stride),
-            named_padding[conv.padding] if isinstance(conv.padding, str) else to_2tuple(conv.padding),
-            bias=conv.bias is not None,
-            groups=conv.groups,
-            **({} if self.window is None else {"window": self.window}),
-        )
+        geometry: Any = (conv.kernel_size[0], to_2tuple(conv.stride), conv_padding(conv))
+        options: dict[str, Any] = dict(bias=conv.bias is not None, groups=conv.groups)
+        options |= {} if self.window is None else {"window": self.window}
+        gpsa: Any = CONTENT[self.content](conv.in_channels, conv.out_channels, *geometry, **options)
         gpsa.set_gating(*self.gating())
         gpsa.to(conv.weight.dtype)
         for name, parameter in conv.named_parameters():

@@ -1,6 +1,5 @@
 """Rule that splits packed projections of attention into plain linear layers."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -43,10 +42,7 @@ class AttentionToLinears(Rule):
 
     def within(self, model: nn.Module) -> "AttentionToLinears":
         """Return the rule with the last names of the model's layers, by which it recognises joint projections."""
-        bound = copy.copy(self)
-        names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-        object.__setattr__(bound, "_names", names)
-        return bound
+        return self._with_facts(_names={module: name.rpartition(".")[2] for name, module in model.named_modules()})
 
     def attach(self, model: nn.Module) -> None:
         """Make attention with separate biases call its projections."""

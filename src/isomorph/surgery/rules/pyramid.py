@@ -131,9 +131,7 @@ class LinearToPyramid(Rule):
         known = {"", *(name for name, _ in parents.values()), *(part.name for part in joint_parts(model).values())}
         if unknown := _rectify_by_name(self.rectify).keys() - known:
             raise UserError(f"rectify names {', '.join(sorted(unknown))}, but the model has no layer of that last name")
-        bound = copy.copy(self)
-        object.__setattr__(bound, "_parents", parents)
-        return bound
+        return self._with_facts(_parents=parents)
 
     def attach(self, model: nn.Module) -> None:
         """Make attention with separate biases call pyramids, and timm's methods that merge branches fuse them."""
