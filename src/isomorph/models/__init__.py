@@ -65,9 +65,7 @@ def create(name: str, **arguments: Any) -> nn.Module:
                 f"cannot download the weights of {name}: its server does not answer; give checkpoint_path=FILE, "
                 "or pretrained=False for random weights"
             ) from error
-        given = ", ".join(
-            f"{argument}={str(value)[:40]}" for argument, value in arguments.items() if argument != "pretrained"
-        )
+        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"timm cannot create {name}: {reason}" + f" (with {given})" * bool(given)) from error
 

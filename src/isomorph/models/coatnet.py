@@ -30,14 +30,7 @@ from isomorph.errors import UserError
 from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
 from isomorph.layers.modes import is_functorch_tensor
 from isomorph.layers.relative.attention import resize_table
-from isomorph.layers.relative.mbconv import (
-    BatchNormStem,
-    InvertedBottleneck,
-    LayerNormStem,
-    Stem,
-    make_pool,
-    make_shortcut,
-)
+from isomorph.layers.relative.mbconv import BatchNormStem, LayerNormStem, make_pool, make_shortcut
 from isomorph.models.base import (
     ForeignCheckpoints,
     StagedNet,
@@ -108,10 +101,8 @@ class TransformerBlock(nn.Module):
         return (x + self.drop_path(self.mlp(self.norm2(x)))).permute(0, 3, 1, 2)
 
 
-BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
-    "batch": (BatchNormStem, MBConv),
-    "layer": (LayerNormStem, LayerNormMBConv),
-}
+# Stem and convolutional block for each norm.
+BLOCKS_BY_NORM = {"batch": (BatchNormStem, MBConv), "layer": (LayerNormStem, LayerNormMBConv)}
 STEM_DEPTHS = {"S": 2, "P": 1}
 
 
@@ -210,9 +201,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         )
         self.build_stages([rest, *others], first.width, make, drop_path_rate)
         self.num_features = self.head_hidden_size = self.embed_dim = widths[-1]
-        self.head = NormMlpClassifierHead(
-            self.num_features, num_classes, None, global_pool, drop_rate, norm_layer=LayerNorm2d
-        )
+        self.head = NormMlpClassifierHead(widths[-1], num_classes, None, global_pool, drop_rate, norm_layer=LayerNorm2d)
         self.apply(_init_weights)
 
     def build_stages(
@@ -315,9 +304,8 @@ VARIANTS = {
     for number, (depths, widths, more, text) in enumerate(_SIZES)
 }
 
-default_cfgs = generate_default_cfgs(
-    {name: image_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7)) for name in VARIANTS}
-)  # no public weights exist
+_CFG = image_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7))
+default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, _CFG))  # no public weights exist
 
 
 def _create_coatnet(name: str, pretrained: bool, **arguments: Any) -> CoAtNet:

@@ -84,6 +84,10 @@ class ConvPatchEmbed(PatchEmbed):
         return self.norm(self.proj(x).permute(0, 2, 3, 1))  # (B, H, W, C)
 
 
+# Arguments of a timm block that its attention takes too, also where it reuses maps.
+_SHARED = ("dim", "num_heads", "qkv_bias", "proj_bias", "proj_drop", "device", "dtype")
+
+
 class RefinedBlock(Block):
     """A ViT block with the given attention, called with the grid size if it is spatial.
 
@@ -148,8 +152,7 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
 
         def block(depth: int, **given: Any) -> RefinedBlock:
             if depth % (share + 1):
-                shared = ("num_heads", "qkv_bias", "proj_bias", "proj_drop", "device", "dtype")
-                attention: nn.Module = ReusedAttention(given["dim"], **{name: given[name] for name in shared})
+                attention: nn.Module = ReusedAttention(**{name: given[name] for name in _SHARED})
             else:
                 attention = _build_attention(rule, plain, share > 0, given)
             return RefinedBlock(attention, share > 0, **given)
@@ -231,14 +234,10 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
         def block(depth: int, **given: Any) -> ReleasedBlock:
-            kind = dict(device=given["device"], dtype=given["dtype"])
-            shared: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
+            shared: dict[str, Any] = {name: given[name] for name in _SHARED}
             if depth % 2:
-                attention: nn.Module = ReleasedReuse(given["dim"], given["num_heads"], ratio=ratio, **shared, **kind)
-            else:
-                drop = given["attn_drop"]
-                attention = ReleasedAttention(given["dim"], given["num_heads"], attn_drop=drop, **shared, **kind)
-            return ReleasedBlock(attention, **given)
+                return ReleasedBlock(ReleasedReuse(ratio=ratio, **shared), **given)
+            return ReleasedBlock(ReleasedAttention(attn_drop=given["attn_drop"], **shared), **given)
 
         fixed = dict(embed_layer=ConvPatchEmbed, block_fn=block)
         super().__init__(**{"mlp_ratio": 3, **kwargs, **fixed}, dense_head=dense_head)

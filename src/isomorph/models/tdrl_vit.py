@@ -93,9 +93,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     A pre-training's decoder is dropped; a distillation token or tables of positions keep the model's values if it lacks
     them. The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
-    state_dict = {
-        n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
-    }
+    given = unwrap_state_dict(state_dict).items()
+    state_dict = {name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)}
     state_dict = _with_own_tensors(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
@@ -142,11 +141,8 @@ VARIANTS = {
     "tdrl_vit_s": Variant(dict(embed_dim=384, num_heads=6), "194M parameters, 22.1M fused; 81.3 top-1"),
 }
 
-DISTILLED = {
-    "tdrl_vit_ti_distilled": Variant(
-        VARIANTS["tdrl_vit_ti"].arguments, "with a distillation token 79.1 top-1 pre-trained and distilled by a ViT-B"
-    )
-}
+_DISTILLED = "with a distillation token 79.1 top-1 pre-trained and distilled by a ViT-B"
+DISTILLED = {"tdrl_vit_ti_distilled": Variant(VARIANTS["tdrl_vit_ti"].arguments, _DISTILLED)}
 default_cfgs = generate_default_cfgs(  # no public weights exist
     {name: image_cfg() for name in VARIANTS} | {name: image_cfg(classifier=("head", "head_dist")) for name in DISTILLED}
 )

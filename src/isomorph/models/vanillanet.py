@@ -125,15 +125,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     return renamed | {n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}
 
 
-VARIANTS = {
-    "vanillanet_5": Variant(
-        dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2)), "15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)"
-    )
-}
+_DESCRIPTION = "15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)"
+VARIANTS = {"vanillanet_5": Variant(dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2)), _DESCRIPTION)}
 _LAYERS = dict(first_conv="stem.pair.first", classifier=("head.first", "head.norm1", "head.second"))
-default_cfgs = generate_default_cfgs(
-    {name: image_cfg(pool_size=(7, 7), **_LAYERS) for name in VARIANTS}
-)  # no URL: weights come as a file
+# No URL: weights come as a file.
+default_cfgs = generate_default_cfgs({name: image_cfg(pool_size=(7, 7), **_LAYERS) for name in VARIANTS})
 
 
 def _create_vanillanet(name: str, pretrained: bool, **arguments: Any) -> VanillaNet:

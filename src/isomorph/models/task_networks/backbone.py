@@ -63,13 +63,6 @@ def build_backbone(
     return FeatureBackbone(model, indices, *map(tuple, columns))
 
 
-def feature_maps(backbone: nn.Module, indices: Sequence[int], x: Tensor) -> list[Tensor]:
-    """Return the feature maps of an image, one for each index. Shape: (B, in_chans, h, w) -> (B, C_i, H_i, W_i) each"""
-    taken = sorted(set(indices))
-    maps = backbone.forward_intermediates(x, indices=taken, intermediates_only=True, output_fmt="NCHW")  # type: ignore[operator]
-    return [maps[taken.index(index)] for index in indices]
-
-
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
     kind = _model_class(name.partition(".")[0])
     free = {} if issubclass(kind, BlockwiseViT) else {"dynamic_img_size": True, "strict_img_size": False}
@@ -95,11 +88,21 @@ def _choose_indices(info: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
 class BackboneNetwork(nn.Module):
     """A network around a timm model, its attribute `backbone`, which was created with `backbone_kwargs`.
 
-    `own_cfg` returns the entries of its `pretrained_cfg` that depend on the backbone, given the backbone's.
+    It reads the feature maps of the `indices`; None if the backbone itself returns a list of maps. `own_cfg` returns
+    the entries of its `pretrained_cfg` that depend on the backbone, given the backbone's.
     """
 
     backbone: Any
     backbone_kwargs: dict[str, Any]
+    indices: tuple[int, ...] | None
+
+    def backbone_maps(self, x: Tensor) -> list[Tensor]:
+        """Return a feature map for each index. Shape: (B, in_chans, h, w) -> (B, C_i, H_i, W_i) each"""
+        if self.indices is None:
+            return self.backbone(x)
+        taken = sorted(set(self.indices))
+        maps = self.backbone.forward_intermediates(x, indices=taken, intermediates_only=True, output_fmt="NCHW")
+        return [maps[taken.index(index)] for index in self.indices]
 
     def own_cfg(self, inner: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError

@@ -89,11 +89,9 @@ class DDPMUNet(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor | int) -> Tensor:
         """Predict the noise in images x at time steps t. Shape: (B, C, H, W), (B,) -> (B, C, H, W)"""
-        (height, width), step = x.shape[-2:], 2 ** (len(self.channels) - 1)
-        if height % step or width % step:
-            raise UserError(
-                f"images of {height} x {width} do not fit this U-Net; its sides must be multiples of {step}"
-            )
+        (H, W), step = x.shape[-2:], 2 ** (len(self.channels) - 1)
+        if H % step or W % step:
+            raise UserError(f"images of {H} x {W} do not fit this U-Net; its sides must be multiples of {step}")
         return self.unet(x, t, return_dict=False)[0]
 
     def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:

@@ -33,13 +33,7 @@ from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
 from isomorph.layers.modes import require_finite
 from isomorph.models.base import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
-from isomorph.models.task_networks.backbone import (
-    BackboneNetwork,
-    backbone_state,
-    build_backbone,
-    create_network,
-    feature_maps,
-)
+from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W).
 Target = dict[str, Tensor]
@@ -308,13 +302,9 @@ class MaskRCNN(BackboneNetwork):
         self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
         self.backbone_kwargs, self.img_size = dict(backbone_kwargs or {}), to_2tuple(img_size)
         arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
-        found = build_backbone(backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments)
-        if not found.is_plain:
-            found = found.distinct()
-        self.backbone = found.module
-        self.indices: tuple[int, ...] | None = found.indices
+        found = build_backbone(backbone, in_chans, pretrained=backbone_pretrained, arguments=arguments).distinct()
+        self.backbone, self.indices = found.module, found.indices
         if found.is_plain:
-            self.indices = found.indices[-1:]
             plain = isinstance(found.module, VisionTransformer)
             blocks: Any = found.module.blocks if plain else ()
             if window and plain and all(type(block.attn) is Attention for block in blocks):
@@ -367,8 +357,7 @@ class MaskRCNN(BackboneNetwork):
         require_images(x)
         cell = int(self.strides[-2])
         x = F.pad(x, (0, -x.shape[3] % cell, 0, -x.shape[2] % cell))
-        maps = self.backbone(x) if self.indices is None else feature_maps(self.backbone, self.indices, x)
-        return self.pyramid(OrderedDict((f"p{number}", level) for number, level in enumerate(maps, 2)))
+        return self.pyramid(OrderedDict((f"p{number}", level) for number, level in enumerate(self.backbone_maps(x), 2)))
 
     def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
         """Return the losses for targets; without targets all outputs before boxes are selected.

@@ -60,8 +60,7 @@ class TextTransformer(nn.Module):
 
     def __init__(self, family: str = "bert", num_classes: int = 0, **fields: Any) -> None:
         super().__init__()
-        needs = "text transformers need the package transformers"
-        transformers = optional_module("transformers", needs, "nlp")
+        transformers = optional_module("transformers", "text transformers need the package transformers", "nlp")
         settings = build_config(family, fields)
         self.body = transformers.AutoModel.from_config(settings, trust_remote_code=False)
         if hasattr(self.body, "pooler"):
@@ -143,9 +142,8 @@ class TextTransformer(nn.Module):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns of parameter names by layer, for layer decay: embeddings 0, block i is i + 1, then a head."""
-        return dict(
-            stem=r"^body\.embeddings", blocks=[(r"^body\.\w+\.layer\.(\d+)", None), (r"^(?:head|body)\.", (99998,))]
-        )
+        blocks = [(r"^body\.\w+\.layer\.(\d+)", None), (r"^(?:head|body)\.", (99998,))]
+        return dict(stem=r"^body\.embeddings", blocks=blocks)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         (self.body.gradient_checkpointing_enable if enable else self.body.gradient_checkpointing_disable)()
@@ -179,13 +177,10 @@ def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> di
         for old, new in {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}.items():
             given = {name.replace(old, new): x for name, x in given.items()}  # of the first BERTs
         state = {f"body.{name}": x for name, x in given.items()}
-    own = model.state_dict()
     unused = ("body.pooler.", "body.embeddings.position_ids", "body.embeddings.token_type_ids", "head.")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
-    head = {name: state[name] for name in state if name.startswith("head.")}
-    if head.keys() != {name for name in own if name.startswith("head.")}:
-        head = {name: tensor for name, tensor in own.items() if name.startswith("head.")}
-    return kept | head
+    head, own_head = ({n: x for n, x in each.items() if n.startswith("head.")} for each in (state, model.state_dict()))
+    return kept | (head if head.keys() == own_head.keys() else own_head)
 
 
 _SMALL = dict(family="electra", embedding_size=128, hidden_size=256, intermediate_size=1024)

@@ -18,13 +18,7 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.models.base import Variant, image_cfg, register_variants, require_images
-from isomorph.models.task_networks.backbone import (
-    BackboneNetwork,
-    backbone_state,
-    build_backbone,
-    create_network,
-    feature_maps,
-)
+from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
 
 
 class PlainNeck(nn.Module):
@@ -186,15 +180,12 @@ class UPerNet(BackboneNetwork):
         self.backbone, self.backbone_name, self.indices = built.module, backbone, built.indices
         self.backbone_kwargs = dict(backbone_kwargs or {})
         self.num_classes, self.in_chans = num_classes, in_chans
-        self.neck: nn.Module = nn.Identity()
-        if built.is_plain:
-            self.neck = PlainNeck(built.channels[0])
+        self.neck: nn.Module = PlainNeck(built.channels[0]) if built.is_plain else nn.Identity()
         width = channels or (built.channels[0] if built.is_plain else 512)
         self.num_features = self.head_hidden_size = width
         self.head = UPerHead(built.channels, width, num_classes, pool_sizes, drop_rate)
-        self.auxiliary_head: FCNHead | None = None
-        if auxiliary:
-            self.auxiliary_head = FCNHead(built.channels[-2:][0], auxiliary_channels, num_classes, drop_rate)
+        sizes = (built.channels[-2:][0], auxiliary_channels, num_classes)
+        self.auxiliary_head = FCNHead(*sizes, drop_rate) if auxiliary else None
 
     @property
     def patch_size(self) -> tuple[int, int]:
@@ -210,7 +201,7 @@ class UPerNet(BackboneNetwork):
 
     def forward_features(self, x: Tensor) -> list[Tensor]:
         """Return the maps that the heads read, finest first. Shape: (B, in_chans, h, w) -> (B, C_i, H_i, W_i) each"""
-        return self.neck(feature_maps(self.backbone, self.indices, self.pad(x)))
+        return self.neck(self.backbone_maps(self.pad(x)))
 
     def forward(self, x: Tensor, coarse: bool = False) -> Tensor | CoarseLogits:
         height, width = require_images(x).shape[-2:]
