@@ -41,7 +41,7 @@ class TokenGrid(NamedTuple):
         return self.prefix + row * self.queries[1] + column
 
     def on_map(self, attention: Tensor) -> Tensor:
-        """Return a query's attention on the grid of unpadded keys. Shape: (B, nh, prefix + Nk) -> (B, nh, H, W)"""
+        """Return attention on the grid of unpadded keys. Shape: (..., prefix + Nk) -> (..., H, W)"""
         attention = attention[..., self.prefix :].unflatten(-1, self.keys)
         (ph, pw), (Hk, Wk) = self.padding, self.keys
         return attention[..., ph : Hk - ph, pw : Wk - pw]

@@ -94,9 +94,8 @@ def evaluate_(
     if task := task_of(net):
         evaluate_task(task, net, model, of, given._replace(size=_only(size)), runtime, json_)
     else:
-        rows, costs = _measure(
-            net, of, given, locations, tuple(size or ()), runtime, Path(model).suffix in opt.EXPORTED
-        )
+        exported = Path(model).suffix in opt.EXPORTED
+        rows, costs = _measure(net, of, given, locations, tuple(size or ()), runtime, exported)
         if runtime.is_main:
             head = {"model": model} | ({} if locations else {"data": data or default_data(net)})
             head |= {} if opening.pretrained else {"weights": "random"}

@@ -132,9 +132,8 @@ def _open_images(
     test, config = evaluation_data(net, given.data, given.root, size, classes, given.split)
     train = open_split(net, "train", given.data, given.root, given.split)
     chosen = sample_images(first_classes(train, classes) if classes else train, images)
-    return eval_loader(chosen, config, batch_size), eval_loader(
-        spaced_images(test, given.max_images), config, batch_size
-    )
+    tested = spaced_images(test, given.max_images)
+    return eval_loader(chosen, config, batch_size), eval_loader(tested, config, batch_size)
 
 
 @opt.command

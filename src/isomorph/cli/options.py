@@ -78,13 +78,8 @@ def _parse_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
 def _check_model(kind: type, path: Any) -> None:
     """Raise ValueError for a model, or the path of one, that is not there, before torch is imported to look for it."""
     name = str(path)
-    if (
-        path is None
-        or os.path.exists(name)
-        or Path(name).suffix in EXPORTED
-        or name.startswith(HUB)
-        or is_function(name)
-    ):
+    elsewhere = Path(name).suffix in EXPORTED or name.startswith(HUB) or is_function(name)
+    if path is None or os.path.exists(name) or elsewhere:
         return
     if name.endswith(CHECKPOINTS):
         raise ValueError(f"there is no checkpoint {name}")
@@ -170,8 +165,7 @@ Split = Annotated[
     ),
 ]
 MaxImages = Annotated[
-    Count | None,
-    Parameter(help="Use only this many test images, evenly spaced over the classes, for a quick trial."),
+    Count | None, Parameter(help="Use only this many test images, evenly spaced over the classes, for a quick trial.")
 ]
 Overwrite = Annotated[bool, Parameter(negative="", help="Replace --out if it exists.")]
 Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]

@@ -126,19 +126,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich ends a help page so when nobody reads it
             _end(_SIGPIPE)
-        _end_written(ended)
+        try:
+            _flush()  # all output is written before the exit, so that a reader that is gone is noticed
+        except BrokenPipeError:
+            _end(_SIGPIPE)
+        raise
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if was_interrupted():
             _end_interrupted(tokens[0])
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         _end_with_error(name_options(_error_message(error), tokens[0]), getattr(error, "exit_status", 2))
-
-
-def _end_written(ended: SystemExit) -> NoReturn:
-    """Exit as a command did, once all its output is written, so that a reader that is gone is noticed."""
-    try:
-        _flush()
-    except BrokenPipeError:
-        _end(_SIGPIPE)
-    raise ended

@@ -106,18 +106,13 @@ def fid(
     """
     with opt.loading():
         from isomorph.distributed import open_runtime
-        from isomorph.tasks.diffusion.image_distance import (
-            compare_folder,
-            open_extractor,
-            open_folder,
-            open_real_images,
-        )
+        from isomorph.tasks.diffusion import image_distance
     split: Literal["train", "test"] = "test" if test else "train"
-    open_folder(images)  # before the network is opened, whose weights may have to be downloaded
-    real = open_real_images(data, split, root, max_images)
-    extractor = open_extractor(features, weights, open_runtime(device).device)
+    image_distance.open_folder(images)  # before the network is opened, whose weights may have to be downloaded
+    real = image_distance.open_real_images(data, split, root, max_images)
+    extractor = image_distance.open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:
-        found = compare_folder(images, real, extractor, batch_size, update)
+        found = image_distance.compare_folder(images, real, extractor, batch_size, update)
     source = "" if features == "inception" else f", features of {features}"
     result = {"generated": str(images), "data": data, "split": split, **found}
     show(json_, result, metric_table(f"{images}, {split} images of {data}{source}", found))

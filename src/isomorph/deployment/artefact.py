@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.files import DATA_KEYS, parse_data, short_reason
 from isomorph.checkpoints.model import describe_data
-from isomorph.deployment.program import quiet
+from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
 
 FORMATS = ("onnx", "pt2")
-METADATA_FILE = "metadata.json"
 _KEYS = {*DATA_KEYS, "isomorph_version", "architecture", "num_classes", "class_names", "quantization"}
 _KEYS |= {"dynamic", "size_multiple", "inputs", "length"}
 

@@ -1,8 +1,6 @@
 """Export a model as a file that runs without isomorph, after running it and comparing it with the model."""
 
 import copy
-import io
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -14,15 +12,8 @@ from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
-from isomorph.deployment.artefact import (
-    FORMATS,
-    METADATA_FILE,
-    describe,
-    load_artefact,
-    preparation_notes,
-    require_packages,
-)
-from isomorph.deployment.program import explain_failure, only_tensor, prepare, quiet, to_onnx, trace
+from isomorph.deployment.artefact import FORMATS, describe, load_artefact, preparation_notes, require_packages
+from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize
@@ -160,11 +151,7 @@ def encode(
         if kind == "onnx":
             contents = to_onnx(program, shapes, metadata).SerializeToString()
         else:
-            program.example_inputs = None
-            buffer = io.BytesIO()
-            with quiet(), explain_failure("torch.export cannot save the model", shapes):
-                torch.export.save(program, buffer, extra_files={METADATA_FILE: json.dumps(metadata)})
-            contents = buffer.getvalue()
+            contents = to_pt2(program, shapes, metadata)
         progress("comparing")
         deviation = _compare(model, contents, kind, shapes, atol)
         far = replace(deviation, inputs=deviation.inputs[: len(shapes.checks) - shapes.near])

@@ -2,6 +2,8 @@
 
 import ast
 import copy
+import io
+import json
 import logging
 import math
 import re
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from onnx_ir import Node
 
 OPSET = 20  # operator set of ONNX files; onnxruntime runs it since 2023
+METADATA_FILE = "metadata.json"  # in a .pt2 file
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # the modules that a node is from, and its own name
 # Operators that rearrange a weight: the quantiser rounds weights only if these are computed.
 _REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -90,12 +93,9 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
     positional, named = ((), inputs) if shapes.named else (tuple(inputs.values()), {})
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-    with (
-        quiet(),
-        patch.object(padding, "get_same_padding", _same_padding),
-        explain_failure("torch.export cannot trace the model", shapes),
-    ):
-        dynamic = axes if shapes.named else tuple(axes.values())
+    dynamic = axes if shapes.named else tuple(axes.values())
+    what = "torch.export cannot trace the model"
+    with quiet(), patch.object(padding, "get_same_padding", _same_padding), explain_failure(what, shapes):
         program = torch.export.export(model, positional, named, dynamic_shapes=dynamic)
     if not program.call_spec.out_spec.is_leaf():
         return trace(_OneOutput(model), shapes)
@@ -124,6 +124,15 @@ def _first_cause(error: BaseException) -> str:
         error = inner
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line[:200].rstrip(".;:")
+
+
+def to_pt2(program: ExportedProgram, shapes: ExportShapes, metadata: Mapping[str, str]) -> bytes:
+    """Return the contents of a .pt2 file of a traced model, with metadata by key. Raises: UserError if it cannot."""
+    program.example_inputs = None
+    buffer = io.BytesIO()
+    with quiet(), explain_failure("torch.export cannot save the model", shapes):
+        torch.export.save(program, buffer, extra_files={METADATA_FILE: json.dumps(metadata)})
+    return buffer.getvalue()
 
 
 @torch.no_grad()

@@ -185,9 +185,8 @@ def _measure(
     model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
 ) -> dict[str, Any]:
     """SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels"""
-    both: dict[str, nn.Module] = {
-        name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in (("float", before), ("int8", after))
-    }
+    files = {"float": before, "int8": after}
+    both = {name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in files.items()}
     runs = (model, both["float"], both["int8"])
     exact, before_rounding, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in runs)
     if not rounded.isfinite().all():

@@ -59,9 +59,7 @@ def merge_queries(mask: Tensor) -> Tensor:
 
     `RefinedMap` refines under such a mask several times as fast. Values, where known, are compared once for each mask.
     """
-    if mask.ndim != 4 or mask.stride(-2) == 0:
-        return mask
-    if not is_eager() or mask.is_meta or is_functorch_tensor(mask):
+    if mask.ndim != 4 or mask.stride(-2) == 0 or not is_eager() or mask.is_meta or is_functorch_tensor(mask):
         return mask
     merged = mask[:, :, :1].expand_as(mask)
     if mask.is_inference():  # it counts no versions

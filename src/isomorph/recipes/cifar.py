@@ -56,9 +56,8 @@ def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
 RECIPES: dict[str, dict[str, Any]] = {f"cifar_{surgery}": _cifar_recipe(surgery) for surgery in SURGERIES}
 RECIPES |= {f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery != "cnn"}
 RECIPES["digits_finetune"] = _digits_recipe("cnn")
-RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
-    epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
-)
+_FROM_SCRATCH = dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
+RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(epochs=6, optim=_FROM_SCRATCH)
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
 # CoAtNet of 0.36M parameters for 32 px: its two stages of attention are on maps of 8 x 8 and 4 x 4.
 HYBRID = dict(img_size=32, stem_stride=1, head_dim=16, depths=[2, 1, 2, 3, 1], widths=[16, 16, 32, 64, 128])

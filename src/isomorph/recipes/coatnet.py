@@ -84,12 +84,11 @@ def _table_4() -> dict[str, Fields]:
     recipes = {}
     rows = {0: ("81.6", "83.9", ""), 1: ("83.3", "85.1", ""), 2: ("84.1", "85.7", "85.9"), 3: ("84.5", "85.8", "86.0")}
     for size, (small, larger, largest) in rows.items():
+        randaugment = 20 if size == 3 else 15
         recipes[f"coatnet_{size}"] = _from_scratch(size, "Table 4", small)
         for pixels, top1 in ((384, larger), (512, largest)):
             if top1:
-                recipes[f"coatnet_{size}_{pixels}"] = _fine_tune(
-                    size, pixels, IN1K, "Table 4", top1, 20 if size == 3 else 15
-                )
+                recipes[f"coatnet_{size}_{pixels}"] = _fine_tune(size, pixels, IN1K, "Table 4", top1, randaugment)
     many: dict[str, tuple[int, int | None, int, str, str]] = {
         "coatnet_2_in21k": (2, None, 90, "87.1", "87.3"),
         "coatnet_3_in21k": (3, None, 90, "87.6", "87.9"),
@@ -125,18 +124,14 @@ def _table_5() -> dict[str, Fields]:
 
 def _tables_6_to_9() -> dict[str, Fields]:
     """Return Tables 6 to 9. Table 6 names no networks: its numbers with relative attention are CoAtNet-2's and -3's."""
-    blind: Fields = dict(relative="none")
+    blind: Fields = dict(source="Table 6, without relative attention", relative="none")
     norm: Fields = dict(norm="layer")
     v1: Fields = dict(depths=[2, 2, 2, 18, 2])
     recipes = {
-        "coatnet_2_placeblind": _from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
-        "coatnet_2_placeblind_384": _fine_tune(
-            2, 384, IN1K, "Table 6, without relative attention", "85.3", 15, **blind
-        ),
-        "coatnet_3_placeblind_in21k": _pretrain_in21k(3, "Table 6, without relative attention", "52.8", **blind),
-        "coatnet_3_placeblind_in21k_384": _fine_tune(
-            3, 384, IN21K, "Table 6, without relative attention", "87.4", **blind
-        ),
+        "coatnet_2_placeblind": _from_scratch(2, top1="83.8", **blind),
+        "coatnet_2_placeblind_384": _fine_tune(2, 384, IN1K, top1="85.3", magnitude=15, **blind),
+        "coatnet_3_placeblind_in21k": _pretrain_in21k(3, precision="52.8", **blind),
+        "coatnet_3_placeblind_in21k_384": _fine_tune(3, 384, IN21K, top1="87.4", **blind),
         "coatnet_2_v1": _from_scratch(2, "Table 7, V1", "83.4", **v1),
         "coatnet_2_v2": _from_scratch(2, "Table 7, V2", "84.0", depths=[2, 2, 8, 12, 2]),
         "coatnet_3_v1_in21k": _pretrain_in21k(3, "Table 7, V1", "53.0", **v1),
@@ -172,15 +167,12 @@ def _figure_1() -> dict[str, Fields]:
         one = _from_scratch(0, "Fig. 1, ImageNet-1k", "", **kwargs)
         recipes[f"coatnet_layout_{name}"] = one | bare | dict(optim=one["optim"] | dict(weight_decay=0.0), expected="")
         jft = _pretrain_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
-        expected = f"{precision[name]} precision@1, needs {JFT_300M}" if name in precision else f"needs {JFT_300M}"
-        recipes[f"coatnet_layout_{name}_jft"] = jft | dict(
-            optim=jft["optim"] | dict(weight_decay=0.0), expected=expected
-        )
+        jft["expected"] = f"{precision[name]} precision@1, {jft['expected']}" if name in precision else jft["expected"]
+        recipes[f"coatnet_layout_{name}_jft"] = jft | dict(optim=jft["optim"] | dict(weight_decay=0.0))
         for pixels, top1 in zip((224, 384), transfer.get(name, ()), strict=False):
             tuned = _fine_tune(3, pixels, JFT_300M, "Table 2", top1, 5, **kwargs)
-            recipes[f"coatnet_layout_{name}_jft_{pixels}"] = tuned | dict(
-                model=dict(name="coatnet_0", start="weights", kwargs=kwargs | dict(img_size=pixels))
-            )
+            tuned["model"] = dict(name="coatnet_0", start="weights", kwargs=kwargs | dict(img_size=pixels))
+            recipes[f"coatnet_layout_{name}_jft_{pixels}"] = tuned
     return recipes
 
 

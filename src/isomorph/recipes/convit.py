@@ -89,9 +89,8 @@ def _figure_8() -> dict[str, Fields]:
     for layers, alpha in product(GPSA_LAYER_COUNTS, LOCALITY_STRENGTHS):
         if not layers and alpha != 1:  # a plain ViT has no locality
             continue
-        kwargs = ({} if layers == 10 else dict(local_up_to_layer=layers)) | (
-            {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
-        )
+        kwargs: Fields = {} if layers == 10 else dict(local_up_to_layer=layers)
+        kwargs |= {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
         recipe = _ablation(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
         parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
         recipes["_".join(["convit", *parts])] = recipe | dict(data=recipe["data"] | dict(classes=100))

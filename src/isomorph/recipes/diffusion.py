@@ -14,9 +14,7 @@ PYRAMIDS: dict[str, Any] = dict(rule="LinearToPyramid", layout="P-W2S", where=["
 # A U-Net of 1.7M parameters that a CPU trains.
 SMALL_NETWORK: dict[str, Any] = dict(channels=[16, 32, 64, 96], blocks=1, groups=8, drop_rate=0.0)
 
-DIGITS_NETWORK: dict[str, Any] = dict(
-    channels=[16, 32], blocks=1, groups=8, attention=[1], time_steps=100, drop_rate=0.0
-)
+DIGITS_NETWORK = dict(channels=[16, 32], blocks=1, groups=8, attention=[1], time_steps=100, drop_rate=0.0)
 
 
 def _cifar10(recast: dict[str, Any] | None, expected: str) -> dict[str, Any]:

@@ -85,9 +85,7 @@ def _table_2() -> dict[str, Fields]:
 def _tables_3_to_13() -> dict[str, Fields]:
     """Return Tables 3, 4, 12 and 13, and the kernel sizes of Fig. 6, which the paper gives as a curve."""
     recipes = {
-        "refiner_without_reduction": _ablation(
-            RATIO_6 | dict(reduce=False, share=0), "Table 3, w/o reduction", "82.99"
-        ),
+        "refiner_without_reduction": _ablation(dict(ratio=6, reduce=False, share=0), "Table 3, w/o reduction", "82.99"),
         "refiner_with_reduction": _ablation(RATIO_6 | dict(share=0), "Table 3, w/ reduction", "82.95"),
         "refiner_span_map": _ablation(RATIO_6, "Table 4, None", "83.0"),
         "refiner_span_spatial": _ablation(RATIO_6 | dict(span="spatial"), "Table 4, Spatial", "82.7"),
@@ -151,11 +149,9 @@ def _as_released(letter: str, maps: bool, **more: Any) -> Fields:
     kwargs, source = ({}, "label maps") if maps else (dict(dense_head=False), "the images' labels")
     (result, flops) = TABLE_7[letter][2][224]
     setting = dict(drop_path=RELEASED_DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
-    expected = (
-        _row_7(result, flops) if maps else f"not published; {result} is taken to be of the script with label maps"
-    )
+    unknown = f"not published; {result} is taken to be of the script with label maps"
     recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", "", **setting)
-    return recipe | dict(expected=expected)
+    return recipe | dict(expected=_row_7(result, flops) if maps else unknown)
 
 
 def _fine_tune(name: str, size: int, expected: str) -> Fields:

@@ -199,9 +199,8 @@ def _figure_3() -> dict[str, Fields]:
 
 def _figure_4() -> dict[str, Fields]:
     """Return Fig. 4: with and without rectification, which queries and keys always have, and in all pyramids."""
-    points: dict[str, tuple[Fields, str]] = {
-        "all_none": (dict(rectify=dict.fromkeys(("v", "fc1", "fc2"), "none")), "0.21 below tdrl_vit_ti_100ep's")
-    }
+    without: Fields = dict(rectify=dict.fromkeys(("v", "fc1", "fc2"), "none"))
+    points = {"all_none": (without, "0.21 below tdrl_vit_ti_100ep's")}
     for width, below in ((1, "about that of"), (2, "0.13 below that of"), (3, "at most 0.18 below that of")):
         points[f"ffn_w{width}"] = (_mlp(f"P-W{width}S"), "an unpublished one")
         expected = f"{below} tdrl_fig4_ffn_w{width}_100ep"

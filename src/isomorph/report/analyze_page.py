@@ -269,9 +269,8 @@ def _attention_section(
         found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
         found += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
     undrawn = "" if viewer else ", and none of its attention can be drawn"
-    finding = (
-        " ".join(filter(None, found)) or f"{' and '.join(names)} give{'s' * (len(names) == 1)} no classes{undrawn}."
-    )
+    nothing = f"{' and '.join(names)} give{'s' * (len(names) == 1)} no classes{undrawn}."
+    finding = " ".join(filter(None, found)) or nothing
     if viewer:
         text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
         guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])

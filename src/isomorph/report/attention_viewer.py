@@ -86,9 +86,7 @@ def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
 
 def drop_padded_keys(maps: Tensor, where: TokenGrid) -> Tensor:
     """Return the maps without keys in the padding. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
-    (height, width), (ph, pw) = where.keys, where.padding
-    grid = maps[..., where.prefix :].unflatten(-1, where.keys)[..., ph : height - ph, pw : width - pw]
-    return torch.cat([maps[..., : where.prefix], grid.flatten(-2)], dim=-1)
+    return torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], dim=-1)
 
 
 def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[float]] | None:

@@ -181,17 +181,13 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     for run, history in gating.items():
         when = "along training" if len(history.epochs) > 1 else "at the end"
         if len(history.epochs) > 1:
-            for title, unit, values in (
-                (f"Gates along training: {run}", "sigma(gate)", history.gates),
-                (f"Spans along training: {run}", "1 / locality", history.spans),
-            ):
-                charts.append(_along_panel(title, unit, history.epochs, values))
+            epochs = history.epochs
+            charts.append(_along_panel(f"Gates along training: {run}", "sigma(gate)", epochs, history.gates))
+            charts.append(_along_panel(f"Spans along training: {run}", "1 / locality", epochs, history.spans))
         paths = {name: centre_paths(centres) for name, centres in history.centres.items()}
         charts.append(Paths(f"Centres {when}: {run}", paths))
-        lost = sum(
-            int((spans[-1].isnan() & ~history.gates[name][-1].isnan()).sum()) for name, spans in history.spans.items()
-        )
-        if lost:
+        last = [(spans[-1], history.gates[name][-1]) for name, spans in history.spans.items()]
+        if lost := sum(int((span.isnan() & ~gate.isnan()).sum()) for span, gate in last):
             why = "without a centre at the end (locality not positive), and so without a span"
             texts.append(f"{run}: heads {why}: {lost}.")
     title, guide = "Gates, spans and centres along training", f"{guides.CENTRES} {guides.RANGE}"

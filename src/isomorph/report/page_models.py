@@ -113,9 +113,8 @@ def register_count(model: Any) -> int:
 
 def model_history(model: PageModel) -> str:
     """Return what is recorded of how the model was made: its base, its edits in order, its recipe."""
-    base = record(model.model).base or {
-        "name": (getattr(model.model, "pretrained_cfg", None) or {}).get("architecture", type(model.model).__name__)
-    }
+    config = getattr(model.model, "pretrained_cfg", None) or {}
+    base = record(model.model).base or {"name": config.get("architecture", type(model.model).__name__)}
     lines = ["base: " + json.dumps(base, default=str)]
     for edit in edits(model.model):
         names = ", ".join(edit.names[:6]) + f", ... ({len(edit.names)} in all)" * (len(edit.names) > 6)

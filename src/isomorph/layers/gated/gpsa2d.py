@@ -51,8 +51,7 @@ class Windows(NamedTuple):
         if self.size is None:
             return torch.ones(1, 1, *self.keys, dtype=torch.bool, device=device)
         axes = zip(self.queries, self.keys, self.stride, self.size, strict=True)
-        near = (axis_offsets(n, m, self.start, step, device).abs() <= size // 2 for n, m, step, size in axes)
-        rows, columns = near
+        rows, columns = (axis_offsets(n, m, self.start, s, device).abs() <= size // 2 for n, m, s, size in axes)
         if query is not None:
             rows, columns = rows[query // self.queries[1], None], columns[query % self.queries[1], None]
         return rows[:, None, :, None] & columns[None, :, None, :]

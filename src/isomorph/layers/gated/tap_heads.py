@@ -153,9 +153,8 @@ class TapHeads(PositionHeads):
 
     def axis_positions(self, H: int, W: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the axis maps without padded keys, whose values are 0. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
-        rows, columns = self.axis_maps(H, W)
-        (ph, pw) = self.padding
-        rows, columns = without_subnormals(rows), without_subnormals(columns)
+        rows, columns = map(without_subnormals, self.axis_maps(H, W))
+        ph, pw = self.padding
         return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
 
     def position_attention(self, x: Tensor, query: int | None = None) -> Tensor:
@@ -225,8 +224,7 @@ class TapHeads(PositionHeads):
         conv.weight.copy_(taps.view_as(conv.weight))
         if self.bias is not None and conv.bias is not None:
             conv.bias.copy_(self.bias)
-        conv.requires_grad_(self.weight.requires_grad)
-        return conv.train(self.training)
+        return conv.requires_grad_(self.weight.requires_grad).train(self.training)
 
 
 @register_notrace_module
