@@ -261,9 +261,8 @@ def _kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, s
     weights = {tensor.name for tensor in proto.graph.initializer}
     nodes = _layer_nodes(proto)
     layers = list(dict.fromkeys(map(_layer_of, nodes)))
-    for glob in float_layers:
-        if not any(fnmatchcase(layer, glob) for layer in layers):
-            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, layers)}")
+    if unmatched := [glob for glob in float_layers if not any(fnmatchcase(layer, glob) for layer in layers)]:
+        raise UserError(f"{unmatched[0]!r} in float_layers matches no layer{nearest_names(unmatched[0], layers)}")
     kept = {}
     for name, node in nodes.items():
         if any(fnmatchcase(_layer_of(name), glob) for glob in float_layers):

@@ -51,9 +51,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             out, maps = out[0], maps if maps is None else maps[0]
         elif not self.batch_first:
             out = out.transpose(0, 1)
-        if maps is None:
-            return out, None
-        return out, maps.mean(-3) if average_attn_weights else maps
+        return out, maps.mean(-3) if maps is not None and average_attn_weights else maps
 
 
 class MultiheadLinears(UnfusedMultiheadAttention):

@@ -14,15 +14,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.base import check_whole_patches, recompute, require_images
+from isomorph.models.base import ForeignCheckpoints, check_whole_patches, recompute, require_images
 
 # Both read sizes, so torch.fx must call them rather than trace into them.
 torch.fx.wrap("require_images")
 torch.fx.wrap("resample_abs_pos_embed")
 
 
-class AnySizeViT(VisionTransformer):
-    """timm's VisionTransformer for images of any size, and for empty batches; torch.fx traces it."""
+class AnySizeViT(ForeignCheckpoints, VisionTransformer):
+    """timm's VisionTransformer for images of any size, empty batches and foreign checkpoints; torch.fx traces it."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
@@ -61,9 +61,8 @@ class BlockwiseViT(AnySizeViT):
     unsupported: tuple[str, ...] = ("patch_drop_rate",)
 
     def __init__(self, **kwargs: Any) -> None:
-        for name in self.unsupported:
-            if kwargs.get(name):
-                raise UserError(f"{name} is not supported by {type(self).__name__}; leave it out")
+        if given := [name for name in self.unsupported if kwargs.get(name)]:
+            raise UserError(f"{given[0]} is not supported by {type(self).__name__}; leave it out")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
 
     def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:

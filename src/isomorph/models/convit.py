@@ -15,7 +15,6 @@ from torch import Tensor
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA
 from isomorph.models.base import (
-    ForeignCheckpoints,
     Variant,
     build_variant,
     image_cfg,
@@ -71,7 +70,7 @@ class LocalBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-class ConViT(ForeignCheckpoints, BlockwiseViT):
+class ConViT(BlockwiseViT):
     """Vision transformer whose first attention layers are initialised as convolutions, with timm's interface.
 
     The first `local_up_to_layer` blocks use GPSA (0: a plain ViT), or PSA, with one softmax and no gates, if

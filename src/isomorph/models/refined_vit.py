@@ -22,14 +22,7 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
-from isomorph.models.base import (
-    ForeignCheckpoints,
-    Variant,
-    build_variant,
-    image_cfg,
-    register_variants,
-    unwrap_state_dict,
-)
+from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.surgery import AttentionToRefined
 
@@ -116,7 +109,7 @@ class RefinedBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
 
 
-class RefinedViT(ForeignCheckpoints, DenseHeadViT):
+class RefinedViT(DenseHeadViT):
     """Vision transformer with refined attention, for images of any size, with timm's interface.
 
     `ratio`, `kernel`, `reduce`, `span`, `init` and `recompute` are those of `AttentionToRefined`; with `ratio` and
@@ -218,7 +211,7 @@ class ReleasedBlock(Block):
         return x + 2 * self.drop_path2(self.mlp(self.norm2(0.5 * x))), maps
 
 
-class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
+class ReleasedRefinedViT(DenseHeadViT):
     """The released Refined-ViT, for images of any size, with timm's interface.
 
     `ratio` is the refiner's expansion ratio; `dense_head=False` leaves out the classifier of the patches. Other

@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from isomorph.layers.pyramid.base import Parallel
 from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
-from isomorph.models.base import (
-    ForeignCheckpoints,
-    Variant,
-    build_variant,
-    image_cfg,
-    init_as_mae,
-    register_variants,
-    unwrap_state_dict,
-)
+from isomorph.models.base import Variant, build_variant, image_cfg, init_as_mae, register_variants, unwrap_state_dict
 from isomorph.models.blockwise import AnySizeViT
 from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, apply_edit, fuse, targets
 from isomorph.surgery.modules import outermost_modules
@@ -36,7 +28,7 @@ PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 
 
-class TDRLViT(ForeignCheckpoints, AnySizeViT):
+class TDRLViT(AnySizeViT):
     """Vision transformer with pyramids in place of linear layers, for images of any size, with timm's interface.
 
     `layout` and `rectify` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`

@@ -167,8 +167,7 @@ def _measure_charts(
             with suppress(UserError):  # it does not apply to the model
                 layers = measure.of(m.model, *(argument[m.name] for argument in arguments))
                 series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
-        series = {name: layers for name, layers in series.items() if layers}
-        if series:
+        if series := {name: layers for name, layers in series.items() if layers}:
             charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
     return charts
 

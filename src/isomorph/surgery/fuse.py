@@ -242,9 +242,7 @@ def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]
 
     def wanted(module: nn.Module) -> bool:
         method = _method(module)
-        if not rule.accepts(module) or not (branches or method == "fuse"):
-            return False
-        return method == "fuse" or _is_changed(rule, module)
+        return rule.accepts(module) and (method == "fuse" or (branches and _is_changed(rule, module)))
 
     return tuple(outermost_modules(unwrap(model), wanted))
 

@@ -171,9 +171,8 @@ def _check_globs(where: Where, names: Sequence[str], own: Sequence[str]) -> None
         return
     if not (isinstance(where, Sequence) and all(isinstance(glob, str) for glob in where)):
         raise UserError(f"where={where!r} selects nothing; give globs, or a function (name, module) -> bool")
-    for glob in where:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, own or names)}")
+    if unmatched := [glob for glob in where if not any(fnmatchcase(name, glob) for name in names)]:
+        raise UserError(f"{unmatched[0]!r} in where matches no module{nearest_names(unmatched[0], own or names)}")
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:

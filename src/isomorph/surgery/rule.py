@@ -206,9 +206,8 @@ def build_rule(name: str, **fields: Any) -> Rule:
         raise UserError(f"{name} is not a rule; {hint}")
     given = {field: value for field, value in fields.items() if value is not None}
     known = [field.name for field in dataclasses.fields(RULES[name])]  # type: ignore[arg-type]
-    for field in given:
-        if field not in known:
-            raise UserError(f"{name} has no {field}; it has {', '.join(known)}")
+    if unknown := [field for field in given if field not in known]:
+        raise UserError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
     return RULES[name](**given)
 
 

@@ -80,11 +80,10 @@ class DecomposedAttention(AttentionBase):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        sizes = grid_size or window or (14, 14)
-        if min(sizes) < 1 or (window and min(window) < 1):
+        H, W = grid_size or window or (14, 14)
+        if min(H, W) < 1 or (window and min(window) < 1):
             raise ValueError(f"window {window} and grid_size {grid_size} must be (height, width), both at least 1")
         self.window = window
-        H, W = sizes
         self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory_kwargs(kwargs)))
         self.rel_pos_w = nn.Parameter(torch.zeros(2 * W - 1, self.head_dim, **factory_kwargs(kwargs)))
 

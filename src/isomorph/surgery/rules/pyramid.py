@@ -4,6 +4,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,9 +25,7 @@ from isomorph.surgery.plain_layers import conv_padding, is_plain_norm, linear_mi
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
 
-_LOGIT_PROJECTIONS = {
-    f"{start}{name}{end}" for name in "qk" for start in ("", "to_", "proj_", "w") for end in ("", "_proj")
-}
+_LOGIT_PROJECTIONS = {"".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))}
 # Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 

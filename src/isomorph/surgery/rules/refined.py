@@ -160,7 +160,7 @@ class AttentionToRefined(GridRule):
         elif not self.reduce:
             kind = ExpandedAttention
         elif self.span == "spatial":
-            kind, place = SpatialAttention, dict(grid_size=self.grid_size or (14, 14))
-            place["prefix_tokens"] = self.prefix_tokens or 0
+            kind = SpatialAttention
+            place = dict(grid_size=self.grid_size or (14, 14), prefix_tokens=self.prefix_tokens or 0)
         refine = self._refiner(arguments["num_heads"], **factory_kwargs(arguments))
         return kind(refine=refine, recompute=self.recompute, **place, **arguments)
