@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import isomorph.models as own_models
 from isomorph.checkpoints.files import short_reason
@@ -44,11 +45,7 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _without_folders(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_folders(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(each) for each in value]
-    return Path(value).name if isinstance(value, str) and value[:1] in ("/", "~") else value
+    return tree_map(lambda x: Path(x).name if isinstance(x, str) and x[:1] in ("/", "~") else x, value)
 
 
 def recipe_text(values: Any) -> str:

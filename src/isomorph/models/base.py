@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -157,11 +157,9 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # which takes no contexts of Python
         return checkpoint(block, *arguments, use_reentrant=False)
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _keep_statistics(block)
-
-    return checkpoint(block, *arguments, use_reentrant=False, context_fn=contexts)
+    return checkpoint(
+        block, *arguments, use_reentrant=False, context_fn=lambda: (nullcontext(), _keep_statistics(block))
+    )
 
 
 @contextmanager
