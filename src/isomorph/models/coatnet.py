@@ -49,11 +49,7 @@ torch.fx.wrap("to_channels_last")
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 # Attention for each place of the relative bias: before or after the softmax (eq. 3), or nowhere (Table 6).
-ATTENTION: dict[str, Callable[..., Attention]] = {
-    "pre": RelativeAttention,
-    "post": PostRelativeAttention,
-    "none": Attention,
-}
+ATTENTION = {"pre": RelativeAttention, "post": PostRelativeAttention, "none": Attention}
 
 
 class TransformerBlock(nn.Module):

@@ -246,10 +246,8 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int) -> Conv2dNormAc
 # Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28).
 Detections = dict[str, Tensor]
 
-_CLASS_HEADS = (
-    *("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred"),
-    "roi_heads.mask_predictor.mask_fcn_logits",
-)
+_LAST_LAYERS = ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
+_CLASS_HEADS = tuple(f"roi_heads.{layer}" for layer in _LAST_LAYERS)
 
 
 class MaskRCNN(BackboneNetwork):
