@@ -202,7 +202,7 @@ class Recorder:
 
 
 def imitate_autocast() -> None:
-    """Answer torch's and isomorph's questions about autocast for the meta device, which has none."""
+    """Answer torch's and isomorph's questions for the meta device as for a GPU."""
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     torch.is_autocast_enabled = lambda kind=None: OnGPU.casting if kind == "meta" else enabled(*filter(None, [kind]))
     torch.get_autocast_dtype = lambda kind: torch.bfloat16 if kind == "meta" else dtype(kind)
@@ -211,6 +211,7 @@ def imitate_autocast() -> None:
             ("disable_autocast", lambda _: OnGPU.set_casting(False)),
             ("autocast_dtype", autocast_dtype),
             ("is_autocast_on", lambda _: OnGPU.casting),
+            ("saves_work", lambda _: False),  # the form of a GPU
         ):
             if hasattr(module, name):
                 setattr(module, name, stand_in)

@@ -140,9 +140,10 @@ class MeasureMoments(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             total = sums[-1:].clamp(min=1)
             mean = (sums[:-1] / total).view(len(tokens), -1)
-        centred = (tokens - mean.unsqueeze(1)).to(dtype)
+        written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None  # a compiler fuses the cast
+        centred = torch.sub(tokens, mean.unsqueeze(1), out=written).to(dtype)
         source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
-        if dtype != work and not x.is_cuda:
+        if dtype != work and not (x.is_cuda or x.is_meta):
             centred = centred.to(work)
         if total is None and count and centred.dtype == work and not saves_work(x):  # divided by the same operation
             covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
