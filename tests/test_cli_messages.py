@@ -101,7 +101,7 @@ def test_images_are_evenly_spaced_over_the_classes():
     assert len(spaced_images(digits, 7)) == 7
     assert len(spaced_images(digits, 10**6)) == len(digits) == len(spaced_images(digits, None))
     refused("the number of images, 0, must be at least 1", spaced_images, digits, 0)
-    turns = spaced_images(Source([], np.arange(10_000) % 10, map(str, range(10))), 1_000)
+    turns = spaced_images(Source(range(10_000), np.arange(10_000) % 10, map(str, range(10))), 1_000)
     assert set(np.bincount(turns.labels)) <= {99, 100, 101}
     assert (np.diff(turns.ids) > 0).all()
 

@@ -133,7 +133,7 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     rank, world, local = torchrun_place()
     try:
         target = resolve_device(device, local)
-        torch.empty(1, device=target)
+        torch.ones(1, device=target).item()  # which the meta device refuses
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} is not available ({first_line(error)}); try device=cpu") from None
     if target.type == "cuda":

@@ -83,7 +83,7 @@ def interval_text(percent: float, images: int) -> str:
     z, share = 1.96, percent / 100
     centre, variance = share + z**2 / (2 * images), share * (1 - share) / images + (z / (2 * images)) ** 2
     low, high = (100 * (centre + sign * z * variance**0.5) / (1 + z**2 / images) for sign in (-1, 1))
-    return f"{low:.1f} to {high:.1f}"
+    return f"{max(low, 0):.1f} to {high:.1f}"
 
 
 def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:

@@ -109,8 +109,8 @@ def short_reason(error: Exception) -> str:
 
 
 # Entries of training checkpoints that hold the model's tensors, averaged over training (EMA) or as they were last.
-_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict")
-_LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights")
+_AVERAGED = ("state_dict_ema", "model_ema", "ema_state_dict", "ema", "ema_model", "params_ema")
+_LAST = ("state_dict", "model_state_dict", "model", "net", "module", "weights", "params")
 # Those of training without labels, where the teacher is the average of the student; next to others it is another model.
 _PAIR = ("teacher", "student")
 
@@ -171,7 +171,7 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
 
     Raises: UserError when the file is missing, damaged, or holds no tensors by name.
     """
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return Contents(path, *_read_safetensors(path))
     if not path.is_file():
         raise UserError(_describe_missing(path))

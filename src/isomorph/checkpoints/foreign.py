@@ -125,7 +125,8 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
         for entry in (config.first_conv, config.classifier)
     )
     channels = next((weight.shape[1] for weight in stems if weight.ndim == 4), None)
-    classes = len(heads[0]) if heads else 0 if channels else None  # 0: in timm's layout, without a classifier
+    absent = channels and not any(name.startswith(_names(config.classifier)) for name in tensors)
+    classes = len(heads[0]) if heads else 0 if absent else None  # 0: in timm's layout, without a classifier
     for argument, number in (("num_classes", classes), ("in_chans", channels)):
         if number and arguments.get(argument, number) != number:
             raise UserError(f"{argument} {arguments[argument]} is given, and the checkpoint has {number}; leave it out")

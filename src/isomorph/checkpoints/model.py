@@ -321,13 +321,14 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
 
 
 def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
-    """Warn if a tensor has NaN, which is saved or loaded (`done`)."""
+    """Warn if a tensor has NaN or infinity (but -inf, of masks), which is saved or loaded (`done`)."""
     held = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and not tensor.is_meta}
     dense = {
         name: tensor for name, tensor in held.items() if tensor.layout == torch.strided and not tensor.is_quantized
     }
-    if wrong := [name for name, tensor in dense.items() if tensor.isnan().any()]:
-        warnings.warn(f"{wrong[0]} is not finite (NaN), and is {done} as it is", DataWarning, stacklevel=3)
+    real = {name: tensor for name, tensor in dense.items() if tensor.is_floating_point()}
+    if wrong := [name for name, tensor in real.items() if not (tensor < torch.inf).all()]:
+        warnings.warn(f"{wrong[0]} is not finite (NaN or infinite), and is {done} as it is", DataWarning, stacklevel=3)
 
 
 def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -376,9 +377,18 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
         raise UserError(f"{path} does not fit {type(model).__name__}: {short_reason(error)}") from None
     state = _keep_own_head(model, state) if fresh_head else state
     check_state_fits(model, state, path)
+    _check_tied(own, state, path)
     unchanged = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
     model.load_state_dict(state)
     return [name for name in unchanged if not name.endswith(".num_batches_tracked")]
+
+
+def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:
+    names: dict[Any, str] = {}
+    for name, tensor in own.items():
+        first = names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+        if tensor.numel() and first != name and not torch.equal(state[first], state[name]):
+            raise UserError(f"{path} has different tensors {first} and {name}, where the model has one; untie them")
 
 
 def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -404,7 +414,7 @@ def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
 
 
 def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> None:
-    """Raise UserError unless the state has exactly the model's tensors and shapes."""
+    """Raise UserError unless the state has exactly the model's tensors and shapes, and real numbers for real ones."""
     own = model.state_dict()
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
@@ -413,15 +423,22 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         for name in own
         if _shape_differs(own, state, name)
     ]
+    odd = [name for name in own if own[name].is_floating_point() and not _is_real(state.get(name, own[name]))]
+    found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not of real numbers": odd}
     parts = [
         f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        for kind, names in found.items()
         if names
     ]
     if parts:
         pooled = any(name.startswith("fc_norm.") for name in unexpected)
         hint = "; it comes from a model that averages tokens: create the model with global_pool='avg'" if pooled else ""
         raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
+
+
+def _is_real(tensor: Any) -> bool:
+    """True for a dense tensor of floating-point numbers, as integers, complex numbers and quantised ones are not."""
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.layout == torch.strided
 
 
 def _shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:

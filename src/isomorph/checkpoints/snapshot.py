@@ -51,6 +51,10 @@ class RunProgress(_ClosedSchema):
     best: float = -math.inf
     unreadable: list[str] = []
     seconds: float = 0.0
+    logged: _Count = 0
+    """Step of the latest line of steps.jsonl."""
+    logged_total: float = 0.0
+    """Sum of the losses of this epoch up to it."""
 
 
 class SnapshotValues(_ClosedSchema):

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import io
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.utils.data import Dataset
 from isomorph.errors import UserError, first_line
 
 ImageLike = Image.Image | np.ndarray | bytes | Path  # pixels are (H, W, 3) uint8
+# Largest value of 16-bit pixels below which their white is unknown: photos of 8, 10 or 12 bits are stored in them.
+_DIMMEST_WHITE = 4096
 _TURNS = {  # by the orientation in EXIF data
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
@@ -89,7 +92,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Return width and height of an opened image as `upright` returns it, without decoding it."""
-    turned = image.format != "TIFF" and _orientation(image) >= 5
+    turned = image.format != "TIFF" and _orientation(image) in (5, 6, 7, 8)
     return (image.height, image.width) if turned else image.size
 
 
@@ -117,6 +120,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         if not 0 <= low <= high <= 255 or (image.mode == "F" and high <= 1):  # type: ignore[operator]
             raise ValueError(f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits")
     if image.mode.startswith("I;16"):
+        if 0 < (high := np.asarray(image).max()) < _DIMMEST_WHITE:
+            raise ValueError(f"its 16-bit pixels are at most {high}, without a known white; convert it to 8 bits")
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
@@ -166,6 +171,8 @@ class Source(Dataset[tuple[Any, int]]):
 
     def __init__(self, images: Sequence[ImageLike], labels: Sequence[int] | np.ndarray, classes: Iterable[str]) -> None:
         self.images, self.labels, self.classes = images, np.asarray(labels, np.int64), tuple(classes)
+        if len(images) != len(self.labels):
+            raise UserError(f"a source needs as many labels as images; it has {len(self.labels)} and {len(images)}")
         self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
         self.split: tuple[float, int] | None = None
         self.transform: Callable[[Image.Image], Any] | None = None
@@ -278,7 +285,8 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
 
 def hash_to_unit(name: str) -> float:
     """Return a number from 0 to 1 that depends on the name alone."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).digest()
+    composed = unicodedata.normalize("NFC", name)  # file systems differ in it
+    digest = hashlib.blake2b(composed.encode("utf-8", "surrogateescape"), digest_size=6).digest()
     return int.from_bytes(digest) / 2**48
 
 

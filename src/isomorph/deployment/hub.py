@@ -25,7 +25,7 @@ from isomorph.checkpoints.model import find_difference, rebuild, save
 from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.model_card import model_card, read_training, recipe_text
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
+from isomorph.evaluation.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
@@ -167,6 +167,7 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
         with torch.device("meta"):
             plain: Any = rebuild(own["base"], ())
         kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
+        kept = kept if label_names(model) else kept - {"label_names"}
         known = getattr(model, "pretrained_cfg", None) or {}
         actual = {"architecture": own["base"]["name"].partition(".")[0], "num_classes": plain.num_classes}
         plain.pretrained_cfg = {key: known[key] for key in known if key in kept} | actual

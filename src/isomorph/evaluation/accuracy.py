@@ -50,8 +50,8 @@ class PredictionCounts(_Counts):
         self.nll = torch.zeros((), dtype=torch.float64)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch; label -1 does not count. Shape: (B, num_classes), (B,). Raises: UserError for other labels."""
-        classes = logits.shape[1]
+        """Add a batch; negative labels do not count. Shape: (B, num_classes), (B,). Raises: UserError for too large."""
+        classes, labels = logits.shape[1], labels.long()
         if len(labels) and labels.max() >= classes:
             raise UserError(
                 f"the data has class {int(labels.max())}, but the model has {classes} classes; "

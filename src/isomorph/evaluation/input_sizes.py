@@ -226,6 +226,15 @@ def check_own_classes(
         )
 
 
+def check_same_classes(model: nn.Module, classes: Sequence[str]) -> None:
+    """Raise UserError for data with other classes than the model's, or in another order, where both have names."""
+    check_own_classes(model, classes)
+    for number, (own, given) in enumerate(zip(label_names(model), classes, strict=False)):
+        if own != given and not own.isdigit() and not given.isdigit():
+            where = f"class {number} is {own} in the model and {given} in the data"
+            raise UserError(f"{where}; give data with the model's classes, in its order")
+
+
 def shorten(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

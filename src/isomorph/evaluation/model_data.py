@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from isomorph.data.formats import registry
 from isomorph.data.formats.naming import ImageFiles, composed
 from isomorph.data.formats.registry import open_source
+from isomorph.data.formats.tar import TarImages
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes, random_indices, spaced_indices
 from isomorph.distributed import ALONE, Runtime
-from isomorph.errors import UserError
+from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, for_each_batch, sum_counts
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.cost import count_parameters, count_pass
@@ -87,7 +89,8 @@ def open_split(
 ) -> Source:
     """Open the `train` or `test` images of a data source or folder, by default of the model's own.
 
-    A folder that training split is split alike, unless another `test_fraction` is given (1: all images on both sides).
+    A folder that training split is split alike, unless another `test_fraction` is given (1: all images on both sides);
+    a folder of the same classes also if it has more or fewer images now, with a warning.
 
     Raises: UserError when the data is missing.
     """
@@ -97,7 +100,16 @@ def open_split(
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
-            if part.split == (fraction, images):
+            now = (part.split or (0, 0))[1]
+            if now != images and part.classes == tuple(map(composed, label_names(model))):
+                warnings.warn(
+                    f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
+                    f" to {split}ing are used ({len(part)}); --split 1 takes all",
+                    DataWarning,
+                    stacklevel=2,
+                )
+                return part
+            if now == images:
                 return part
     return _open(model, split, data, root)
 
@@ -131,7 +143,8 @@ def _check_unseen(source: Source, model: nn.Module) -> None:
 def with_model_labels(source: Source, model: nn.Module) -> Source:
     """Return the source with labels by the names of the model's classes, where both are known, else unchanged.
 
-    Raises: UserError when a model has classes of other names than a folder of images, or a name stands for several.
+    Raises: UserError when a model has classes of other names than a folder or a tar of images, or than some of the
+    data's, or a name stands for several.
     """
     own = tuple(map(composed, label_names(model))) or _names_in_config(model, source.classes)
     if not own or own == source.classes:
@@ -146,8 +159,8 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
         relabelled.labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
         relabelled.classes = own
         return relabelled
-    if isinstance(getattr(source.images, "images", source.images), ImageFiles):
-        known = len(unknown) < len(source.classes)
+    known = len(unknown) < len(source.classes)
+    if known or isinstance(getattr(source.images, "images", source.images), ImageFiles | TarImages):
         todo = f"rename the folders that differ ({shorten(unknown)})" if known else "give images of the model's classes"
         raise UserError(
             f"the model has {len(own)} classes ({shorten(own)}), the data has {len(source.classes)} "

@@ -114,6 +114,8 @@ def _open_classes(top: Path, train: Path) -> Source:
     if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
+    if top == train and (empty := set(range(len(classes))) - set(labels.tolist())):
+        raise UserError(f"{train / classes[min(empty)]} has no images; add some, or remove the folder")
     return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
 
 

@@ -117,7 +117,7 @@ def visible(folder: str | Path, suffix: str = "/") -> list[Path]:
         return []
     try:
         with os.scandir(folder) as entries:
-            named = [entry for entry in entries if not entry.name.startswith(".")]
+            named = [entry for entry in entries if not entry.name.startswith((".", "__MACOSX"))]
             wanted = [e for e in named if (e.is_dir() if suffix == "/" else e.name.endswith(suffix) and e.is_file())]
             return sorted(Path(folder, entry.name) for entry in wanted)
     except OSError as error:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,8 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
     wanted = [(name, severity) for name in severities for severity in severities[name]]
     inputs = open_inputs(model, source, options)
     fitted = fit_to_size(model, inputs.size)
-    identity = {"model": options.name or type(model).__name__, "weights": weights_hash(model), **inputs.identity()}
+    named = {"model": options.name or type(model).__name__, "weights": weights_hash(model, inputs.config)}
+    identity = named | inputs.identity()
     base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
     if base:
         if differences := _differences(base.identity, identity):
@@ -121,9 +123,14 @@ def _limit_opencv_threads() -> None:
         cv2.setNumThreads(1)
 
 
-def weights_hash(model: nn.Module) -> str:
-    """Return a hash of the names, types, shapes and bytes of a model's state."""
-    digest = hashlib.sha256()
+def weights_hash(model: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return a hash of a model's state (names, types, shapes, bytes), its modules' numbers, and what images become."""
+    digest = hashlib.sha256(repr([config.get(key) for key in ("mean", "std")]).encode())
+    for module in model.modules():
+        values = {name: each for name, each in vars(module).items() if name != "training" and not name.startswith("_")}
+        plain = {name: each for name, each in values.items() if isinstance(each, int | float | str | tuple)}
+        written = {name: text for name, each in plain.items() if " at 0x" not in (text := repr(each))}
+        digest.update(repr((type(module).__name__, sorted(written.items()))).encode())
     for name, tensor in model.state_dict().items():
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

@@ -197,7 +197,8 @@ class RobustnessInputs:
             assert self.source is not None
             source = fingerprint(self.source)
             middle = "shorter side to 256/224 of the size, middle cut out"
-            crop = middle if self.num_classes == 1000 else "the model's own test crop"
+            own = ", ".join(str(self.config[key]) for key in ("crop_pct", "crop_mode", "interpolation"))
+            crop = middle if self.num_classes == 1000 else f"the model's own test crop ({own})"
             pictures = f"{crop}, {self.size[1]} x {self.size[0]} px, then corrupted"
             milder = "" if self.size == PUBLISHED_SIZE else " at every size, not CIFAR-10-C's milder ones"
             constants = SEVERITY_SCALE + milder

@@ -35,7 +35,10 @@ ANNOTATION_FILES = {
     ),
 }
 # Folders where images are looked for, first to last; then `images` and the folder itself.
-IMAGE_FOLDERS = {"train": ("train2017", "images/train", "train", "images"), "test": ("val2017", "images/val", "val")}
+IMAGE_FOLDERS = {
+    "train": ("train2017", "images/train", "train", "images"),
+    "test": ("val2017", "images/val", "val", "valid", "images/test", "test"),
+}
 # Pixels by which a box may leave its image: some annotators count pixels from 1.
 _TOLERANCE = 1.0
 _LARGEST_SIDE, _LARGEST_ID = 10**6, 2**63
@@ -171,6 +174,8 @@ def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> dic
     named = {c["id"]: str(c.get("name") or c["id"]) for c in categories if _is_id(c.get("id"))}
     if not named or len(named) < len(categories):
         raise UserError(f"{path}: categories must have an id each, a whole number of their own")
+    if len({*named.values()}) < len(named):
+        raise UserError(f"{path}: two categories have one name; give each a name of its own")
     return dict(sorted(named.items()))
 
 
@@ -418,7 +423,7 @@ def fitted_size(size: tuple[int, ...], limit: tuple[int, ...]) -> list[int]:
 
 def _resize(value: Any, size: list[int]) -> Any:
     if isinstance(value, tv_tensors.Mask):
-        return V.resize(value, size, InterpolationMode.NEAREST) if len(value) else value.new_zeros(0, *size)
+        return V.resize(value, size, InterpolationMode.NEAREST_EXACT) if len(value) else value.new_zeros(0, *size)
     return V.resize(value, size, antialias=True)
 
 

@@ -18,7 +18,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import check_own_classes, evaluation_config, input_size_problem
+from isomorph.evaluation.input_sizes import check_same_classes, evaluation_config, input_size_problem
 from isomorph.models.task_networks.mask_rcnn import Target
 from isomorph.tasks.detection.data import (
     DetectionSource,
@@ -248,7 +248,7 @@ class Detection(Task):
             if own.test is None:
                 find_annotations(Path(given), "test", "give such a folder, or the annotation file itself")
             source = self._open(Path(given), "test", own.test, own.test_images)
-        check_own_classes(model, source.classes)
+        check_same_classes(model, source.classes)
         return drawn_once(source, options.max_images)
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:

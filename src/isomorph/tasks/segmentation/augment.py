@@ -13,7 +13,7 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 from torchvision import tv_tensors
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 from torchvision.transforms.v2 import query_size
 
@@ -105,7 +105,9 @@ class RatioResize(v2.Transform):
         return {"size": scaled_size((height, width), [factor * limit for limit in limits])}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        return F.resize(inpt, list(params["size"]), antialias=True)  # of a mask, the nearest pixel
+        nearest = isinstance(inpt, tv_tensors.Mask)  # NEAREST would shift the mask by up to a pixel
+        kind = InterpolationMode.NEAREST_EXACT if nearest else InterpolationMode.BILINEAR
+        return F.resize(inpt, list(params["size"]), kind, antialias=True)
 
 
 class CappedCrop(v2.Transform):

@@ -3,6 +3,7 @@
 Formats: ADE20K, CamVid, and any folder of pairs.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +25,7 @@ from isomorph.data.sources import (
     upright,
     upright_size,
 )
-from isomorph.errors import UserError, first_line
+from isomorph.errors import DataWarning, UserError, first_line
 from isomorph.tasks.image_sets import ImageSet
 
 # Class of the pixels that count neither in the loss nor in the metrics.
@@ -131,7 +132,7 @@ class MaskedImages(ImageSet[Files]):
         """
         if not len(self):
             raise UserError("there are no images; check data.root")
-        damaged, labelled = set[str](), False
+        damaged, seen = set[str](), set[int]()
         for files in self.samples:
             for path in files:
                 if not path.is_file():
@@ -140,10 +141,15 @@ class MaskedImages(ImageSet[Files]):
                 _check_size(files, *(_size_of(path) for path in files))
         for index in spaced_indices(np.zeros(len(self)), CHECKED_MASKS):
             with _counting(damaged, unreadable):
-                labelled |= bool((self.mask(index) != IGNORE).any())
-        if not labelled:
-            folder = self.samples[0].mask.parent
+                seen.update(np.unique(self.mask(index)).tolist())
+        folder, ignored = self.samples[0].mask.parent, {IGNORE} & seen
+        if not seen - ignored:
             raise UserError(f"no pixel of the masks in {folder} has a class; give masks with class numbers")
+        if len(self.classes) == 2 and ignored and len(seen) == 2:
+            raise UserError(
+                f"the masks in {folder} have one class, and {IGNORE}, which stands for no class; write the number of "
+                "the other class in its place"
+            )
 
 
 @contextmanager
@@ -183,7 +189,8 @@ ADE_CLASSES = 150
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    named = (path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(path for path in named if not path.name.startswith("."))
 
 
 def _pair_by_name(images: Path, masks: Path) -> list[Files]:
@@ -309,7 +316,8 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
         return train, test
     if fraction is None:
         raise UserError(f"{root} has no test images; give --data.split, the fraction to test on, like 0.2")
-    held_out = np.array([hash_to_unit(files.image.name) for files in train.samples]) < fraction
+    names = [files.image.relative_to(root).as_posix() for files in train.samples]
+    held_out = np.array(list(map(hash_to_unit, names))) < fraction
     if held_out.all() or not held_out.any():
         raise UserError(f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction")
     train.split = (fraction, len(train))
@@ -321,15 +329,19 @@ def open_test_pairs(
 ) -> MaskedImages:
     """Return the test images of a data source, or evenly spaced ones of them.
 
-    They are the part that training left out if `fraction` is given (of a folder with this number of `images`), else the
-    test images, else a whole folder of masks. Raises: UserError for an unknown source, or without test images.
+    They are the part that training left out if `fraction` is given, of a folder that had this number of `images` then
+    (it warns of another number), else the test images, else a whole folder of masks.
+
+    Raises: UserError for an unknown source, or without test images.
     """
     if source not in FORMATS:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
     pairs = None
     with suppress(UserError):  # of a folder that cannot be split
-        part = open_splits(source, root, fraction)[1] if fraction else None
-        pairs = part if part and images in (None, (part.split or (0, 0))[1]) else None
+        pairs = open_splits(source, root, fraction)[1] if fraction else None
+        if pairs and pairs.split and images not in (None, now := pairs.split[1]):
+            kept = f"the {len(pairs)} that a split of {fraction:g} leaves out of training are used"
+            warnings.warn(f"{root} has {now} images, it had {images} in training: {kept}", DataWarning, stacklevel=2)
     pairs = pairs or open_masks(source, "test", root)
     if pairs is None and source == "masks" and not any(_own_folders(root, names) for names in SPLITS.values()):
         pairs = masks("train", root)

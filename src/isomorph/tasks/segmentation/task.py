@@ -20,7 +20,7 @@ from isomorph.data.sources import drawn_fraction, drawn_once, read_image
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import (
-    check_own_classes,
+    check_same_classes,
     evaluation_config,
     input_size_problem,
     label_names,
@@ -178,7 +178,7 @@ class Segmentation(Task):
                 raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
         fraction, images = recorded.get("split") or (None, None)
         pairs = open_test_pairs(source, data_root(root), fraction, options.max_images, images)
-        check_own_classes(model, pairs.classes)
+        check_same_classes(model, pairs.classes)
         pairs.check()
         return pairs
 

@@ -53,8 +53,8 @@ def _both_sides(size: Any) -> Any:
 
 Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
-# Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x.
-MAX_WRITTEN_RATE = 10.0
+# Learning rate, and multiple of lr, above which a number is probably a multiple without its x.
+MAX_WRITTEN_RATE, MAX_MULTIPLE = 10.0, 5000.0
 
 # Optimisers of timm (beginnings of their names) that the training loop or its snapshots do not support.
 UNSUPPORTED_OPTIMIZERS = ("adahessian", "kron")
@@ -210,6 +210,13 @@ class AugmentPart(Part):
     repeats: Annotated[int, Field(ge=1, le=1024)] = 1
     """Repeated augmentation: N samples of each image, from 1/N of the images per epoch (DeiT: 3)."""
 
+    @field_validator("scale")
+    @classmethod
+    def check_order(cls, scale: tuple[float, float]) -> tuple[float, float]:
+        if scale[0] > scale[1]:
+            raise ValueError("give the smallest area first")
+        return scale
+
     @field_validator("auto_augment")
     @classmethod
     def check_policy(cls, policy: str | None) -> str | None:
@@ -273,23 +280,24 @@ class OptimPart(Part):
     warmup_start: Fraction = 0.01
     """Learning rate at the start of the warm-up, as a fraction of lr."""
     min_lr: NotNegative = 0.0
-    """Learning rate at the end of the schedule."""
+    """Learning rate at the end of the schedule; groups with a rate of their own end at the same fraction of theirs."""
 
     @field_validator("gate_lr", "position_lr", "branch_lr", "gamma_lr", mode="before")
     @classmethod
     def resolve_multiple(cls, rate: Any, info: ValidationInfo) -> Any:
         """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
-        if not isinstance(rate, str):
+        if not isinstance(rate, str | int | float):
             return rate
+        rate, lr = str(rate), info.data.get("lr", 1.0)
         try:
             factor = float(rate.removesuffix("x"))
         except ValueError:
             factor = 0.0
         if not 0 < factor < math.inf:
             raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
-        if not rate.endswith("x") and factor > MAX_WRITTEN_RATE:
+        if not rate.endswith("x") and factor > max(MAX_WRITTEN_RATE, MAX_MULTIPLE * lr):
             raise ValueError(f"would be a learning rate of {factor:g}; for a multiple of optim.lr, write {factor:g}x")
-        return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
+        return factor * lr if rate.endswith("x") else factor
 
     @field_validator("name")
     @classmethod
@@ -307,6 +315,8 @@ class OptimPart(Part):
             raise ValueError("warmup_epochs and warmup_iterations are both given; give one of them")
         if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(self.milestones):
             raise ValueError("the schedule step, and no other, needs optim.milestones in ascending order")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, from which the rate falls; lower it")
         return self
 
 

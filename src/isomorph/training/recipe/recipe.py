@@ -97,8 +97,6 @@ class Recipe(Part):
         if self.iterations and (self.optim.warmup_epochs or self.anneal or self.model.recast_epoch):
             names = "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
             yield f"a run with iterations has no schedules in epochs; leave out {names}, or give epochs instead"
-        if self.iterations and (self.optim.warmup_iterations or 0) >= self.iterations:
-            yield f"optim.warmup_iterations must be below iterations {self.iterations}; lower it"
         if not self.iterations and self.optim.warmup_epochs >= self.epochs:
             yield f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
         if self.augment.mixes and self.data.batch_size % 2:

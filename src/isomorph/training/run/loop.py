@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from isomorph.analysis import attention_spans, branch_similarity, centres, gammas, gates, logit_stats
 from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
 from isomorph.distributed import open_runtime, seed_everything, to_device
-from isomorph.errors import UserError
+from isomorph.errors import NotFinite, UserError
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
@@ -230,10 +230,14 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     """Evaluate, save the best model, write the log and a snapshot. Raises: Diverged, UserError."""
     recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
+    check_weights(run)
     epoch, start = progress.closed + 1, time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
     trained = {"train_top1": 100 * run.mean_total(1) / run.epoch_steps} if run.objective.accuracy else {}
-    metrics = {"loss": loss, **trained, **(run.measure() if due else {})}
+    try:
+        metrics = {"loss": loss, **trained, **(run.measure() if due else {})}
+    except NotFinite:
+        raise divergence_error(run, "the network's outputs are not finite", "the evaluation after it") from None
     if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
         raise divergence_error(run, f"the {wrong[0]} is not finite", "the evaluation after it")
     if due:
@@ -251,6 +255,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     journal.write("log.jsonl", row)
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
+    progress.logged_total = 0.0
     save_snapshot(run)
     text = printed(run, metrics) + (f"gamma up to {max(row['gamma'].values()):.2g}  " if "gamma" in row else "")
     if recipe.anneal and progress.recast:
@@ -264,10 +269,10 @@ class StepMonitor:
     def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
         self.run, self.journal, self.request = run, journal, request
         self.saved = time.perf_counter()
-        self._begin_row(run.total[0].item())
+        self._begin_row()
 
-    def _begin_row(self, total: float) -> None:
-        self.began, self.first, self.total, self.waited = time.perf_counter(), self.run.progress.step, total, 0.0
+    def _begin_row(self) -> None:
+        self.began, self.first, self.waited = time.perf_counter(), self.run.progress.step, 0.0
 
     def after_step(self, waited: float, images: Tensor) -> None:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
@@ -288,6 +293,7 @@ class StepMonitor:
         number, anywhere_due = run.runtime.maximum(self.request.number, due)
         if number or anywhere_due:
             _finite_total(run)
+            check_weights(run)
             save_snapshot(run)
             self.saved = time.perf_counter()
             _raise_if_stopped(run, int(number))
@@ -295,11 +301,14 @@ class StepMonitor:
     def _write_row(self, total: float) -> None:
         """Write a line of steps.jsonl about the steps since the previous line, given the sum of losses after them."""
         run, seconds = self.run, time.perf_counter() - self.began
-        steps = run.progress.step - self.first
-        row = {"epoch": run.progress.closed + 1, "step": run.progress.step, "loss": (total - self.total) / steps}
-        row |= {"lr": run.optimizer.param_groups[0]["lr"], "images_per_second": steps * run.order.batch / seconds}
+        progress, step = run.progress, run.progress.step
+        loss = (total - progress.logged_total) / (step - progress.logged)
+        speed = (step - self.first) * run.order.batch / seconds  # since the run resumed, if that was later
+        row = {"epoch": progress.closed + 1, "step": step, "loss": loss}
+        row |= {"lr": run.optimizer.param_groups[0]["lr"], "images_per_second": speed}
         self.journal.write("steps.jsonl", row | {"waiting": self.waited / seconds})
-        self._begin_row(total)
+        progress.logged, progress.logged_total = step, total
+        self._begin_row()
 
 
 def _finite_total(run: Run) -> float:
@@ -309,14 +318,17 @@ def _finite_total(run: Run) -> float:
     return total
 
 
-def save_snapshot(run: Run) -> None:
-    """Write a snapshot. Raises: Diverged when the weights are not finite, UserError when it cannot be written."""
-    tensors = (tensor for tensor in run.trained.state_dict().values() if tensor.is_floating_point())
-    not_finite = any(
-        not torch.isfinite(tensor.to_local() if hasattr(tensor, "to_local") else tensor).all() for tensor in tensors
-    )
+def check_weights(run: Run) -> None:
+    """Raise Diverged when weights, or their averages, are not finite."""
+    models = filter(None, (run.trained, run.averaged))
+    tensors = (t for model in models for t in model.state_dict().values() if t.is_floating_point())
+    not_finite = any(not torch.isfinite(t.to_local() if hasattr(t, "to_local") else t).all() for t in tensors)
     if run.runtime.maximum(not_finite)[0]:
         raise divergence_error(run, "the weights are not finite")
+
+
+def save_snapshot(run: Run) -> None:
+    """Write a snapshot. Raises: UserError when it cannot be written."""
     run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
     run.snapshot()
 

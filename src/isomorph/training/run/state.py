@@ -94,6 +94,8 @@ class Run:
         self.progress = RunProgress(**values)
         self.train, test = self.task.open_data(recipe)
         self.order, self.share = plan_batches(recipe, self.train, runtime)
+        if (recipe.optim.warmup_iterations or 0) >= self.iterations:
+            raise UserError(f"optim.warmup_iterations must be below the run's {self.iterations:,} steps; lower it")
         model = self._initialise_model()
         self.test: Iterable[Any] = self.task.test_loader(recipe, self.config, test, runtime)
         self._check_layers(model.to(runtime.device))
@@ -270,10 +272,12 @@ class Run:
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
     def _restore(self, found: IntactSnapshot) -> None:
-        if differing := changed_fields(found.values["data"], self.counts):
+        classes = [json.loads(header["data"]).get("label_names", []) for header in (found.values["model"], self.header)]
+        moved = [f"class {i} was {a}, is now {b}" for i, (a, b) in enumerate(zip(*classes, strict=False)) if a != b]
+        if differing := changed_fields(found.values["data"], self.counts) + moved[:1]:
             raise UserError(
-                f"{found.path} is of a run on other data ({'; '.join(differing)} per epoch); use the images it started "
-                "with, or give `out` another folder"
+                f"{found.path} is of a run on other data ({'; '.join(differing)}); use the images it started with, or "
+                "give `out` another folder"
             )
         if self.progress.step % self.order.steps and found.values["lanes"] != self.lanes:
             raise UserError(
