@@ -155,6 +155,8 @@ def test_pixels_of_32_bits_are_not_clipped(tmp_path):
         refused(rf"{name}.tif: its pixels are from 0 to .*convert it", read_image, path)
     Image.fromarray(np.arange(64, dtype=np.int32).reshape(8, 8)).save(path)
     assert read_image(path).getextrema() == ((0, 63),) * 3
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 60).save(path)  # 12 bits in 16
+    refused("its 16-bit pixels are at most 3780, without a known white", read_image, path)
 
 
 def test_a_model_of_grey_images_reads_grey_images():

@@ -111,6 +111,20 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     assert evaluation_config(opened)["input_size"] == (3, 96, 96)
     images = torch.randn(1, 3, 96, 96)
     torch.testing.assert_close(opened(images), model(images))
+    content = {"ema": model.state_dict(), "model": {name: 2 * t for name, t in model.state_dict().items()}}
+    assert same(open_own(save(tmp_path / "both.pth", content), arch=settings["model"], model_kwargs=VIT), model)
+
+
+def test_tensors_that_the_model_cannot_hold(tmp_path):
+    tied, state = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), cnn("cifar_resnet20").state_dict()
+    two = tied.state_dict()
+    tied[1].weight = tied[0].weight
+    refused("different tensors 0.weight and 1.weight", iso.load, save(tmp_path / "two.pth", two), base=tied)
+    whole = save(tmp_path / "whole.pth", {**two, "1.weight": two["0.weight"], "0.bias": torch.ones(3).int()})
+    refused(r"1 not of real numbers \(0.bias\)", iso.load, whole, base=tied)
+    state["linear.weigth"] = state.pop("linear.weight")
+    named = save(tmp_path / "typo.pth", state)
+    refused("1 missing \\(linear.weight\\); 1 unexpected \\(linear.weigth\\)", open_own, named, arch="cifar_resnet20")
 
 
 def test_harmless_classes_are_read_and_no_others(tmp_path):

@@ -14,7 +14,8 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
 from isomorph.data.label_maps import LabelMapSource
-from isomorph.data.sources import decode, image_name, read_image, upright_size
+from isomorph.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
+from isomorph.errors import DataWarning
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.model_data import open_test_images
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
@@ -82,6 +83,18 @@ def test_images_keep_their_side_of_a_split_when_others_are_added(tmp_path):
     held_out, more = ({n for n, side in sides(tmp_path / "elsewhere", f).items() if side == "test"} for f in (0.2, 0.4))
     assert held_out < more
     assert 15 < len(held_out) < 35 < len(more) < 65
+
+
+def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_path):
+    photos = images(tmp_path / "photos")
+    model, before = network(split=(0.4, 15)), iso.data.open_source(photos, "test", test_fraction=0.4)
+    assert len(open_test_images(model, str(photos), None)) == len(before)
+    Image.new("RGB", (8, 8)).save(photos / "pear" / "new.png")
+    with pytest.warns(DataWarning, match="has 16 images, that of training had 15: those that --split 0.4"):
+        assert abs(len(open_test_images(model, str(photos), None)) - len(before)) < 2
+    assert len(open_test_images(model, str(photos), None, test_fraction=1)) == 16
+    (photos / "quince").mkdir()
+    refused("quince has no images; add some, or remove the folder", iso.data.open_source, photos, "test")
 
 
 def test_labels_follow_the_names_of_the_models_classes(tmp_path):
@@ -192,6 +205,7 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
 
 def test_files_of_names_in_another_unicode_form_are_found(tmp_path):
     one, other = "Caf\u00e9", "Cafe\u0301"
+    assert hash_to_unit(one) == hash_to_unit(other)
     for path in ("images/train", "masks/train"):
         (tmp_path / path).mkdir(parents=True)
     Image.new("RGB", (8, 6)).save(tmp_path / f"images/train/{other}.png")

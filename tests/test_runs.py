@@ -22,6 +22,7 @@ from isomorph.training.run.guards import lock_folder, stop_requests
 from isomorph.training.run.log import ClosableStream, read_log
 from isomorph.training.run.state import Run
 from refusals import refused
+from test_own_images import images
 from tiny_runs import same_snapshots, stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)
@@ -177,6 +178,24 @@ def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
     iso.train(tiny(tmp_path / "whole", **steady | dict(epochs=3)), show=False)
     same_weights(tmp_path / "on", tmp_path / "whole")
     refused("epochs was 3, is now 2", iso.train, tiny(tmp_path / "on", **steady | dict(epochs=2)), show=False)
+    late = dict(lr=1e-3, warmup_iterations=8)
+    refused("warmup_iterations must be below the run's 8 steps", iso.train, tiny(tmp_path / "late", optim=late))
+
+
+def test_a_run_whose_classes_change_places_does_not_go_on(tmp_path):
+    data = dict(source="imagefolder", root=images(tmp_path / "photos"), split=0.4, batch_size=4)
+    run = dict(data=data, optim=dict(schedule="constant"), model=dict(name="cifar_resnet20"), monitor_every=None)
+    iso.train(tiny(tmp_path / "run", **run, epochs=1), show=False)
+    (tmp_path / "photos/apple").rename(tmp_path / "photos/zapple")
+    refused("class 0 was apple, is now pear", iso.train, tiny(tmp_path / "run", **run, epochs=2), show=False)
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    optim = dict(weight_decay=1e30, lr=1e-2, schedule="constant")
+    data = TINY["data"] | dict(batch_size=128)  # one step an epoch
+    run = tiny(tmp_path / "run", optim=optim, data=data, evaluate_every=2, keep_every=1)
+    refused("the weights are not finite at epoch 1, step 1; there is no snapshot", iso.train, run, show=False)
+    assert not (tmp_path / "run/epoch-1.safetensors").exists()
 
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2)

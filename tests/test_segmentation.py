@@ -12,9 +12,9 @@ from torchvision import tv_tensors
 import isomorph as iso
 from command_line import isomorph
 from isomorph.distributed import ALONE
-from isomorph.errors import NotFinite
+from isomorph.errors import DataWarning, NotFinite
 from isomorph.tasks.segmentation.augment import CappedCrop, RatioResize, SegmentationPart, TrainTransform, scaled_size
-from isomorph.tasks.segmentation.data import IGNORE, Pair, open_masks, open_splits, open_test_pairs, read_mask
+from isomorph.tasks.segmentation.data import IGNORE, Pair, masks, open_masks, open_splits, open_test_pairs, read_mask
 from isomorph.tasks.segmentation.results import Confusion, slide, window_starts
 from isomorph.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
 from isomorph.training.optim import build_optimizer, build_scheduler
@@ -154,6 +154,12 @@ def test_a_folder_is_tested_on_the_part_that_training_left_out(tmp_path):
     with pytest.warns(DataWarning, match=r"has 12 images, it had 13 in training: the 2 .* are used"):
         assert open_test_pairs("masks", tmp_path, 0.3, None, 13).samples == test.samples
     assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
+    for scene in "abcdef":
+        write_pair(tmp_path / "video", f"{scene}/frame", *squares(0), ".")
+    assert {len(part) > 0 for part in open_splits("masks", tmp_path / "video", 0.5)} == {True}  # not by "frame" alone
+    write_pair(tmp_path / "binary", "0", squares(0)[0], 255 * (squares(0)[1] == 1))
+    (tmp_path / "binary/classes.txt").write_text("background\nobject\n")
+    refused("have one class, and 255, which stands for no class", masks("train", tmp_path / "binary").check)
 
 
 # augmentation

@@ -65,7 +65,7 @@ def same_run(a, b):
     ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for name, keys in (("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")), ("steps.jsonl", ("step", "lr"))):
+    for name, keys in (("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")), ("steps.jsonl", ("step", "lr", "loss"))):
         rows = [[[row[key] for key in keys] for row in read_log(folder / name)] for folder in (a, b)]
         assert rows[0] == rows[1]
     assert not [path for folder in (a, b) for path in folder.glob(".*")]
