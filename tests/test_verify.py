@@ -75,6 +75,13 @@ def test_rounding_is_measured():
     assert not compare_outputs(Gives(scaled, 1e-3), Gives(scaled, 1.1e-3), X, atol=0.01).passed
 
 
+def test_a_callers_autocast_is_off():
+    linear, images = torch.nn.Linear(8, 8), torch.randn(64, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = iso.verify(linear, iso.recast(linear, iso.LinearToPyramid(), where=""), images)
+    assert report.inputs[0].fp32 < 1e-6
+
+
 def test_identical_infinities_are_equal_and_nan_is_not():
     gives = Gives(lambda w, x: torch.cat([w.log(), x[0]]), 0.0)
     assert iso.verify(gives, copy.deepcopy(gives), X).fp32 == 0

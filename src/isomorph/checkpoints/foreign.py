@@ -80,6 +80,11 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     images = _image_settings(settings, model, path)
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)
+    if not images and "." not in name:
+        config = resolve_data_config({}, model=model)
+        size, known = "{} x {}".format(*config["input_size"][-2:]), "crop_pct {crop_pct:g}, mean {mean}, std {std}"
+        note = f"{path.name} does not say how its images were prepared; {name}'s own is taken: {size}, "
+        add_notes(model, note + known.format(**config))
     add_notes(model, *contents.notes)
     return model.eval()
 

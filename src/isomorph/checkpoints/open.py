@@ -140,7 +140,7 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
     parts, model, done = read_parts(contents) if contents.is_own else None, copy.deepcopy(base), edits(base)
     recorded = parts.edits if parts else ()
-    if done != recorded[: len(done)]:
+    if parts and done != recorded[: len(done)]:
         raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
     try:
         for edit in recorded[len(done) :]:

@@ -98,6 +98,8 @@ def input_channels(model: nn.Module) -> int:
         conv = model.get_submodule(first) if isinstance(first, str) else None
     except AttributeError:  # removed or replaced
         conv = None
+    if not config:  # a user's own network
+        conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels <= 4), None)
     known = getattr(model, "in_chans", None) or getattr(conv, "in_channels", None)
     return known or (config.get("input_size") or (3,))[0]
 

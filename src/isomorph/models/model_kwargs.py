@@ -9,7 +9,7 @@ RESERVED_ARGUMENTS = {
     "pretrained": "give model.pretrained",
     "checkpoint_path": "give model.weights",
     "pretrained_cfg": "name the weights in model.name, like resnet50.a1_in1k",
-    "pretrained_cfg_overlay": "give data.size or data.test_crop",
+    "pretrained_cfg_overlay": "write a function that returns the model with its pretrained_cfg",
     "pretrained_strict": "give model.weights",
     "pretrained_filter_fn": "give model.weights",
     "cache_dir": "set HF_HOME",

@@ -139,6 +139,8 @@ def runs_finding(best: Mapping[str, float | None], images: int | None = None) ->
         return f"{ties} of {len(known)} runs reach the best top-1, {reached}.{missing}"
     second, other = others[0]
     lead = f"{reached}, {value - second:.2f} points above {other}"
+    if images and value - second < 1.96 * (2 * value * (100 - value) / images) ** 0.5:
+        lead += f" (less than chance may do with {images:,} images)"
     return f"{name} reaches the best top-1, {lead}, each in its best epoch on the test images.{missing}"
 
 

@@ -281,6 +281,8 @@ class _Pair:
         self.atol, self.others = atol, set[str]()
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # a caller's autocast would compute in half precision
+    @torch.autocast("cuda", enabled=False)
     def row(self, batch: Inputs, what: str) -> Difference:
         outputs = []
         for dtype, (original, recast) in self.models.items():

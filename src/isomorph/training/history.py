@@ -56,7 +56,8 @@ def saved_models(
         except UserError as error:
             if damaged is None:
                 raise
-            damaged.append(str(error))
+            if options != NO_OPTIONS or not needs_options(str(path)):  # not one that needs its own function
+                damaged.append(str(error))
         else:
             yield epoch, model
 

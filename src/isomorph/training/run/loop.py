@@ -114,7 +114,7 @@ def _say_if_worse(run: Run, journal: Journal) -> None:
     share, images = old.get("top1", 0.0), old.get("images") or 1
     noise = 1.96 * (2 * share * (100 - share) / images) ** 0.5
     if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
-        advice = "train longer, lower optim.lr, or change the images less (augment.scale, augment.crop_padding)"
+        advice = "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
         journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
 
 
@@ -257,7 +257,9 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     run.total.zero_()
     progress.logged_total = 0.0
     save_snapshot(run)
-    text = printed(run, metrics) + (f"gamma up to {max(row['gamma'].values()):.2g}  " if "gamma" in row else "")
+    heads = [gate for layer in row.get("gating", {}).values() for gate in layer.get("gates", ())]
+    text = printed(run, metrics) + (f"gates {min(heads):.2f} to {max(heads):.2f}  " if heads else "")
+    text += f"gamma up to {max(row['gamma'].values()):.2g}  " if "gamma" in row else ""
     if recipe.anneal and progress.recast:
         text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
