@@ -233,9 +233,11 @@ class TestRuns:
     def test_a_regression_and_a_split(self, root, tmp_path):
         values = fine_tuning(root, "stsb")
         values["data"] |= dict(split=0.25)
-        metrics = iso.train(validate({**values, "out": str(tmp_path)}), show=False).metrics
-        assert metrics["examples"] == 6
-        assert -100 <= metrics["spearman"] <= 100
+        result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
+        assert result.metrics["examples"] == 6
+        assert -100 <= result.metrics["spearman"] <= 100
+        opened = task_of(result.model).open_test(result.model, "glue", root)  # what training left out, not dev.tsv
+        assert len(opened) == 6
 
     def test_outputs_that_are_not_finite_have_no_metric(self, root):
         part = TextClassificationPart(dataset="rte", tokenizer=str(root / "vocab.txt"), length=16)

@@ -23,7 +23,7 @@ from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
-from isomorph.tasks.language.text import LanguagePart, LanguageTask, read_text
+from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective
@@ -313,7 +313,11 @@ class TextClassification(LanguageTask):
         return compute_metrics(self.glue.metrics, predicted, labels)
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
-        return self._read(open_root(root, [self.options.dataset]), "test")
+        root = open_root(root, [self.options.dataset])
+        part, examples = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+        if part and len(train := self._read(root, "train")) == examples:
+            return divide(train, part)[1]  # what training left out
+        return self._read(root, "test")
 
 
 @torch.no_grad()
