@@ -158,7 +158,8 @@ def test_a_branch_that_is_switched_off_proves_nothing():
         (nn.LazyLinear(3), torch.randn(1, 4), None, r"weight has no shape yet \(lazy layer\); run the model once"),
         (nn.Identity(), torch.randn(0, 4, 6, 6), None, r"the batch is empty \(0x4x6x6\)"),
         (nn.Identity(), {"x": torch.randn(0, 4)}, None, r"the batch is empty \(x 0x4\)"),
-        (nn.Identity(), torch.randn(1, 4), -1e-3, "atol -0.001 must be at least 0"),
+        (nn.Identity(), torch.randn(1, 4), -1e-3, "atol -0.001 must be a number of at least 0"),
+        (nn.Identity(), torch.randn(1, 4), "1e-3", "must be a number of at least 0"),
     ],
 )
 def test_what_cannot_be_compared_is_said(model, x, atol, message):

@@ -10,6 +10,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA, GatedMap, PositionalAttention
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.map_attention import InsertedBlock
+from isomorph.operations import unwrap
 from isomorph.surgery.edited_attention import attention_name
 from isomorph.surgery.modules import outermost_modules
 
@@ -17,7 +18,7 @@ _GATED = (TapHeads, GPSA, PositionalAttention, GatedMap)
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
-    layers = outermost_modules(model, lambda module: isinstance(module, _GATED))
+    layers = outermost_modules(unwrap(model, to_copy=False), lambda module: isinstance(module, _GATED))
     if not layers:
         raise UserError("the model has no gated attention layer; recast it (inserted blocks: iso.analysis.gammas)")
     return {attention_name(name, layer): layer for name, layer in layers.items()}
@@ -47,7 +48,8 @@ def gammas(model: nn.Module) -> dict[str, Tensor]:
     >>> iso.analysis.gammas(iso.insert(cnn, iso.layers.MapAttention, after="layer3.1"))["layer3.1"].shape
     torch.Size([256])
     """
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, InsertedBlock)}
+    modules = unwrap(model, to_copy=False).named_modules()
+    blocks = {name: module for name, module in modules if isinstance(module, InsertedBlock)}
     if not blocks:
         raise UserError("the model has no inserted block; insert one with iso.insert")
     return {name.removesuffix(".inserted"): block.gamma.detach() for name, block in blocks.items()}

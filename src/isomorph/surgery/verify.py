@@ -225,8 +225,8 @@ def compare_outputs(
     batches = list(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor | Mapping) else [inputs]
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
-    if atol is not None and not atol >= 0:
-        raise UserError(f"atol {atol:g} must be at least 0")
+    if isinstance(atol, str) or (atol is not None and not atol >= 0):
+        raise UserError(f"atol {atol!r} must be a number of at least 0")
     for batch in batches:
         check_not_empty(batch)
     if atol is None:

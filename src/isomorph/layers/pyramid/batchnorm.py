@@ -34,7 +34,7 @@ def update_statistics(
     changes: dict[float, list[tuple[Tensor, Tensor]]] = {}
     for norm, *values in zip(norms, each_mean, each_variance, strict=False):
         if norm.running_mean is not None and norm.track_running_stats:
-            counts.append(norm.num_batches_tracked)  # type: ignore[arg-type]
+            counts += [] if norm.num_batches_tracked is None else [norm.num_batches_tracked]
             pairs = zip((norm.running_mean, norm.running_var), values, strict=True)
             changes.setdefault(norm.momentum, []).extend((old, new.to(old.dtype)) for old, new in pairs)  # type: ignore
     if counts:
