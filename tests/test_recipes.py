@@ -283,6 +283,7 @@ WRONG = {
     "model=cifar_resnet20": "model is a group of fields: name, .*model.name=VALUE",
     "loss=hinge": "loss: .*'softmax' or 'sigmoid'",
     "model.name=cifar_resnet2": "did you mean.*cifar_resnet20",
+    "model.name=facebook/dinov2-small": "did you mean vit_small_patch14_dinov2",
     "model.kwargs.pretrained=true": "model.kwargs: pretrained.*model.pretrained",
     "model.kwargs.in_chans=abc": "model.kwargs: in_chans",
     "model.kwargs.x=[[[[[[[[[[1]]]]]]]]]]": "model.kwargs: x .*8 levels",

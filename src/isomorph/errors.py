@@ -1,5 +1,6 @@
 """The exception for requests that isomorph cannot fulfil as given, and the advice on missing packages."""
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -63,6 +64,9 @@ def unknown_model(name: str, known: Sequence[str]) -> str:
     base = name.partition(".")[0]
     longer = sorted((other for other in known if other.startswith(base)), key=lambda other: (len(other), other))
     close = longer[:3] or get_close_matches(base, known, n=3) or [other for other in known if base in other][:3]
+    words = [word for word in re.split(r"[\W_]", base) if len(word) > 4]  # as in facebook/dinov2-small
+    shared = {other: sum(word in other for word in words) for other in known}
+    close = close or sorted(filter(shared.get, known), key=lambda other: -shared[other])[:3]
     hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
     hint += f" A function of yours is {':'.join(name.rsplit('.', 1))}" if "." in name and base not in known else ""
     return f"there is no model {name!r}; {hint}"
