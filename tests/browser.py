@@ -86,7 +86,8 @@ class Tab:
         """Mouse events at a point of an element."""
         x, y = self.middle(selector, down, across)
         for kind in kinds.split():
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            button = "none" if kind == "mouseMoved" else "left"
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
         self.settle()
 
     def hover(self, *place) -> None:
@@ -94,6 +95,25 @@ class Tab:
 
     def click(self, *place) -> None:
         self.point("mouseMoved mousePressed mouseReleased", *place)
+
+    def touch(self, selector: str, *points: tuple[float, float]) -> None:
+        """A finger that goes down at the first point of an element, along the others, and up."""
+        for kind, point in zip(("touchStart", *("touchMove",) * len(points)), points, strict=False):
+            x, y = self.middle(selector, *point)
+            self.send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.settle()
+
+    def save(self, button: str, folder: Path) -> tuple[str, bytes]:
+        """The name and the content of the file that a button saves; the button's last word is the kind of file."""
+        folder.mkdir()
+        self.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+        self.click(f"[aria-label='Save {button}']")
+        end = time.monotonic() + 120
+        while not (files := [path for path in folder.glob(f"*.{button.split()[-1].lower()}") if path.stat().st_size]):
+            assert time.monotonic() < end, f"never saved: {button}"
+            time.sleep(0.03)
+        return files[0].name, files[0].read_bytes()
 
     def press(self, key: str) -> None:
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}

@@ -1,6 +1,7 @@
 """The report's pages in a real browser: what is drawn is what the model computes, by pointer, key and touch."""
 
-import base64
+import csv
+import io
 import json
 import re
 
@@ -28,6 +29,7 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.page_images import normalise_images
+from isomorph.report.page_models import name_classes
 from test_report import CONFIG as FRAMING
 from test_report import small_vit
 
@@ -54,14 +56,15 @@ def tab(browser):
 def page(tmp_path_factory):
     """The page of a small ViT and its recast on two wide images, and the maps that it is to show."""
     torch.manual_seed(0)
-    vit = small_vit()
+    vit = small_vit(reg_tokens=1)
     for block in vit.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.4)  # attention that is far from uniform
     models = [vit, iso.recast(vit, iso.AttentionToGPSA(init="paper", grid_size=None), "blocks.[01].attn")]
     images = [PageImage(f"image {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)]
     path = write(tmp_path_factory.mktemp("page"), dict(zip(NAMES, models, strict=True)), images)
     batch = normalise_images(images, CONFIG)
-    return path, [iso.attention_maps(model, batch) for model in models]
+    classes = [name_classes(model, model(batch)) for model in models]
+    return path, [iso.attention_maps(model, batch) for model in models], classes
 
 
 def write(folder, models, images, config=CONFIG):
@@ -94,7 +97,7 @@ def at(position, grid=GRID):
 
 
 def token(position):
-    return 1 + position[0] * GRID[1] + position[1]
+    return 2 + position[0] * GRID[1] + position[1]  # after a class token and a register
 
 
 def level(row):
@@ -113,8 +116,7 @@ def pixels(tab, selector):
 
 
 def choose(tab, name, i):
-    tab.run(f"document.querySelectorAll('[name=\"{name}-0\"]')[{i}].click()")
-    tab.settle()
+    tab.click(f"fieldset:has([name='{name}-0']) label:nth-child({i + 1})")
 
 
 class TestAttention:
@@ -131,61 +133,136 @@ class TestAttention:
         tab.events.clear()  # the console says that both are refused
 
     def test_numbers_under_the_pointer_are_the_models(self, tab, page):
-        tab.open(page[0])
-        draw = np.random.default_rng(0)
-        for _ in range(4):
-            query, key = (tuple(int(draw.integers(n)) for n in GRID) for _ in range(2))
-            head, model = int(draw.integers(3)), int(draw.integers(2))
-            tab.click(".pick", *at(query))
-            tab.hover(tile(1, model, head) + " canvas", *at(key))
-            assert f"From row {query[0] + 1}, column {query[1] + 1}" in readout(tab)
-            assert f"Head {head + 1} attends to row {key[0] + 1}, column {key[1] + 1} with" in readout(tab)
-            for maps, name in zip(page[1], NAMES, strict=True):
-                row = maps["blocks.1.attn"][0, head, token(query)]
+        """Of the image, layer and query that the mouse has chosen: a patch, or a token before the patches."""
+        path, maps, classes = page
+        tab.open(path)
+        assert texts(tab, "fieldset:has([name='Query-0']) label") == ["Patch", "Class token", "Register 1"]
+        cases = (
+            (1, 2, (3, 5), 0, 2, (0, 2)),
+            (0, 0, 0, 1, 0, (3, 1)),
+            (1, 1, (0, 1), 1, 1, (2, 4)),
+            (0, 1, 1, 0, 1, (0, 0)),
+        )
+        for image, layer, query, model, head, key in cases:
+            choose(tab, "Image", image)
+            tab.click("[aria-label=Layer]", 0.5, 0.02 + 0.48 * layer)
+            if query in (0, 1):
+                choose(tab, "Query", 1 + query)
+                start = f"From {('class token', 'register 1')[query]}. "
+            else:
+                tab.click(".pick", *at(query))
+                start = f"From row {query[0] + 1}, column {query[1] + 1} of 4 {TIMES} 6 (pinned). "
+            tab.hover(tile(layer, model, head) + " canvas", *at(key))
+            start += f"Head {head + 1} attends to row {key[0] + 1}, column {key[1] + 1} with "
+            assert readout(tab).startswith(start)
+            rows = [of[f"blocks.{layer}.attn"][image, head, query if query in (0, 1) else token(query)] for of in maps]
+            for row, name in zip(rows, NAMES, strict=True):
                 shown = float(re.search(rf"([\d.e-]+) \({re.escape(name)}\)", readout(tab))[1])
                 assert abs(shown - row[token(key)]) <= level(row)
+            assert readout(tab, ";") == pytest.approx(rows[model][:2].sum().item(), abs=2 * level(rows[model]))
+            told = [f"{name} predicts {of[image]}" for name, of in zip(NAMES, classes, strict=True)]
+            assert texts(tab, ".predictions p") == told
+            tab.click(".pick", *at((1, 1)))  # unpins the patch, or pins one instead of the token
+            assert tab.run("document.querySelector('[name=Query-0]').checked")
             tab.press("Escape")
-            tab.click(".pick", *at(query))  # unpin the patch
 
-    def test_maps_have_their_colours_and_differences_their_signs(self, tab, page):
+    def test_maps_have_their_colours_and_differences_their_signs(self, tab, page, tmp_path):
         tab.open(page[0])
+        tab.click(tile(1, 1, 0))
+        over = pixels(tab, ".pick")
         choose(tab, "Draw", 1)
+        assert (over != pixels(tab, ".pick")).any()
         table = np.array(tab.run("COLOURS.sequential"))
         assert table[[0, 85, 255]].tolist() == [[0, 0, 4], [114, 31, 129], [252, 253, 191]]  # magma
-        for query in ((0, 0), (2, 1)):
+        for shared, query in enumerate(((0, 0), (2, 1))):
+            choose(tab, "Colour scale", shared)
+            assert texts(tab, ".scale span") == ["0", ("largest in the map", "largest shown")[shared]]
             tab.hover(".pick", *at(query))
-            rows = [maps["blocks.1.attn"][0, 0, token(query), 1:].unflatten(0, GRID).numpy() for maps in page[1]]
+            rows = np.stack([of["blocks.1.attn"][0, :, token(query), 2:].unflatten(1, GRID) for of in page[1]])
             change = rows[1] - rows[0]
             drawn = [pixels(tab, tile(1, model, 0) + " canvas") for model in range(3)]
+            selected = pixels(tab, ".pick")  # the map of the selected head, over the image
             for position in np.ndindex(*GRID):
                 if position == query:
                     continue  # the frame is drawn there
-                y, x = (int(share * size) for share, size in zip(at(position), drawn[0].shape, strict=False))
-                for row, image in zip(rows, drawn, strict=False):
-                    wanted = int(255 * row[position] / row.max())
+                for row, image in zip(rows[[0, 1, 1], 0], (*drawn[:2], selected), strict=True):
+                    y, x = (int(share * size) for share, size in zip(at(position), image.shape, strict=False))
+                    wanted = int(255 * row[position] / (rows if shared else row).max())
                     assert (abs(table[max(0, wanted - 1) : wanted + 3] - image[y, x]).max(1) <= 1).any()
-                if abs(change[position]) > 0.1 * abs(change).max():
-                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (change[position] > 0)  # red is more
+                y, x = (int(share * size) for share, size in zip(at(position), drawn[2].shape, strict=False))
+                if abs(change[0][position]) > 0.1 * abs(change[0]).max():
+                    assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (change[0][position] > 0)  # red is more
 
-        rows, svg = tab.run("viewerRows(viewers[0])"), tab.run("viewerSvg(viewers[0])")  # what the buttons save
-        assert rows[0] == ["model", "layer", "head", "query", "row", "column", "attention"]
-        assert len(rows) == 1 + 3 * 3 * 24
+        tab.click(".pick", *at(query))  # pins
+        name, text = tab.save("the attention maps as CSV", tmp_path / "csv")
+        assert name == "img-src-x-onerror-alert-1-and-gated-tuned-attention.csv"
+        saved = list(csv.DictReader(text.decode().splitlines()))
+        assert {row["query"] for row in saved} == {f"row 3, column 2 of 4 {TIMES} 6"}
+        assert list(saved[-1].values())[:6] == [
+            f"{NAMES[1]} minus {NAMES[0]}",
+            "blocks.1.attn",
+            "3",
+            saved[0]["query"],
+            "4",
+            "6",
+        ]
+        values = np.array([float(row["attention"]) for row in saved]).reshape(3, *rows.shape[1:])
+        assert abs(values - [*rows, change]).max() <= 2 * level(rows)
+        svg = tab.save("the attention maps as SVG", tmp_path / "svg")[1].decode()
         assert svg.count("<image ") == 1 + 9
         assert "head 3" in svg
+        image = Image.open(io.BytesIO(tab.save("the attention maps as PNG", tmp_path / "png")[1]))
+        sides = [float(re.search(rf'<svg [^>]*{side}="([\d.]+)"', svg)[1]) for side in ("width", "height")]
+        assert image.size == pytest.approx([3 * side for side in sides], abs=3)
+        assert np.asarray(image).std() > 10
+        tab.click(tile(1, 2, 0))
+        assert texts(tab, ".scale span")[0] == "negative"
 
-    def test_keys_and_touch(self, tab, page):
+    def test_mouse_keys_and_touch(self, tab, page):
         tab.open(page[0])
+
+        def place():
+            row, column, pinned = re.match(
+                rf"From row (\d), column (\d) of 4 {TIMES} 6( .pinned.)?", readout(tab)
+            ).groups()
+            return int(row), int(column), bool(pinned)
+
+        pressed = f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed') === 'true'"
+        for query, pinned in (((2, 4), (3, 5, True)), ((1, 3), (1, 1, False))):  # the second click unpins
+            tab.click(".pick", *at(query))
+            tab.hover(".pick", *at((0, 0)))
+            assert place() == pinned
+        before = pixels(tab, ".pick")
+        for selected in (True, False):
+            tab.click(tile(1, 1, 2))
+            assert tab.run(pressed) == selected == ("Head 3 of blocks.1.attn" in readout(tab))
+            assert (pixels(tab, ".pick") != before).any() == selected
+
         tab.run(f'document.querySelector("{tile(1, 1, 2)}").focus()')
         tab.press("Enter")
-        assert tab.run(f"document.querySelector(\"{tile(1, 1, 2)}\").getAttribute('aria-pressed')") == "true"
-        assert "Head 3 of blocks.1.attn" in readout(tab)
+        assert tab.run(pressed)
         tab.run("document.querySelector('.pick').focus()")
         before, seen = pixels(tab, tile(1, 0, 0) + " canvas"), []
-        for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowUp"):
+        for key in ("ArrowRight", "ArrowDown", "ArrowUp", "ArrowUp", "ArrowLeft"):
             tab.press(key)
-            seen.append(tuple(map(int, re.match(r"From row (\d), column (\d)", readout(tab)).groups())))
-        assert seen == [(3, 5), (4, 5), (4, 5), (4, 4), (3, 4)]  # the border holds
+            seen.append(place())
+        assert seen == [(1, 2, True), (2, 2, True), (1, 2, True), (1, 2, True), (1, 1, True)]  # the border holds
         assert (pixels(tab, tile(1, 0, 0) + " canvas") == before).all()
+        tab.press("Escape")
+        assert not tab.run(pressed)
+        assert place() == (1, 1, False)
+        seen = []
+        for key in "[[]]]":
+            tab.press(key)
+            seen.append(texts(tab, ".layer output")[0][7] + tab.run("document.querySelector('[type=range]').value"))
+        assert seen == ["00", "00", "11", "22", "22"]
+
+        tab.touch(".pick", at((0, 1)))
+        assert place() == (1, 2, True)
+        tab.touch(".pick", at((1, 3)))  # a finger pins each time
+        assert place() == (2, 4, True)
+        tab.touch(".pick", at((1, 3)), at((1, 4)), at((1, 5)))
+        assert place() == (2, 6, True)
 
     def test_no_screen_overflows_and_schemes_differ(self, tab, page, tmp_path):
         for width, dark in ((1280, False), (768, True), (390, False)):
@@ -255,31 +332,27 @@ class TestCharts:
             assert texts(tab, ".reading")[number] == expected
         tab.hover(".charts .card .chart > svg", 0.5, 0.98)
         assert texts(tab, ".reading")[0] == "step 2: a, b 2 · c \N{EN DASH}"
-        tab.run(
-            "window.files = []; saveBlob = async (name, blob) => {"
-            "const bytes = new Uint8Array(await blob.arrayBuffer());"
-            "window.files.push([name, btoa(bytes.reduce((s, b) => s + String.fromCharCode(b), ''))]); }"
-        )
-
-        def saved(label):
-            tab.run(f"window.files.length = 0; document.querySelector('[aria-label=\"Save {label}\"]').click()")
-            tab.wait("window.files.length")
-            name, data = tab.run("window.files[0]")
-            return name, base64.b64decode(data)
-
-        tab.run("navigator.clipboard.writeText = async text => { window.copied = text; }")
-        tab.click("#command + .save button")
-        tab.wait("window.copied === 'isomorph compare a b'")
+        for setting, told in (
+            ("denied", "Selected: press Ctrl+C or \N{PLACE OF INTEREST SIGN}C"),
+            ("granted", "Copied"),
+        ):
+            tab.run("getSelection().removeAllRanges()")
+            tab.send("Browser.setPermission", permission={"name": "clipboard-write"}, setting=setting)
+            tab.click("#command + .save button")
+            tab.wait(f"document.querySelector('#command + .save button').textContent === '{told}'")
+            assert tab.run("getSelection().toString()") == ("isomorph compare a b" if setting == "denied" else "")
+        tab.send("Browser.setPermission", permission={"name": "clipboard-read"}, setting="granted")
+        assert tab.run("navigator.clipboard.readText()") == "isomorph compare a b"
 
         for title, text in self.FILES.items():
-            name, data = saved(f"{title} as CSV")
+            name, data = tab.save(f"{title} as CSV", tmp_path / f"{title}-csv")
             assert (name, data.decode()) == (f"charts-{title.lower()}.csv", text)
-            svg = saved(f"{title} as SVG")[1].decode()
+            svg = tab.save(f"{title} as SVG", tmp_path / f"{title}-svg")[1].decode()
             assert svg.startswith("<svg")
             assert title in svg
             assert "var(" not in svg
-        assert saved("Loss as PNG")[1].startswith(b"\x89PNG")
-        page = json.loads(saved("all numbers as JSON")[1])
+        assert tab.save("Loss as PNG", tmp_path / "png")[1].startswith(b"\x89PNG")
+        page = json.loads(tab.save("all numbers as JSON", tmp_path / "json")[1])
         assert [section["title"] for section in page["sections"]] == ["Results", "C"]
         assert page["sections"][0]["table"] == table
         assert [chart["title"] for chart in page["charts"]] == list(self.READINGS)

@@ -71,12 +71,17 @@ function saveButtons(title, savers) {
   return createElement("div", {class: "save"}, "Save ", ...buttons);
 }
 
-/** Return a button that copies the text of an element. */
+/** Return a button that copies the text of an element, or selects it if copying is forbidden. */
 function copyButton(source) {
   const button = createElement("button", {type: "button"}, "Copy the command");
   button.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(source.textContent);
-    button.textContent = "Copied";
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(source);
+      button.textContent = "Selected: press Ctrl+C or ⌘C";
+    }
   });
   return createElement("div", {class: "save"}, button);
 }

@@ -232,8 +232,8 @@ class AttentionViewer {
     if (position) framePatch(context, position, geometry.queries, width, height, lineWidth);
   }
 
-  /** Draw the image, with the map of the selected tile, and the colour bar. */
-  drawImage() {
+  /** Draw the image, with the map of the selected tile on the scale of its tile, and the bar. */
+  drawImage(sharedLargest) {
     const {state, canvas} = this;
     const [height, width] = this.images[state.image].size;
     const photo = this.photos[state.image];
@@ -245,7 +245,7 @@ class AttentionViewer {
     context.imageSmoothingEnabled = false;
     if (photo.complete) context.drawImage((row && this.greyImage()) || photo, 0, 0, ...size);
     else photo.onload = () => this.requestRedraw();
-    if (row) paintRow(context, row, largestValue([row]), ...size, state.overlay);
+    if (row) paintRow(context, row, sharedLargest || largestValue([row]), ...size, state.overlay);
     if (this.currentGeometry) this.frameQuery(context, this.currentGeometry, ...size, 4);
     const signed = Boolean(row && row.signed);
     paintColourBar(this.colourBar, signed);
@@ -262,10 +262,9 @@ class AttentionViewer {
       .map(tile => tile.row());
     const shared = difference => state.sharedScale ? largestValue(rowsOf(difference)) : 0;
     const [largest, largestDifference] = [shared(false), shared(true)];
-    for (const tile of tiles) {
-      tile.draw(tile.isDifference ? largestDifference : largest);
-    }
-    this.drawImage();
+    const topOf = tile => tile.isDifference ? largestDifference : largest;
+    for (const tile of tiles) tile.draw(topOf(tile));
+    this.drawImage(state.tile && topOf(state.tile));
     const hint = "The arrow keys move the query patch.";
     this.canvas.setAttribute("aria-label", `${this.images[state.image].name}. ${hint}`);
     this.host.dataset.ready = this.store.complete ? "yes" : "no";
@@ -357,14 +356,13 @@ class AttentionViewer {
   /** React to pointer and keys. */
   addListeners() {
     const {state, canvas} = this;
-    const isTouch = event => event.pointerType === "touch";
     this.slider.addEventListener("input", () => this.changeLayer(+this.slider.value));
     canvas.addEventListener("pointermove", event => {
-      if (state.pinned && !event.buttons && !isTouch(event)) return;
+      if (state.pinned && !event.buttons) return;
       this.moveQuery(...pointerShare(event, canvas));
     });
     canvas.addEventListener("click", event => {
-      state.pinned = !state.pinned || isTouch(event);
+      state.pinned = !state.pinned || event.pointerType === "touch";
       this.moveQuery(...pointerShare(event, canvas));
     });
     canvas.addEventListener("keydown", event => {
