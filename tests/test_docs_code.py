@@ -26,7 +26,7 @@ OTHER_TESTS = {"your-own-model.md": "test_own_model_guide.py"}
 """Pages that start from files, and the test that writes these and runs the page."""
 PAGES = [page for page in EVERY_PAGE if blocks_of(page) and page.name not in OTHER_TESTS]
 
-NEED_DATA = ("README.md", "docs/start/sixty-seconds.md")
+NEED_DATA = ("README.md", "docs/start/sixty-seconds.md", "docs/start/twenty-minutes.md")
 """Pages that use the public weights of cifar_resnet20, which the tests find in ISOMORPH_DATA."""
 
 
