@@ -73,43 +73,31 @@ def in_linears() -> nn.Module:
     return layer
 
 
+LARGER = dict(other=((1, C, 6, 8), ()), whole=True)
+MASK = dict(mask=hide(16, floating=True)[None].clamp(min=-100.0))
+POOLED = dict(mode="conv", stride_kv=(2, 2))
+vit, sam, sam2 = models.vision_transformer, models.vision_transformer_sam, models.hieradet_sam2
+swin, mvit, hiera, msra = models.swin_transformer, models.mvitv2, models.hiera, models.efficientvit_msra
 LAYERS = {
     "beit": Layer(lambda: models.beit.Attention(C, 4, window_size=WINDOW), WITH_CLASS),
     "eva": Layer(lambda: models.eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS, mask=dict(attn_mask=hide(17))),
     "relative positions": Layer(lambda: models.vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
     "differential": Layer(lambda: layers.diff_attention.DiffAttention(C, 2), TOKENS),
-    "differential, parallel": Layer(
-        lambda: models.vision_transformer.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0), TOKENS
-    ),
-    "swin": Layer(
-        lambda: models.swin_transformer.WindowAttention(C, 4, window_size=WINDOW),
-        TOKENS,
-        mask=dict(mask=hide(16, floating=True)[None].clamp(min=-100.0)),
-    ),
+    "differential, parallel": Layer(lambda: vit.DiffParallelScalingBlock(C, 2, mlp_ratio=1.0), TOKENS),
+    "swin": Layer(lambda: swin.WindowAttention(C, 4, window_size=WINDOW), TOKENS, mask=MASK),
     "swin v2": Layer(lambda: models.swin_transformer_v2.WindowAttention(C, WINDOW, 4), TOKENS),
     "swin v2 cr": Layer(lambda: models.swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, WINDOW), TOKENS),
     "gc vit": Layer(lambda: models.gcvit.WindowAttentionGlobal(C, 4, WINDOW, use_global=False), TOKENS),
     "davit": Layer(lambda: models.davit.WindowAttention(C, 4, 4), TOKENS),
     "nest": Layer(lambda: models.nest.Attention(C, 4), (2, 3, 16, C), whole=True),
-    "sam": Layer(
-        lambda: models.vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)),
-        CHANNELS_LAST,
-        whole=True,
-    ),
+    "sam": Layer(lambda: sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)), CHANNELS_LAST, whole=True),
     "sam 2": Layer(
-        lambda: models.hieradet_sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)),
-        CHANNELS_LAST,
-        other=((1, 6, 4, C), ()),
+        lambda: sam2.MultiScaleAttention(C, C, 4, nn.MaxPool2d(2, 2)), CHANNELS_LAST, other=((1, 6, 4, C), ())
     ),
     "maxvit": Layer(lambda: models.maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST, other=((1, 6, 8, C), ())),
-    "coatnet": Layer(lambda: models.maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, other=((1, C, 6, 8), ()), whole=True),
+    "coatnet": Layer(lambda: models.maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST, **LARGER),
     "multi query": Layer(lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2), CHANNELS_FIRST, other=((1, C, 6, 8), ())),
-    "multi query v2": Layer(
-        lambda: MultiQueryAttentionV2(C, C, 4, key_dim=4, value_dim=4),
-        CHANNELS_FIRST,
-        other=((1, C, 6, 8), ()),
-        whole=True,
-    ),
+    "multi query v2": Layer(lambda: MultiQueryAttentionV2(C, C, 4, key_dim=4, value_dim=4), CHANNELS_FIRST, **LARGER),
     "bottleneck": Layer(lambda: BottleneckAttn(C, C, feat_size=(4, 6), num_heads=4), CHANNELS_FIRST),
     "halo": Layer(
         lambda: HaloAttn(C, num_heads=4, block_size=4, halo_size=1), (2, C, 4, 8), other=((1, C, 8, 4), ()), whole=True
@@ -118,11 +106,7 @@ LAYERS = {
         lambda: models.pvt_v2.Attention(C, 4, sr_ratio=2), (2, 24, C), ([4, 6],), other=((1, 32, C), ([8, 4],))
     ),
     "twins, windows": Layer(
-        lambda: models.twins.LocallyGroupedAttn(C, 4, ws=3),
-        (2, 24, C),
-        ((4, 6),),
-        other=((1, 30, C), ((6, 5),)),
-        whole=True,
+        lambda: models.twins.LocallyGroupedAttn(C, 4, ws=3), (2, 24, C), ((4, 6),), ((1, 30, C), ((6, 5),)), whole=True
     ),
     "twins, pooled": Layer(lambda: models.twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (2, 24, C), ((4, 6),)),
     "next vit": Layer(lambda: models.nextvit.EfficientAttention(C, head_dim=4), TOKENS),
@@ -134,18 +118,12 @@ LAYERS = {
     "crossvit": Layer(lambda: models.crossvit.CrossAttention(C, 4), WITH_CLASS),
     "volo": Layer(lambda: models.volo.Attention(C, 4), CHANNELS_LAST),
     "volo, class": Layer(lambda: models.volo.ClassAttention(C, 4), WITH_CLASS),
-    "mvit": Layer(
-        lambda: models.mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)), WITH_CLASS, ([4, 4],)
-    ),
+    "mvit": Layer(lambda: mvit.MultiScaleAttention(C, C, (4, 4), 4, **POOLED), WITH_CLASS, ([4, 4],)),
     "mvit, pooled first": Layer(
-        lambda: models.mvitv2.MultiScaleAttentionPoolFirst(
-            C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2), has_cls_token=False
-        ),
-        TOKENS,
-        ([4, 4],),
+        lambda: mvit.MultiScaleAttentionPoolFirst(C, C, (4, 4), 4, **POOLED, has_cls_token=False), TOKENS, ([4, 4],)
     ),
     "hiera": Layer(
-        lambda: models.hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS, whole=True
+        lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS, whole=True
     ),
     "levit": Layer(lambda: models.levit.Attention(C, 4, 4, resolution=WINDOW, use_conv=True), (2, C, 4, 4)),
     "levit, strided": Layer(lambda: models.levit.AttentionDownsample(C, C, 4, 4, resolution=WINDOW), TOKENS),
@@ -156,10 +134,7 @@ LAYERS = {
         lambda: models.efficientformer_v2.Attention2dDownsample(C, 4, 4, resolution=4, out_dim=C), (2, C, 4, 4)
     ),
     "efficientvit": Layer(
-        lambda: models.efficientvit_msra.CascadedGroupAttention(
-            C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)
-        ),
-        (2, C, 4, 4),
+        lambda: msra.CascadedGroupAttention(C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)), (2, C, 4, 4)
     ),
     "iformer": Layer(lambda: models.iformer.SHMA(C), CHANNELS_FIRST),
     "shvit": Layer(lambda: models.shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),

@@ -151,12 +151,9 @@ def open_tab():
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         command = [sys.executable, "-c", LAUNCH, str(theirs_in), str(theirs_out), program, *FLAGS]
-        process = subprocess.Popen(
-            [*command, f"--user-data-dir={home}", "about:blank"],
-            pass_fds=(theirs_in, theirs_out),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command += [f"--user-data-dir={home}", "about:blank"]
+        silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), **silent)
         os.close(theirs_in)
         os.close(theirs_out)
         try:

@@ -58,6 +58,13 @@ def alone(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Alone(make())
 
 
+def noisy(model: nn.Module, std: float = 0.1) -> nn.Module:
+    """Add noise to every parameter, so that none hides a part of the model by being 0 or 1."""
+    for parameter in model.parameters():
+        parameter.data += std * torch.randn_like(parameter)
+    return model
+
+
 def disturb(model: nn.Module, spread: float = 0.3) -> nn.Module:
     """Give a model other weights and statistics, of the same scale, in float64 and eval mode."""
     model.double()

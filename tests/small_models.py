@@ -9,15 +9,14 @@ import isomorph as iso
 from isomorph.models.coatnet import CoAtNet
 
 SMALL = dict(embed_dim=36, depth=2, img_size=64, num_heads=4)
+COATNET = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16, num_classes=3, img_size=64)
+SPATIAL = dict(span="spatial", init="paper")
 RULES = {
     "gpsa exact": (iso.AttentionToGPSA(gate=0.0), "blocks.*.attn"),
     "gpsa paper": (iso.AttentionToGPSA("paper"), "blocks.*.attn"),
     "refined": (iso.AttentionToRefined(init="paper"), "blocks.*.attn"),
-    "refined spatial": (iso.AttentionToRefined(span="spatial", init="paper"), "blocks.*.attn"),
-    "refined spatial, recomputed": (
-        iso.AttentionToRefined(span="spatial", init="paper", recompute=True),
-        "blocks.*.attn",
-    ),
+    "refined spatial": (iso.AttentionToRefined(**SPATIAL), "blocks.*.attn"),
+    "refined spatial, recomputed": (iso.AttentionToRefined(**SPATIAL, recompute=True), "blocks.*.attn"),
     "refined row+column": (iso.AttentionToRefined(span="row+column", init="paper"), "blocks.*.attn"),
     "refined local": (iso.AttentionToRefined(ratio=0, init="paper"), "blocks.*.attn"),
     "refined, all maps": (iso.AttentionToRefined(reduce=False, init="paper"), "blocks.*.attn"),
@@ -45,18 +44,8 @@ MODELS = {
     "refined_vit shared": functools.partial(named, "refined_vit_s", **SMALL, init="paper"),
     "refined_vit spatial": functools.partial(named, "refined_vit_b", **SMALL, span="spatial", init="paper"),
     "refined_vit released": functools.partial(named, "refined_vit_s_released", **SMALL),
-    "coatnet": functools.partial(
-        CoAtNet, depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16, num_classes=3, img_size=64
-    ),
-    "coatnet post": functools.partial(
-        CoAtNet,
-        depths=(2, 1, 1, 1, 1),
-        widths=(8, 8, 16, 32, 32),
-        head_dim=16,
-        num_classes=3,
-        img_size=64,
-        relative="post",
-    ),
+    "coatnet": functools.partial(CoAtNet, **COATNET),
+    "coatnet post": functools.partial(CoAtNet, **COATNET, relative="post"),
     "tdrl_vit": functools.partial(named, "tdrl_vit_ti", **SMALL),
     "tdrl_vit distilled": functools.partial(named, "tdrl_vit_ti_distilled", **SMALL),
     "vanillanet": functools.partial(named, "vanillanet_5", dims=(8, 8, 8, 8)),

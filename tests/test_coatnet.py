@@ -57,14 +57,8 @@ class TestPublishedSizes:
 @pytest.mark.parametrize(
     "form",
     [
-        dict(layout="C-C-C-C"),
-        dict(layout="C-C-C-T"),
-        dict(layout="C-T-T-T"),
-        dict(layout="T-T-T-T"),
-        dict(norm="layer"),
-        dict(stride_on="depthwise"),
-        dict(relative="post"),
-        dict(relative="none"),
+        *(dict(layout=layout) for layout in ("C-C-C-C", "C-C-C-T", "C-T-T-T", "T-T-T-T")),
+        *(dict(norm="layer"), dict(stride_on="depthwise"), dict(relative="post"), dict(relative="none")),
         dict(head_dim=16),
         dict(stem_stride=1, layout="SC-C-T-T"),
         dict(layout="C-C-CT-T", depths=(2, 1, 1, 2, 2, 1), widths=(8, 8, 16, 16, 24, 32)),

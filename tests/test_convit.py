@@ -10,6 +10,7 @@ import isomorph as iso
 from isomorph.checkpoints.model import load_weights
 from isomorph.evaluation.cost import count_macs
 from isomorph.layers import GPSA, PSA
+from law_rows import noisy
 from refusals import refused
 
 PEERS = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
@@ -18,12 +19,6 @@ SMALL = dict(embed_dim=36, num_heads=9, depth=4, local_up_to_layer=3, num_classe
 
 def small(**kwargs):
     return timm.create_model("convit_ti", **{**SMALL, **kwargs}).eval()
-
-
-def perturbed(model, scale=0.05):
-    for parameter in model.parameters():
-        parameter.data += scale * torch.randn_like(parameter)
-    return model.eval()
 
 
 def rectangular_peer(peer, size):
@@ -41,7 +36,7 @@ def rectangular_peer(peer, size):
 def test_public_checkpoints_give_timms_logits_at_any_size(tmp_path):
     """timm's ConViT as it is, and made to work on a rectangle."""
     name = "convit_ti"
-    peer = perturbed(timm.create_model(PEERS[name], num_classes=20), 0.03)
+    peer = noisy(timm.create_model(PEERS[name], num_classes=20), 0.03).eval()
     torch.save({"model": peer.state_dict()}, tmp_path / "public.pth")
     born, resized = (timm.create_model(name, num_classes=20, img_size=size).eval() for size in ((288, 192), 224))
     for model in (born, resized):
@@ -90,7 +85,7 @@ def test_without_gpsa_it_is_a_plain_vit():
 
 def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them():
     """The network spelt out block by block from its parts, on a rectangle."""
-    model, x = perturbed(small()), torch.randn(2, 3, 64, 96)
+    model, x = noisy(small(), 0.05), torch.randn(2, 3, 64, 96)
     grid = (4, 6)
     embedding = resample_abs_pos_embed(model.pos_embed, list(grid), [14, 14], num_prefix_tokens=0)
     h = model.patch_embed.proj(x).flatten(2).transpose(1, 2) + embedding

@@ -8,21 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
-from isomorph.data.corruptions.corrupt import (
-    EXTRA_CORRUPTIONS,
-    IMAGENET_C_CORRUPTIONS,
-    IMAGENET_C_CROP,
-    SEVERITIES,
-    CorruptedImages,
-    CorruptedSource,
-    corrupt,
-    corruption_seed,
-    image_transform,
-)
+from isomorph.data.corruptions import corrupt
 from isomorph.data.loaders import batch_ranges, ordered_loader
 from isomorph.data.sources import Source
 
-ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
+ALL = (*corrupt.IMAGENET_C_CORRUPTIONS, *corrupt.EXTRA_CORRUPTIONS)
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
 DETERMINISTIC += ("gaussian_blur", "saturate")
 SAME_STREAM = ("gaussian_noise", "shot_noise", "speckle_noise", "glass_blur", "motion_blur", "snow", "frost", "fog")
@@ -59,9 +49,9 @@ def measured(corrupted, original):
 def test_deterministic_ones_equal_the_reference(reference, name):
     folder, original, stats = reference
     assert stats[name]["deterministic"]
-    for severity in SEVERITIES:
+    for severity in corrupt.SEVERITIES:
         expected = pixels_of(folder / f"{name}_{severity}.png").astype(int)
-        assert np.abs(corrupt(original, name, severity, seed=0) - expected).max() <= 1
+        assert np.abs(corrupt.corrupt(original, name, severity, seed=0) - expected).max() <= 1
 
 
 @pytest.mark.parametrize("name", SAME_STREAM)
@@ -69,7 +59,7 @@ def test_random_ones_draw_what_the_reference_draws(reference, name):
     """The same seed gives the reference's picture; OpenCV's affine map (elastic) rounds otherwise now."""
     folder, original, _ = reference
     expected = pixels_of(folder / f"{name}_3_seed0.png").astype(int)
-    difference = np.abs(corrupt(original, name, 3, seed=0) - expected)
+    difference = np.abs(corrupt.corrupt(original, name, 3, seed=0) - expected)
     assert difference.max() <= (4 if name == "elastic_transform" else 1)
     assert (difference > 1).mean() < 1e-3
 
@@ -78,9 +68,9 @@ def test_random_ones_draw_what_the_reference_draws(reference, name):
 def test_statistics_are_the_references(reference, name):
     """Over the reference's own seeds its numbers; impulse_noise, from another stream, within 4 standard errors."""
     _, original, stats = reference
-    for severity in SEVERITIES:
+    for severity in corrupt.SEVERITIES:
         known = stats[name][str(severity)]
-        draws = np.array([measured(corrupt(original, name, severity, s), original) for s in range(known["n"])])
+        draws = np.array([measured(corrupt.corrupt(original, name, severity, s), original) for s in range(known["n"])])
         mean, spread = np.array([known[key] for key in MEASURES]).T
         if name == "impulse_noise":
             error = np.sqrt((spread**2 + draws.std(0) ** 2) / known["n"]) + 1e-3
@@ -96,18 +86,18 @@ def test_a_corruption_is_a_function_of_picture_and_seed(name):
     copy = original.copy()
     np.random.seed(1)
     state = np.random.get_state()[1].copy()
-    first = corrupt(original, name, 3, seed=5)
+    first = corrupt.corrupt(original, name, 3, seed=5)
     assert np.array_equal(np.random.get_state()[1], state)  # others' draws are not touched
-    assert np.array_equal(first, corrupt(original, name, 3, seed=5))
+    assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=5))
     assert np.array_equal(original, copy)
     assert (first.shape, first.dtype) == (original.shape, np.uint8)
-    assert np.array_equal(first, corrupt(original, name, 3, seed=6)) == (name in DETERMINISTIC)
+    assert np.array_equal(first, corrupt.corrupt(original, name, 3, seed=6)) == (name in DETERMINISTIC)
 
 
 def test_a_picture_without_a_drop_stays_a_picture():
     """imagecorruptions divides by the brightest drop; where none has formed the whole picture is lost."""
     original = drawing()
-    assert all(corrupt(original, "spatter", 1, seed).mean() > 0.5 * original.mean() for seed in range(60))
+    assert all(corrupt.corrupt(original, "spatter", 1, seed).mean() > 0.5 * original.mean() for seed in range(60))
 
 
 def source_of(number=6, side=40):
@@ -120,30 +110,30 @@ CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpola
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_workers_and_subsets_change_nothing(workers):
-    source, frame = source_of(), image_transform(CONFIG)
-    whole = CorruptedImages(source, frame, "impulse_noise", (2, 5))
+    source, frame = source_of(), corrupt.image_transform(CONFIG)
+    whole = corrupt.CorruptedImages(source, frame, "impulse_noise", (2, 5))
     (images, labels), *rest = ordered_loader(whole, batch_ranges(len(whole), 6), workers)
     assert not rest
     assert images.shape == (6, 2, 3, 32, 32)
     assert labels.tolist() == [0, 1, 2, 0, 1, 2]
-    part = CorruptedImages(source.subset([4, 1]), frame, "impulse_noise", (5,))
+    part = corrupt.CorruptedImages(source.subset([4, 1]), frame, "impulse_noise", (5,))
     (some, _), *_ = ordered_loader(part, batch_ranges(len(part), 6), workers)
     assert torch.equal(some[:, 0], images[[4, 1], 1])
-    other = CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
+    other = corrupt.CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
     cases = product(("fog", "snow"), (1, 2), (0, 1), (0, 1))
-    assert len({corruption_seed(*case) for case in cases}) == 16  # by corruption, severity, image and seed
-    corrupted = CorruptedSource(source, "impulse_noise", 2)
-    for part in (corrupted.subset([4, 1]), CorruptedSource(source.subset([4, 1]), "impulse_noise", 2)):
+    assert len({corrupt.corruption_seed(*case) for case in cases}) == 16  # by corruption, severity, image and seed
+    corrupted = corrupt.CorruptedSource(source, "impulse_noise", 2)
+    for part in (corrupted.subset([4, 1]), corrupt.CorruptedSource(source.subset([4, 1]), "impulse_noise", 2)):
         assert part.image(1).tobytes() == corrupted.image(1).tobytes()
 
 
 def test_pictures_are_framed_then_corrupted():
     source = source_of(1, 70)
-    frame = image_transform({**CONFIG, **IMAGENET_C_CROP, "input_size": (3, 56, 56)})
+    frame = corrupt.image_transform({**CONFIG, **corrupt.IMAGENET_C_CROP, "input_size": (3, 56, 56)})
     framed = frame(source.image(0))
     assert framed.size == (56, 56)
     expected = source.image(0).resize((64, 64), Image.Resampling.BILINEAR).crop((4, 4, 60, 60))
     assert np.array_equal(np.asarray(framed), np.asarray(expected))
-    seen = CorruptedImages(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
-    assert np.array_equal(seen, corrupt(np.asarray(framed), "fog", 3, corruption_seed("fog", 3, 0)))
+    seen = corrupt.CorruptedImages(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
+    assert np.array_equal(seen, corrupt.corrupt(np.asarray(framed), "fog", 3, corrupt.corruption_seed("fog", 3, 0)))

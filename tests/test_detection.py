@@ -19,14 +19,7 @@ from torchvision.transforms.v2.functional import normalize
 import isomorph as iso
 from command_line import isomorph
 from isomorph.errors import NotFinite
-from isomorph.tasks.detection.data import (
-    FitTransform,
-    TrainTransform,
-    draw_masks,
-    open_split,
-    read_annotations,
-    run_lengths,
-)
+from isomorph.tasks.detection import data as detection_data
 from isomorph.tasks.detection.results import Results, as_results, ground_truth, metric_rows
 from isomorph.tasks.detection.task import DetectionPart, GuidedDetectionLoss, guided_losses
 from isomorph.training.optim import learning_rate_scales
@@ -73,7 +66,7 @@ def changed(**fields):
 
 class TestData:
     def test_objects_of_an_image(self, tmp_path):
-        source = open_split(write(tmp_path), "train", masks=True)
+        source = detection_data.open_split(write(tmp_path), "train", masks=True)
         image, objects = source[0]
         assert image.size == (64, 48)
         assert source.classes == ("square", "cell")  # by number: 3, 7
@@ -89,30 +82,32 @@ class TestData:
         text = {"size": [48, 64], "counts": compact["counts"].decode()}
         counts = {"size": [48, 64], "counts": [10 * 48 + 10, *[20, 28] * 19, 20, 48 * 34 + 18]}
         for outline in ([SQUARE], text, counts, {**text, "size": [48.0, 64.0]}):
-            source = open_split(write(tmp_path, changed(segmentation=outline)), "train", masks=True)
+            source = detection_data.open_split(write(tmp_path, changed(segmentation=outline)), "train", masks=True)
             assert torch.equal(source.objects(0)["masks"][0], torch.from_numpy(mask))
-        assert draw_masks([], 4, 5).shape == (0, 4, 5)
+        assert detection_data.draw_masks([], 4, 5).shape == (0, 4, 5)
 
     def test_rle_text_is_read_as_pycocotools_writes_it(self):
         rng = np.random.default_rng(0)
         for height, width in ((1, 1), (7, 5), (48, 64), (600, 500)):
             for share in (0.0, 0.01, 0.5, 1.0):
                 mask = (rng.random((height, width)) < share).astype(np.uint8)
-                runs = run_lengths(codec.encode(np.asfortranarray(mask))["counts"].decode())
+                runs = detection_data.run_lengths(codec.encode(np.asfortranarray(mask))["counts"].decode())
                 drawn = (np.arange(len(runs)) % 2).repeat(runs).reshape(width, height).T
                 np.testing.assert_array_equal(drawn, mask)
 
     def test_missing_fields_are_those_of_coco(self, tmp_path):
         """iscrowd 0, the box around the outline, and the area of the outline, which is not its box's."""
         triangle = [10, 10, 30, 10, 10, 30]
-        source = open_split(write(tmp_path, changed(segmentation=[triangle], bbox=None)), "train", masks=True)
+        source = detection_data.open_split(
+            write(tmp_path, changed(segmentation=[triangle], bbox=None)), "train", masks=True
+        )
         (first, crowd) = ground_truth(source).dataset["annotations"]
         assert (first["iscrowd"], crowd["iscrowd"]) == (0, 1)
         assert first["bbox"] == codec.toBbox(codec.frPyObjects([triangle], 48, 64)[0]).tolist()
         assert first["area"] == float(codec.area(codec.frPyObjects([triangle], 48, 64)[0])) < 250 < 20 * 20
-        given = open_split(write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True)
+        given = detection_data.open_split(write(tmp_path, changed(area=7.5, iscrowd=False)), "train", masks=True)
         assert ground_truth(given).dataset["annotations"][0]["area"] == 7.5
-        no_outline = open_split(write(tmp_path, changed(segmentation=None)), "train", masks=False)
+        no_outline = detection_data.open_split(write(tmp_path, changed(segmentation=None)), "train", masks=False)
         assert ground_truth(no_outline).dataset["annotations"][0]["area"] == 400
 
     @pytest.mark.parametrize(
@@ -133,7 +128,7 @@ class TestData:
     )
     def test_what_is_wrong_is_said(self, tmp_path, content, message):
         (tmp_path / "train.json").write_text(content if isinstance(content, str) else json.dumps(content))
-        refused(message, read_annotations, tmp_path / "train.json", masks=True)
+        refused(message, detection_data.read_annotations, tmp_path / "train.json", masks=True)
 
     @pytest.mark.parametrize(
         ("file", "message"),
@@ -149,13 +144,13 @@ class TestData:
         content["images"][0]["file_name"] = file
         (tmp_path / "train.json").write_text(json.dumps(content))
         Image.new("RGB", (64, 48)).save(tmp_path / "0.png")
-        refused(message, open_split, tmp_path, "train", masks=False)
+        refused(message, detection_data.open_split, tmp_path, "train", masks=False)
 
     def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
         content["annotations"][0]["bbox"] = [10, 10, 0, 20]
         (tmp_path / "a.json").write_text(json.dumps(content))
-        found = read_annotations(tmp_path / "a.json", masks=True, skip=1)
+        found = detection_data.read_annotations(tmp_path / "a.json", masks=True, skip=1)
         assert [len(image.objects) for image in found.images] == [1, 2]
 
 
@@ -163,8 +158,8 @@ class TestTransforms:
     def test_scale_1_without_a_flip_fits_the_image(self):
         image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 64, 3), np.uint8))
         objects = {"boxes": torch.tensor([[8.0, 4, 24, 20]]), "labels": torch.tensor([1])}
-        x, left = TrainTransform(CONFIG, (1.0, 1.0), 0.0)((image, objects))
-        expected, inside = FitTransform(CONFIG).fit(image)
+        x, left = detection_data.TrainTransform(CONFIG, (1.0, 1.0), 0.0)((image, objects))
+        expected, inside = detection_data.FitTransform(CONFIG).fit(image)
         torch.testing.assert_close(x, expected)
         assert inside == (24, 64)
         assert left["boxes"].tolist() == [[8, 4, 24, 20]]
@@ -176,9 +171,9 @@ class TestTransforms:
         seen = set()
         for seed in range(12):
             torch.manual_seed(seed)
-            masks = draw_masks([[SQUARE], [[0, 0, 5, 0, 5, 5, 0, 5]]], 48, 64)
+            masks = detection_data.draw_masks([[SQUARE], [[0, 0, 5, 0, 5, 5, 0, 5]]], 48, 64)
             objects = {"boxes": torch.zeros(2, 4), "labels": torch.tensor([1, 2]), "masks": masks}
-            x, left = TrainTransform(CONFIG, (0.5, 4.0), 0.5)((Image.fromarray(picture), objects))
+            x, left = detection_data.TrainTransform(CONFIG, (0.5, 4.0), 0.5)((Image.fromarray(picture), objects))
             seen.add(len(left["labels"]))
             assert x.shape == (3, 48, 64)
             for box, label, mask in zip(left["boxes"].int(), left["labels"], left["masks"], strict=True):
@@ -210,7 +205,7 @@ def random_results(source, seed=0):
 
 @pytest.mark.parametrize(("name", "masks"), [("fruits_nuts", True), ("coco_mini", False)])
 def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name, masks):
-    source = open_split(data_root / name, "train", masks)
+    source = detection_data.open_split(data_root / name, "train", masks)
     results = random_results(source)
     metrics, *classes = metric_rows(source, results)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -235,15 +230,9 @@ def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name
 VIT = dict(embed_dim=24, num_heads=3, depth=1)
 HEADS = dict(channels=16, features=32, proposals=30, samples=16)
 NETWORK = dict(name="mask_rcnn", kwargs=dict(backbone="tdrl_vit_ti", backbone_kwargs=VIT, **HEADS))
-TINY = dict(
-    name="squares",
-    model=NETWORK,
-    task={"name": "detection", "scales": [0.8, 1.5]},
-    data={"source": "coco", "size": [48, 64], "batch_size": 4},
-    optim={"lr": 3e-3},
-    epochs=2,
-    checkpoint_minutes=0,
-)
+TINY = dict(name="squares", model=NETWORK, optim={"lr": 3e-3}, epochs=2, checkpoint_minutes=0)
+TINY |= dict(task={"name": "detection", "scales": [0.8, 1.5]})
+TINY |= dict(data={"source": "coco", "size": [48, 64], "batch_size": 4})
 
 
 def recipe(root, **changes):

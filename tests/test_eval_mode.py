@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import isomorph as iso
 from isomorph.layers.modes import KeepsInEval
+from law_rows import noisy
 
 
 class Edited(nn.Module):
@@ -50,10 +51,7 @@ KEEPING = [name for name in LAYERS if name != "DecomposedAttention"]
 def build(name):
     torch.manual_seed(0)
     make, size, other = LAYERS[name]
-    layer = make().double().eval()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    layer = noisy(make().double().eval(), 0.3)
     return layer, torch.randn(size, dtype=torch.float64), torch.randn(other or size, dtype=torch.float64)
 
 

@@ -67,44 +67,25 @@ def pad_odd(model, x):
 THREE, ONE, PLAIN = conv(4, 6, 3, padding=1, bias=False), conv(4, 6, 1), conv(4, 4, 3, padding=1, bias=False)
 SAME, LINEAR = norm(4), conv(4, 6, kind=nn.Linear)
 DOWN, UP = conv(4, 1, kind=nn.Linear), conv(1, 6, kind=nn.Linear)
+MOVED = dict(fc=LINEAR, norm=norm(kind=nn.BatchNorm1d))
+THREE_BRANCHES = dict(three=PLAIN, one=conv(4, 4, 1), a=SAME, b=SAME, c=SAME)
+LOW_RANK = dict(a=THREE, n=norm(), down=conv(4, 2, 3, padding=1), up=conv(2, 6, 1))
 MERGED = {
     "conv, grouped, dilated": (in_turn(conv(4, 6, 3, 2, 2, 2, 2), norm(affine=False)), MAP),
     "conv, transposed, grouped": (in_turn(conv(4, 6, 3, 2, groups=2, kind=nn.ConvTranspose2d), norm()), MAP),
     "linear": (in_turn(LINEAR, norm(kind=nn.BatchNorm1d)), (5, 4)),
-    "linear, moved": (
-        net(lambda m, x: m.norm(m.fc(x).transpose(1, 2)), fc=LINEAR, norm=norm(kind=nn.BatchNorm1d)),
-        TOKENS,
-    ),
+    "linear, moved": (net(lambda m, x: m.norm(m.fc(x).transpose(1, 2)), **MOVED), TOKENS),
     "frozen norm": (in_turn(THREE, frozen), MAP),
     "layer scale": (in_turn(LINEAR, lambda: LayerScale(6, 0.3)), TOKENS),
     "norm with activation": (in_turn(THREE, lambda: timm.layers.BatchNormAct2d(6)), MAP),
-    "branches": (
-        net(
-            lambda m, x: m.a(m.three(x)) + m.b(m.one(x)) + m.c(x),
-            three=PLAIN,
-            one=conv(4, 4, 1),
-            a=SAME,
-            b=SAME,
-            c=SAME,
-        ),
-        MAP,
-    ),
+    "branches": (net(lambda m, x: m.a(m.three(x)) + m.b(m.one(x)) + m.c(x), **THREE_BRANCHES), MAP),
     "branches, then a norm": (
         net(lambda m, x: m.n(m.three(x) + m.one(x) + x), three=PLAIN, one=conv(4, 4, 1, groups=4), n=SAME),
         MAP,
     ),
     "adapter": (net(lambda m, x: m.a(x) + 0.5 * m.up(m.down(x)), a=LINEAR, down=DOWN, up=UP), TOKENS),
     "adapter divided": (net(lambda m, x: m.up(m.down(x)) / 4 + m.a(x), a=LINEAR, down=DOWN, up=UP), TOKENS),
-    "adapter of a convolution": (
-        net(
-            lambda m, x: m.up(m.down(x)) + m.n(m.a(x)),
-            a=THREE,
-            n=norm(),
-            down=conv(4, 2, 3, padding=1),
-            up=conv(2, 6, 1),
-        ),
-        MAP,
-    ),
+    "adapter of a convolution": (net(lambda m, x: m.up(m.down(x)) + m.n(m.a(x)), **LOW_RANK), MAP),
     "a weighted branch with a norm": (
         net(lambda m, x: 0.3 * m.n(m.one(x)) + m.three(x), three=THREE, one=ONE, n=norm()),
         MAP,

@@ -12,16 +12,14 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.layers import JointPyramid, PyramidLinear
 from isomorph.training.recipe.model_fields import RecastPart
+from law_rows import noisy
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 
 
 def vit(**more):
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", **SMALL | more).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    return noisy(timm.create_model("vit_tiny_patch16_224", **SMALL | more).eval())
 
 
 def kinds(model, block=0):
@@ -38,8 +36,7 @@ def test_values_alone_become_pyramids_and_come_back(tmp_path, qkv_bias):
     x = torch.randn(2, 3, 32, 32)
     report = iso.verify(plain, wide, x)
     assert [row.name for row in report.targets] == ["blocks.0.attn.qkv", "blocks.1.attn.qkv"]
-    for parameter in wide.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    noisy(wide)
     iso.save(wide, tmp_path / "wide.safetensors")
     torch.testing.assert_close(iso.load(tmp_path / "wide.safetensors")(x), wide(x))
     thin = iso.fuse(wide)

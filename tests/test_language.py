@@ -18,16 +18,6 @@ from isomorph.cli.evaluate import ClassifierOptions, evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
 from isomorph.tasks.language import glue
-from isomorph.tasks.language.glue import (
-    GLUE,
-    Sentences,
-    TextClassificationPart,
-    compute_metrics,
-    open_root,
-    read_examples,
-    read_file,
-    training_sentences,
-)
 from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
 from isomorph.tasks.language.text import LanguageTask, PadBatch, open_tokenizer
 from isomorph.training.recipe.recipe import validate
@@ -39,14 +29,8 @@ transformers = pytest.importorskip("transformers")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
-NETWORK = dict(
-    hidden_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    intermediate_size=32,
-    vocab_size=len(WORDS),
-    max_position_embeddings=32,
-)
+NETWORK = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+NETWORK |= dict(vocab_size=len(WORDS), max_position_embeddings=32)
 REFINED = dict(rule="AttentionToRefined", ratio=2, where="*.attention.self")
 FILES = {
     "RTE": "index\tsentence1\tsentence2\tlabel\n0\ta b c\tb c\tentailment\n1\td e\tf g h i\tnot_entailment\n",
@@ -77,25 +61,18 @@ def tokenizer(root):
 
 
 def pretraining(root):
-    return dict(
-        name="pre",
+    return dict(name="pre", optim=dict(lr=1e-3), epochs=2, checkpoint_minutes=0) | dict(
         model=dict(name="text_transformer", kwargs=NETWORK),
         task=dict(name="masked_lm", tokenizer=str(root / "vocab.txt"), length=16),
         data=dict(source="text", root=str(root / "text.txt"), batch_size=8, split=0.2),
-        optim=dict(lr=1e-3),
-        epochs=2,
-        checkpoint_minutes=0,
     )
 
 
 def fine_tuning(root, dataset="rte"):
-    return dict(
-        name="fine",
+    return dict(name="fine", optim=dict(lr=1e-3, layer_decay=0.8), epochs=1) | dict(
         model=dict(name="text_transformer", kwargs=NETWORK),
         task=dict(name="text_classification", dataset=dataset, tokenizer=str(root / "vocab.txt"), length=16),
         data=dict(source="glue", root=str(root), batch_size=4),
-        optim=dict(lr=1e-3, layer_decay=0.8),
-        epochs=1,
     )
 
 
@@ -155,7 +132,7 @@ class TestTexts:
 
     def test_batches_are_padded_to_their_longest(self, tokenizer):
         rows = [(("a b c d", "e"), 1.0), (("a", "b"), 0.0)]
-        examples = Sentences(rows, ("x", "y"), tokenizer, 16)
+        examples = glue.Sentences(rows, ("x", "y"), tokenizer, 16)
         batch, labels, messages = PadBatch(0)([(*examples[i], []) for i in range(2)])
         assert batch["input_ids"].shape == (2, 8)
         assert batch["attention_mask"].sum(1).tolist() == [8, 5]
@@ -164,8 +141,8 @@ class TestTexts:
         assert "attention_mask" not in PadBatch(0)([examples[1]])[0]
 
     def test_processes_have_equal_shares(self, tokenizer, monkeypatch):
-        examples = Sentences([(("a",), float(i % 2)) for i in range(5)], ("x", "y"), tokenizer, 8)
-        task = find_task("text_classification")(TextClassificationPart(dataset="sst2"))
+        examples = glue.Sentences([(("a",), float(i % 2)) for i in range(5)], ("x", "y"), tokenizer, 8)
+        task = find_task("text_classification")(glue.TextClassificationPart(dataset="sst2"))
         monkeypatch.setattr(LanguageTask, "tokenizer", tokenizer)
         monkeypatch.setattr(Runtime, "maximum", lambda self, more: [next(steps)])
 
@@ -188,9 +165,9 @@ class TestTexts:
 
     def test_metrics(self):
         predicted, labels = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
-        found = compute_metrics(("accuracy", "f1", "matthews"), predicted, labels)
+        found = glue.compute_metrics(("accuracy", "f1", "matthews"), predicted, labels)
         assert found == pytest.approx(dict(accuracy=60, f1=200 / 3, matthews=100 / 6, examples=5))
-        scores = compute_metrics(("spearman", "pearson"), np.array([1.0, 2.0, 9.0]), np.array([0.0, 1.0, 2.0]))
+        scores = glue.compute_metrics(("spearman", "pearson"), np.array([1.0, 2.0, 9.0]), np.array([0.0, 1.0, 2.0]))
         assert scores["spearman"] == pytest.approx(100)
         assert 90 < scores["pearson"] < 100
 
@@ -240,7 +217,7 @@ class TestRuns:
         assert len(opened) == 6
 
     def test_outputs_that_are_not_finite_have_no_metric(self, root):
-        part = TextClassificationPart(dataset="rte", tokenizer=str(root / "vocab.txt"), length=16)
+        part = glue.TextClassificationPart(dataset="rte", tokenizer=str(root / "vocab.txt"), length=16)
         model = timm.create_model("text_transformer", **NETWORK, num_classes=2)
         model.table.data[6] = math.nan  # a letter of half of the texts
         with pytest.raises(NotFinite, match="outputs are not finite"):
@@ -257,7 +234,7 @@ TEXTS |= {"qnli": ["question", "sentence"], "qqp": ["question1", "question2"]}
 def hub(tmp_path_factory):
     """A folder of the parquet files of all tasks as on the hub, the training examples in two files."""
     folder = tmp_path_factory.mktemp("hub")
-    for name in GLUE:
+    for name in glue.GLUE:
         splits = ["train-00000-of-00002", "train-00001-of-00002"]
         splits += [f"{split}{'_matched' * (name == 'mnli')}-00000-of-00001" for split in ("validation", "test")]
         for split in splits:
@@ -278,15 +255,15 @@ def test_a_name_on_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(glue, "impatient_hub", nullcontext)
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *given, **more: asked.append((given, more)) or hub)
-    assert read_examples(open_root(Path("nyu-mll/glue"), ["rte"]), "rte", "test")
+    assert glue.read_examples(glue.open_root(Path("nyu-mll/glue"), ["rte"]), "rte", "test")
     assert asked == [(("nyu-mll/glue",), dict(repo_type="dataset", allow_patterns=["rte/*.parquet"]))]
-    assert open_root(hub) == hub
+    assert glue.open_root(hub) == hub
 
 
 def test_columns_by_name_and_number(root):
-    assert read_file(root / "CoLA/dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
-    assert read_file(root / "STS-B/dev.tsv", GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
-    assert len(training_sentences(root)) == 12 * (2 * 2 + 2 + 2 * 2)
+    assert glue.read_file(root / "CoLA/dev.tsv", glue.GLUE["cola"])[1] == (('b "c',), 0)
+    assert glue.read_file(root / "STS-B/dev.tsv", glue.GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
+    assert len(glue.training_sentences(root)) == 12 * (2 * 2 + 2 + 2 * 2)
 
 
 @pytest.mark.parametrize(
@@ -305,12 +282,12 @@ def test_what_is_wrong_is_said(tmp_path, name, content, message):
     path = tmp_path / "train.tsv"
     path.write_text(content)
     with pytest.raises(iso.UserError, match=message):
-        read_file(path, GLUE[name])
+        glue.read_file(path, glue.GLUE[name])
 
 
-@pytest.mark.parametrize("name", sorted(GLUE))
+@pytest.mark.parametrize("name", sorted(glue.GLUE))
 def test_files_as_on_the_hub(hub, name):
     texts = TEXTS.get(name, ["sentence1", "sentence2"])
     first = (tuple(f"{column} one" for column in texts), 1.0)
-    assert read_examples(hub, name, "train")[::2] == [first, first]
-    assert read_examples(hub / name, name, "test")[0] == first
+    assert glue.read_examples(hub, name, "train")[::2] == [first, first]
+    assert glue.read_examples(hub / name, name, "test")[0] == first

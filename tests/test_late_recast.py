@@ -16,6 +16,7 @@ from isomorph.training.recipe.model_fields import ModelPart, RecastPart
 from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.loop import recast_when_due, train_epoch
 from isomorph.training.run.state import Run
+from law_rows import noisy
 from tiny_runs import TINY, same_snapshots, tiny
 
 WHERE = "layer3.2.conv2"
@@ -128,10 +129,7 @@ PARTS = {
 
 def trained(part, classes):
     """A model of the recipe as a run leaves it: no tensor is where it was at the start."""
-    model = build_model(ModelPart(**part), classes)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    return noisy(build_model(ModelPart(**part), classes))
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -233,19 +233,15 @@ def test_a_layer_of_several_units():
     assert not isinstance(thin[0].conv, Pyramid)
     first, second = levit.LinearNorm(8, 8), levit.LinearNorm(8, 8)
     second.linear = first.linear
-    wide, x = (
-        disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear")),
-        torch.randn(2, 3, 8).double(),
-    )
+    wide = disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear"))
+    x = torch.randn(2, 3, 8).double()
     assert deviation(iso.fuse(wide, norms=False)(x), wide(x)) < 1e-5
 
 
 def test_units_keep_train_mode():
     wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
-    assert all(
-        module.training
-        for module in iso.surgery.apply_edit(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",))).modules()
-    )
+    thin = iso.surgery.apply_edit(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0.conv",)))
+    assert all(module.training for module in thin.modules())
 
 
 @torch.no_grad()

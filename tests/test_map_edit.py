@@ -18,6 +18,7 @@ from isomorph.layers import GPSA, GatedMap, MapCall, RefinedMap, Refiner
 from isomorph.layers.map_edit import convolve_within
 from isomorph.surgery.attention_layers import halo_places, mask_unit_places, row_mean_places
 from isomorph.surgery.edited_attention import EditedAttention, edit_map
+from law_rows import noisy
 
 REFINED, GATED = iso.AttentionToRefined(ratio=1), iso.AttentionToGPSA()
 
@@ -36,8 +37,7 @@ def train_edits(model):
         if isinstance(module, GatedMap):
             module.set_gating(locality=0.7, gate=0.5)
         elif isinstance(module, RefinedMap):
-            for parameter in module.parameters():
-                parameter.data += 0.2 * torch.randn_like(parameter)
+            noisy(module, 0.2)
     return model
 
 
@@ -92,8 +92,7 @@ def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
 def test_a_refined_map_is_that_of_refined_attention():
     plain, x = Attention(C, 4, qkv_bias=True).double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
     fast, grads = iso.AttentionToRefined().build(plain).double().eval(), []
-    for parameter in fast.refine.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    noisy(fast.refine)
     for recompute in (False, True):
         edited = edit_map(plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None, recompute)
         edited.map_edit.refine.load_state_dict(fast.refine.state_dict())

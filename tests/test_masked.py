@@ -14,12 +14,7 @@ from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed, split_patches
 from isomorph.surgery import edits
-from isomorph.training.objectives.masked import (
-    GenericDistillationLoss,
-    ReconstructionLoss,
-    build_pretraining,
-    evaluate_pretraining,
-)
+from isomorph.training.objectives import masked
 from isomorph.training.recipe.fields import MaskPart
 from refusals import refused
 
@@ -159,7 +154,7 @@ def plain_autoencoder(*sizes, mask=0.75, **changes):
 
 def build_pair(block=2, student=None, **sizes):
     teacher = autoencoder(depth=3)
-    return GenericDistillationLoss(student or plain_autoencoder(**sizes), teacher, CPU, block)
+    return masked.GenericDistillationLoss(student or plain_autoencoder(**sizes), teacher, CPU, block)
 
 
 def gated():
@@ -257,7 +252,7 @@ def test_an_encoder_alone_is_no_teacher(tmp_path):
     torch.save({"model": {n: t for n, t in published(model).items() if "decoder" not in n}}, path)
     part = MaskPart(teacher=path, teacher_model=PLAIN)
     with pytest.raises(UserError, match=r"encoder and no decoder.*full pre-training checkpoint"):
-        build_pretraining(part, timm.create_model(PLAIN, **SMALL), CPU)
+        masked.build_pretraining(part, timm.create_model(PLAIN, **SMALL), CPU)
 
 
 # tasks
@@ -273,25 +268,25 @@ def cifar(data_root):
 
 
 def test_evaluation_is_the_same_whatever_the_batches(cifar):
-    task = ReconstructionLoss(autoencoder(), CPU)
+    task = masked.ReconstructionLoss(autoencoder(), CPU)
     model = task.trainable_module
     images = torch.cat([images for images, _ in cifar])
     torch.manual_seed(3)
-    found = evaluate_pretraining(task, model, cifar)
+    found = masked.evaluate_pretraining(task, model, cifar)
     state = torch.get_rng_state()
-    other = evaluate_pretraining(task, model, [(images[:50], None), (images[50:], None)])
+    other = masked.evaluate_pretraining(task, model, [(images[:50], None), (images[50:], None)])
     assert torch.equal(state, torch.get_rng_state())
-    repeated = evaluate_pretraining(task, model, [*cifar, (images[:1], torch.tensor([-1]))])
+    repeated = masked.evaluate_pretraining(task, model, [*cifar, (images[:1], torch.tensor([-1]))])
     assert repeated == found  # label -1: to fill up a process's batches
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
-    assert found["reconstruction"] != evaluate_pretraining(task, model, cifar, seed=1)["reconstruction"]
+    assert found["reconstruction"] != masked.evaluate_pretraining(task, model, cifar, seed=1)["reconstruction"]
 
 
 def pair(student="pyramids", block=4, **cfg):
     """A student taught by a wider, deeper teacher on differently normalised images."""
     teacher = autoencoder("timm", depth=5, width=32, heads=4, mask=0.5)
     teacher.encoder.pretrained_cfg = {**teacher.encoder.pretrained_cfg, **cfg}
-    return GenericDistillationLoss(autoencoder(student), teacher, CPU, block)
+    return masked.GenericDistillationLoss(autoencoder(student), teacher, CPU, block)
 
 
 def test_alignment_is_the_papers():

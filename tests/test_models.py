@@ -34,12 +34,8 @@ PARAMETERS = {
     **dict(coatnet_0=24_446_228, coatnet_1=41_635_184, coatnet_2=73_635_144, coatnet_3=164_605_432),
     **dict(coatnet_4=273_064_456, coatnet_5=682_856_600, coatnet_6=1_461_684_976, coatnet_7=2_432_532_472),
     # the published counts less the dead biases of pos_proj: one a head in each of 10 layers
-    "convit_ti": 5_710_512 - 40,
-    "convit_s": 27_777_322 - 90,
-    "convit_b": 86_540_040 - 160,
-    "convit_ti_plus": 9_972_912 - 40,
-    "convit_s_plus": 48_979_882 - 90,
-    "convit_b_plus": 153_134_856 - 160,
+    **dict(convit_ti=5_710_512 - 40, convit_s=27_777_322 - 90, convit_b=86_540_040 - 160),
+    **dict(convit_ti_plus=9_972_912 - 40, convit_s_plus=48_979_882 - 90, convit_b_plus=153_134_856 - 160),
     **dict(refined_vit_b=86_581_912, refined_vit_s=25_015_976, refined_vit_m=55_013_420, refined_vit_l=80_616_712),
     **dict(refined_vit_s_released=25_408_656, refined_vit_m_released=55_450_932, refined_vit_l_released=81_150_192),
     "tdrl_vit_ti": 48_859_816,  # the paper's 48.86M
@@ -59,16 +55,12 @@ RESNET = dict(layers=(1, 1, 1, 1))
 SMALL = {
     "cifar_resnet20": {},
     "t_cifar_resnet20": {},
-    "t_resnet50d": RESNET,
-    "t_resnetrs50": RESNET,
+    **dict.fromkeys(("t_resnet50d", "t_resnetrs50"), RESNET),
     "vanillanet_5": dict(dims=(8, 12, 16, 20)),
     "coatnet_0": dict(img_size=64, depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16),
     "convit_ti": VIT | dict(local_up_to_layer=1),
-    "refined_vit_b": VIT,
-    "refined_vit_s": VIT,
-    "refined_vit_s_released": VIT,
-    "tdrl_vit_ti": VIT,
-    "tdrl_vit_ti_distilled": VIT,
+    **dict.fromkeys(("refined_vit_b", "refined_vit_s", "refined_vit_s_released"), VIT),
+    **dict.fromkeys(("tdrl_vit_ti", "tdrl_vit_ti_distilled"), VIT),
 }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.layers import SamePadding
+from law_rows import noisy
 
 CONVS = {
     "same": lambda: Conv2dSame(4, 6, 3),
@@ -63,8 +64,7 @@ def test_the_weight_of_a_pyramid_can_be_read(make):
     wide = iso.recast(model, iso.LinearToPyramid(), where)
     torch.testing.assert_close(wide(x), model(x), atol=1e-5, rtol=1e-5)
     pyramid = wide.get_submodule(where)
-    for parameter in pyramid.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    noisy(pyramid)
     for name in ("weight", "bias"):
         torch.testing.assert_close(getattr(pyramid, name), getattr(pyramid.fuse(), name), atol=1e-5, rtol=1e-5)
     evaluated = pyramid.weight
@@ -84,8 +84,7 @@ ATTENTION = {
 def test_a_qkv_with_separate_biases_becomes_a_pyramid_that_is_called(name, where):
     torch.manual_seed(0)
     model, x = nn.Sequential(ATTENTION[name][0]()).eval(), ATTENTION[name][1]
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+    noisy(model, 0.3)
     wide = iso.recast(model, iso.LinearToPyramid(), where)
     torch.testing.assert_close(wide(x), model(x), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(iso.fuse(wide)(x), model(x), atol=1e-5, rtol=1e-5)

@@ -14,15 +14,14 @@ from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention,
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.models.blockwise import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
+from law_rows import noisy
 from refusals import refused
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 
 
 def perturbed(name, **arguments):
-    model = timm.create_model(name, **{**SMALL, **arguments})
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
+    model = noisy(timm.create_model(name, **{**SMALL, **arguments}))
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
     return model.eval()

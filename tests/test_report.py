@@ -15,6 +15,7 @@ from PIL import Image
 from scipy.stats import binomtest
 
 import isomorph as iso
+from isomorph import report
 from isomorph.analysis.evolution import random_draw_indices
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
@@ -26,19 +27,6 @@ from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.model_data import sample_images
 from isomorph.evaluation.robustness.scores import robustness_summary
-from isomorph.report import (
-    AnalyzeOptions,
-    Dots,
-    Line,
-    PageImage,
-    PageModel,
-    Panel,
-    Section,
-    analyze_sections,
-    compare_sections,
-    read_run_logs,
-    write_page,
-)
 from isomorph.report.attention_viewer import ViewerModel, build_viewer, capture_layer_maps, pack_layer_maps, round_rows
 from isomorph.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
 from isomorph.report.html import render_page
@@ -84,7 +72,7 @@ class TestMaps:
 
     def test_a_budget_thins_queries_and_says_so(self):
         found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
-        models, pictures = [ViewerModel("m", found)], [PageImage("a", torch.rand(3, 32, 48))]
+        models, pictures = [ViewerModel("m", found)], [report.PageImage("a", torch.rand(3, 32, 48))]
         step, packed = pack_layer_maps(list(found.values()), 1, max_characters=4000)
         assert step[0] > 1
         assert sum(map(len, packed.values())) <= 4000
@@ -110,7 +98,9 @@ SMALL = CONFIG | {"input_size": (3, 32, 48)}
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_has_its_page(name, tmp_path):
     model = MODELS[name]().eval()
-    sections = analyze_sections([PageModel(name, model, SMALL)], [PageImage(n, torch.rand(3, 32, 48)) for n in "ab"])
+    sections = report.analyze_sections(
+        [report.PageModel(name, model, SMALL)], [report.PageImage(n, torch.rand(3, 32, 48)) for n in "ab"]
+    )
     titles = [section.title for section in sections]
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
     assert sections[0].finding.startswith(f"{name} predicts ")
@@ -121,15 +111,15 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
         assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
         assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Attention entropy"}
-    assert write_page(tmp_path / "page.html", name, "", sections) > 10_000
+    assert report.write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
 def test_a_page_of_two_models_begins_with_its_finding():
-    model, images = small_vit(), [PageImage("x", torch.rand(3, 32, 48))]
+    model, images = small_vit(), [report.PageImage("x", torch.rand(3, 32, 48))]
     gated = iso.recast(model, iso.AttentionToGPSA(grid_size=None), "blocks.*.attn").eval()
     loader = [(torch.randn(16, 3, 32, 48), None)]
-    subjects = [PageModel("a", model, SMALL), PageModel("b", gated, SMALL)]
-    sections = analyze_sections(subjects, images, AnalyzeOptions(cka_batches={"a": loader, "b": loader}))
+    subjects = [report.PageModel("a", model, SMALL), report.PageModel("b", gated, SMALL)]
+    sections = report.analyze_sections(subjects, images, report.AnalyzeOptions(cka_batches={"a": loader, "b": loader}))
     assert re.search(r"outputs of b and a are at most \S+e-0\d apart|same outputs", sections[0].finding)
     assert re.search("equal within 1e-[56] in all 9 heads", sections[0].finding)
     (between,) = next(section.charts for section in sections if section.title == "Layer similarity (CKA)")
@@ -140,11 +130,11 @@ def test_a_page_of_two_models_begins_with_its_finding():
 
 
 def test_a_page_says_what_a_model_does_not_give():
-    images = [PageImage("x", torch.rand(3, 32, 48))]
+    images = [report.PageImage("x", torch.rand(3, 32, 48))]
     broken = small_vit(reg_tokens=2)
     broken.head.weight.data[0, 0] = NAN
     for model, said in ((small_vit(reg_tokens=2, num_classes=0), "a gives no classes."), (broken, "a are not finite")):
-        first, *others = analyze_sections([PageModel("a", model, SMALL)], images)
+        first, *others = report.analyze_sections([report.PageModel("a", model, SMALL)], images)
         assert said in first.finding
         assert first.viewer.data["registers"] == 2
         assert first.viewer.data["images"][0]["predictions"] == [""]
@@ -154,8 +144,8 @@ def test_a_page_says_what_a_model_does_not_give():
 class TestPage:
     def test_what_is_given_cannot_become_code_and_nothing_is_loaded(self):
         nasty = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-        panel = Panel(nasty, nasty, nasty, {nasty: Line([1.0, 2.0], [2.0, 3.0])})
-        section = Section(nasty, nasty, [[nasty], [nasty]], listing=nasty, charts=[panel])
+        panel = report.Panel(nasty, nasty, nasty, {nasty: report.Line([1.0, 2.0], [2.0, 3.0])})
+        section = report.Section(nasty, nasty, [[nasty], [nasty]], listing=nasty, charts=[panel])
         page = render_page(nasty, nasty, [section, section, section], nasty)
         assert "<img" not in page
         assert page.count("<script") == page.count("</script>") == 2
@@ -164,10 +154,10 @@ class TestPage:
         assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
 
     def test_numbers_that_are_none_become_nothing(self):
-        chart = Panel("t", "x", "y", {"a": Line([0.0, 1.0], [NAN, 2.0])})
+        chart = report.Panel("t", "x", "y", {"a": report.Line([0.0, 1.0], [NAN, 2.0])})
         assert chart.drawing()["series"][0]["lines"] == [[[0.0, None], [1.0, 2.0]]]
         assert chart.table() == [["x", "a"], ["0", "-"], ["1", "2"]]
-        dots = Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}})
+        dots = report.Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}})
         assert dots.table()[1:] == [["l", "1, 2", "-"], ["m", "-", "3"]]
 
 
@@ -211,7 +201,7 @@ def write_run(folder, lr=0.1, epochs=3, end=""):
 class TestRuns:
     def test_runs_side_by_side(self, tmp_path):
         broken = write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')
-        last, curves, recipes = compare_sections(read_run_logs([write_run(tmp_path / "a"), broken]))
+        last, curves, recipes = report.compare_sections(report.read_run_logs([write_run(tmp_path / "a"), broken]))
         reached = "a reaches the best top-1, 30.00 % (95% interval 21.9 to 39.6), 10.00 points above b"
         doubt = " (less than chance may do with 100 images)"
         assert last.finding == f"{reached}{doubt}, each in its best epoch on the test images."
@@ -241,7 +231,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
-    subjects = [PageModel("a", small_vit(), a), PageModel("b", small_vit(), b)]
+    subjects = [report.PageModel("a", small_vit(), a), report.PageModel("b", small_vit(), b)]
     loaders = open_test_loaders(subjects, ImageOptions(data="given", max_images=36))[0]
     seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
     plain = [seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects]
@@ -280,10 +270,10 @@ class TestCommands:
         iso.save(timm.create_model("cifar_resnet20"), folder / "plain/epoch-1.safetensors")
         (folder / "gated/epoch-2.safetensors").write_bytes(b"cut short")
         folders = [folder / "gated", folder / "plain"]
-        logs = read_run_logs(folders)
+        logs = report.read_run_logs(folders)
         found = gating_histories(folders, logs)
         assert list(found) == ["gated"]
-        sections = {section.title: section for section in compare_sections(logs, found)}
+        sections = {section.title: section for section in report.compare_sections(logs, found)}
         assert any("epoch-2.safetensors" in line for line in sections["Final results"].details.lines)
         section = sections["Gates, spans and centres along training"]
         assert "gated: heads without a centre at the end" in section.text

@@ -13,21 +13,8 @@ from PIL import Image
 
 import isomorph as iso
 from browser import open_tab
+from isomorph import report
 from isomorph.analysis import attention_windows
-from isomorph.report import (
-    Bars,
-    Dots,
-    Line,
-    Matrix,
-    PageImage,
-    PageModel,
-    Panel,
-    Paths,
-    Scatter,
-    Section,
-    analyze_sections,
-    write_page,
-)
 from isomorph.report.page_images import normalise_images
 from isomorph.report.page_models import name_classes
 from test_report import CONFIG as FRAMING
@@ -60,7 +47,7 @@ def page(tmp_path_factory):
     for block in vit.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.4)  # attention that is far from uniform
     models = [vit, iso.recast(vit, iso.AttentionToGPSA(init="paper", grid_size=None), "blocks.[01].attn")]
-    images = [PageImage(f"image {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)]
+    images = [report.PageImage(f"image {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)]
     path = write(tmp_path_factory.mktemp("page"), dict(zip(NAMES, models, strict=True)), images)
     batch = normalise_images(images, CONFIG)
     classes = [name_classes(model, model(batch)) for model in models]
@@ -68,13 +55,15 @@ def page(tmp_path_factory):
 
 
 def write(folder, models, images, config=CONFIG):
-    sections = analyze_sections([PageModel(name, model, config) for name, model in models.items()], images)
-    write_page(folder / "page.html", " and ".join(models), sections[0].finding, sections, "A footer.")
+    sections = report.analyze_sections(
+        [report.PageModel(name, model, config) for name, model in models.items()], images
+    )
+    report.write_page(folder / "page.html", " and ".join(models), sections[0].finding, sections, "A footer.")
     return folder / "page.html"
 
 
 def show(tab, folder, *sections):
-    write_page(folder / "page.html", "Charts", "A finding.", sections, "Made by:\nisomorph compare a b")
+    report.write_page(folder / "page.html", "Charts", "A finding.", sections, "Made by:\nisomorph compare a b")
     tab.open(folder / "page.html")
 
 
@@ -198,14 +187,9 @@ class TestAttention:
         assert name == "img-src-x-onerror-alert-1-and-gated-tuned-attention.csv"
         saved = list(csv.DictReader(text.decode().splitlines()))
         assert {row["query"] for row in saved} == {f"row 3, column 2 of 4 {TIMES} 6"}
-        assert list(saved[-1].values())[:6] == [
-            f"{NAMES[1]} minus {NAMES[0]}",
-            "blocks.1.attn",
-            "3",
-            saved[0]["query"],
-            "4",
-            "6",
-        ]
+        assert {row["layer"] for row in saved} == {"blocks.1.attn"}
+        last = [saved[-1][name] for name in ("model", "head", "row", "column")]
+        assert last == [f"{NAMES[1]} minus {NAMES[0]}", "3", "4", "6"]
         values = np.array([float(row["attention"]) for row in saved]).reshape(3, *rows.shape[1:])
         assert abs(values - [*rows, change]).max() <= 2 * level(rows)
         svg = tab.save("the attention maps as SVG", tmp_path / "svg")[1].decode()
@@ -217,6 +201,7 @@ class TestAttention:
         assert np.asarray(image).std() > 10
         tab.click(tile(1, 2, 0))
         assert texts(tab, ".scale span")[0] == "negative"
+        assert pixels(tab, ".scale canvas")[0, [0, 255]].tolist() == [[5, 48, 97], [103, 0, 31]]  # RdBu
 
     def test_mouse_keys_and_touch(self, tab, page):
         tab.open(page[0])
@@ -237,6 +222,10 @@ class TestAttention:
             tab.click(tile(1, 1, 2))
             assert tab.run(pressed) == selected == ("Head 3 of blocks.1.attn" in readout(tab))
             assert (pixels(tab, ".pick") != before).any() == selected
+            assert " attends to " not in readout(tab)
+            tab.hover(tile(1, 0, 1))
+            assert " attends to " in readout(tab)
+            tab.hover("h1")
 
         tab.run(f'document.querySelector("{tile(1, 1, 2)}").focus()')
         tab.press("Enter")
@@ -282,7 +271,7 @@ class TestAttention:
         """A shifted layer of a Swin, on a grid that its windows do not fill."""
         arguments = dict(img_size=(40, 48), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=2)
         model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
-        config, image = CONFIG | {"input_size": (3, 40, 48)}, PageImage("x", torch.rand(3, 40, 48))
+        config, image = CONFIG | {"input_size": (3, 40, 48)}, report.PageImage("x", torch.rand(3, 40, 48))
         tab.open(write(tmp_path, {"Swin": model}, [image], config))
         name, query, batch = "layers.0.blocks.1.attn", 8 * 12 + 5, normalise_images([image], config)
         windows = attention_windows(model, batch)[name]
@@ -295,13 +284,15 @@ class TestAttention:
 
 
 class TestCharts:
+    LOSS = {"a, b": report.Line([1, 2], [3, 2], [2.5, 1.5], [3.5, 2.5]), "c": report.Line([1], [1])}
+    COST = {"d": {"small": (1, 80), "large": (4.2, 81.5)}, "e": {"other": (1.05, 80.1)}}
     CHARTS = (
-        Panel("Loss", "step", "loss", {"a, b": Line([1, 2], [3, 2], [2.5, 1.5], [3.5, 2.5]), "c": Line([1], [1])}),
-        Bars("Top-1", "%", {"a": {"fog": 41.5, "snow": 12.0}, "b": {"fog": 40.0}}),
-        Dots("Gates", "sigma", {"a": {"l.0.x": [0.25, 0.5], "l.1.x": [0.75]}}, 1.0),
-        Paths("Centres", {"l.0": [[(0.0, 1.0), (0.5, 1.25)], [(1.0, 0.0), (2.0, -1.0)]], "l.1": [[(1.0, 1.0)]]}),
-        Matrix("CKA", "r", "c", ["r1", "r2"], ["c1", "c2"], [[1.0, 0.25], [0.5, 0.125]]),
-        Scatter("Cost", "GMACs", "%", {"d": {"small": (1, 80), "large": (4.2, 81.5)}, "e": {"other": (1.05, 80.1)}}),
+        report.Panel("Loss", "step", "loss", LOSS),
+        report.Bars("Top-1", "%", {"a": {"fog": 41.5, "snow": 12.0}, "b": {"fog": 40.0}}),
+        report.Dots("Gates", "sigma", {"a": {"l.0.x": [0.25, 0.5], "l.1.x": [0.75]}}, 1.0),
+        report.Paths("Centres", {"l.0": [[(0.0, 1.0), (0.5, 1.25)], [(1.0, 0.0), (2.0, -1.0)]], "l.1": [[(1.0, 1.0)]]}),
+        report.Matrix("CKA", "r", "c", ["r1", "r2"], ["c1", "c2"], [[1.0, 0.25], [0.5, 0.125]]),
+        report.Scatter("Cost", "GMACs", "%", COST),
     )
     READINGS = {
         "Loss": (["ArrowRight"], "step 1: a, b 3 · c 1"),
@@ -321,7 +312,7 @@ class TestCharts:
     def test_their_numbers_are_read_out_and_saved(self, tab, tmp_path):
         tab.screen(1280, 900, dark=True)
         table = [["", "best top-1 (%)", "NLL"], ["run", "93.11", "0.2"]]
-        show(tab, tmp_path, Section("Results", table=table), Section("C", charts=self.CHARTS))
+        show(tab, tmp_path, report.Section("Results", table=table), report.Section("C", charts=self.CHARTS))
         assert texts(tab, ".reading") == [self.HINT, *[""] * 5]
         assert texts(tab, ".charts h3") == list(self.READINGS)
         assert all(name in texts(tab, ".chart > svg")[-1] for name in ("small", "large", "other"))

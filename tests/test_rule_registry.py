@@ -71,12 +71,8 @@ def test_a_registered_rule_is_known_in_recipes(monkeypatch):
 HUGE = 99999999999999999999
 NUMBERS = [0, -1, 1e-300, 1e300, 10**400, math.inf, math.nan, True, "2", []]
 WHOLE = [-1, 2.5, HUGE, math.nan, True, "3", []]
-GATED, REFINED, RELATIVE, WIDE = (
-    iso.AttentionToGPSA,
-    iso.AttentionToRefined,
-    iso.AttentionToRelative,
-    iso.LinearToPyramid,
-)
+GATED, REFINED = iso.AttentionToGPSA, iso.AttentionToRefined
+RELATIVE, WIDE = iso.AttentionToRelative, iso.LinearToPyramid
 HOSTILE = {
     (iso.ConvToGPSA, "init"): ["exakt", "", [], 1],
     (iso.ConvToGPSA, "locality"): NUMBERS,

@@ -19,15 +19,11 @@ from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=4, img_size=16)
-VALUES = dict(
+VALUES = dict(epochs=2, ema=0.9, drop_path=0.1, log_every=1) | dict(
     model=dict(name="convit_ti", kwargs=KWARGS),
     data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32),
     augment=dict(crop_padding=2, hflip=0.5, mixup=0.8, cutmix=1.0, erasing=0.2),
     optim=dict(lr=2e-3, gate_lr=0.1, warmup_epochs=0.5, clip_grad=1.0),
-    epochs=2,
-    ema=0.9,
-    drop_path=0.1,
-    log_every=1,
 )
 """Four steps an epoch of a network that sees each image by itself (no BatchNorm)."""
 

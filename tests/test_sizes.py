@@ -75,9 +75,8 @@ def test_a_command_says_so(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", str(tmp_path / "vit.safetensors"), "--no-peak", "--size", "225"])
     assert end.value.code == 2
-    assert "patches of 16 x 16 do not fill them; give 224 x 224 or 240 x 240" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "patches of 16 x 16 do not fill them; give 224 x 224 or 240 x 240" in said
 
 
 @pytest.mark.parametrize("name", ["resnet18"])

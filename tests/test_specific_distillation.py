@@ -18,13 +18,9 @@ TEACHER = "vit_base_patch16_224.mae"
 
 
 def run_recipe(folder, **more):
-    recipe = dict(
+    recipe = dict(augment=dict(mixup=0.2), optim=dict(layer_decay=0.65), epochs=1, out=str(folder)) | dict(
         model=dict(name="tdrl_vit_ti_distilled", kwargs=SMALL),
         data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=16, test_images=60),
-        augment=dict(mixup=0.2),
-        optim=dict(layer_decay=0.65),
-        epochs=1,
-        out=str(folder),
     )
     return validate(recipe | more)
 

@@ -52,14 +52,8 @@ def heed_interrupts():
 
 
 def start(*arguments, folder=None, **streams):
-    return subprocess.Popen(
-        [sys.executable, "-X", "importtime", *map(str, arguments)],
-        cwd=folder,
-        env=settings(),
-        text=True,
-        preexec_fn=heed_interrupts,
-        **streams,
-    )
+    options = dict(cwd=folder, env=settings(), text=True, preexec_fn=heed_interrupts)
+    return subprocess.Popen([sys.executable, "-X", "importtime", *map(str, arguments)], **options, **streams)
 
 
 @pytest.mark.parametrize("case", AT_ONCE)

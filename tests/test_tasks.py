@@ -84,13 +84,8 @@ def parity(monkeypatch):
     monkeypatch.setitem(TASKS, "parity", f"{__name__}:Parity")
 
 
-TINY = dict(
-    name="parity",
-    model={"name": "cifar_resnet20"},
-    task={"name": "parity"},
-    data={"source": "digits", "size": [8, 8], "batch_size": 8},
-    epochs=2,
-)
+TINY = dict(name="parity", model={"name": "cifar_resnet20"}, task={"name": "parity"}, epochs=2)
+TINY |= dict(data={"source": "digits", "size": [8, 8], "batch_size": 8})
 
 
 def tiny(out, **changes):

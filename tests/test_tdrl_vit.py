@@ -131,13 +131,10 @@ def test_layers_before_a_batchnorm_may_have_their_own_rate():
 
 
 def test_the_monitor_watches_every_block(tmp_path):
-    recipe = dict(
+    recipe = dict(monitor_every=3, epochs=2, out=str(tmp_path)) | dict(
         model=dict(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax", "num_classes": 10}),
         data=dict(source="digits", fraction=0.15, size=[32, 32], batch_size=32, test_images=60),
         optim=dict(lr=1e-3, warmup_epochs=0),
-        monitor_every=3,
-        epochs=2,
-        out=str(tmp_path),
     )
     iso.train(validate(recipe), show=False)
     rows = read_log(tmp_path / "monitor.jsonl")

@@ -6,6 +6,7 @@ import torch
 import isomorph as iso
 from attention_layers import NETWORKS as ATTENTION_NETWORKS
 from isomorph.surgery.edited_attention import EditedAttention
+from law_rows import noisy
 from refusals import refused
 from test_map_edit import train_edits
 
@@ -23,10 +24,7 @@ X = torch.randn(2, 3, 32, 32)
 
 def build(name="transformers' ViT"):
     torch.manual_seed(0)
-    model = ATTENTION_NETWORKS[name]().eval()
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    return noisy(ATTENTION_NETWORKS[name]().eval())
 
 
 def run(model, x, **arguments):
@@ -51,10 +49,8 @@ def test_a_network_takes_other_sizes_and_implementations(name):
 
 
 def test_edited_maps_are_captured_on_the_grid_of_the_image():
-    gated, names = (
-        train_edits(iso.recast(build(), RULES["gated"], "*.attention")),
-        [f"layers.{i}.attention" for i in (0, 1)],
-    )
+    gated = train_edits(iso.recast(build(), RULES["gated"], "*.attention"))
+    names = [f"layers.{i}.attention" for i in (0, 1)]
     maps = iso.attention_maps(gated, X)
     assert {name: tuple(found.shape) for name, found in maps.items()} == dict.fromkeys(names, (2, 4, 17, 17))
     assert all(torch.allclose(found.sum(-1), torch.ones(())) for found in maps.values())

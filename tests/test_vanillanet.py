@@ -35,17 +35,10 @@ def small(slope=0.0, **more):
     return model.eval()
 
 
-OWN, PUBLIC = (
-    (
-        *(f"stem.{name}" for name in ("pair.first", "pair.norm1", "pair.second", "pair.norm2", "act.norm", "act.conv")),
-        *("head.first", "head.norm1", "head.second"),
-        *("pair.first", "pair.norm1", "pair.second", "pair.norm2", "act.norm", "act.conv"),
-    ),
-    (
-        *("stem1.0", "stem1.1", "stem2.0", "stem2.1", "stem2.2.bn", "stem2.2", "cls1.2", "cls1.3", "cls2.0"),
-        *("conv1.0", "conv1.1", "conv2.0", "conv2.1", "act.bn", "act"),
-    ),
-)
+UNIT = ("pair.first", "pair.norm1", "pair.second", "pair.norm2", "act.norm", "act.conv")
+OWN = (*(f"stem.{name}" for name in UNIT), "head.first", "head.norm1", "head.second", *UNIT)
+PUBLIC = ("stem1.0", "stem1.1", "stem2.0", "stem2.1", "stem2.2.bn", "stem2.2", "cls1.2", "cls1.3", "cls2.0")
+PUBLIC += ("conv1.0", "conv1.1", "conv2.0", "conv2.1", "act.bn", "act")
 
 
 def public_names(model):
@@ -167,14 +160,10 @@ def test_impossible_networks_are_refused():
 
 
 def train(folder, epochs=1, recast=None, **more):
-    recipe = dict(
+    recipe = dict(anneal=dict(epochs=epochs), ema=0.99, epochs=epochs, out=str(folder)) | dict(
         model=dict(name="vanillanet_5", kwargs=dict(dims=[8, 12, 16, 20]), recast=recast),
         data=dict(source="digits", fraction=0.05, size=[32, 32], batch_size=16, test_images=60),
         optim=dict(name="lamb", lr=1e-3),
-        anneal=dict(epochs=epochs),
-        ema=0.99,
-        epochs=epochs,
-        out=str(folder),
     )
     return iso.train(validate(recipe | more), show=False)
 

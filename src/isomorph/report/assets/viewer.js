@@ -338,8 +338,8 @@ class AttentionViewer {
   stepQuery([down, right]) {
     const {state, step} = this;
     const [rows, columns] = this.currentGeometry ? this.currentGeometry.queries : [1, 1];
-    const row = clamp(cellAt(state.y, rows) + down * step[0], 0, rows - 1);
-    const column = clamp(cellAt(state.x, columns) + right * step[1], 0, columns - 1);
+    const row = cellAt(state.y, rows) + down * step[0];
+    const column = cellAt(state.x, columns) + right * step[1];
     state.pinned = true;
     this.moveQuery((row + .5) / rows, (column + .5) / columns);
   }
