@@ -325,7 +325,7 @@ class AttentionViewer {
   /** Move the query to a point of the image. */
   moveQuery(y, x) {
     const {state} = this;
-    Object.assign(state, {y: clamp(y, 0, .9999), x: clamp(x, 0, .9999)});
+    Object.assign(state, {y, x});
     if (state.token >= 0) {
       state.token = -1;
       this.controls.querySelector(`[name="Query-${this.number}"]`).checked = true;
