@@ -94,7 +94,9 @@ def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_p
         assert abs(len(open_test_images(model, str(photos), None)) - len(before)) < 2
     assert len(open_test_images(model, str(photos), None, test_fraction=1)) == 16
     (photos / "quince").mkdir()
-    refused("quince has no images; add some, or remove the folder", iso.data.open_source, photos, "test")
+    refused(
+        "quince has no images; add some, or remove the folder", iso.data.open_source, photos, "train", test_fraction=0.4
+    )
 
 
 def test_labels_follow_the_names_of_the_models_classes(tmp_path):

@@ -72,14 +72,14 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     if test_fraction is not None:
         if tops["test"]:
             raise UserError(f"{root} has test images of its own, in {tops['test'].name}/; leave --split out")
-        return split_classes(_open_classes(train or root, train or root), test_fraction)[split == "test"]
+        return split_classes(_open_classes(train or root, train or root, trains=True), test_fraction)[split == "test"]
     if not top and (any(tops.values()) or split == "train"):
         todo = "make one, or give --split 0.2 to test on a fifth of the images of each class"
         raise UserError(
             f"{root} has no folder {SPLIT_NAMES[split]} with one folder per class, for the {split} split"
             + (f"; {todo}" if train or not tops["test"] else "")
         )
-    return _open_classes(top or root, train or top or root)
+    return _open_classes(top or root, train or top or root, trains=split == "train")
 
 
 def find_splits(root: Path) -> dict[str, Path | None]:
@@ -101,7 +101,7 @@ def _class_names(top: Path) -> list[str]:
     return sorted({composed(folder.name) for folder in visible(top)})
 
 
-def _open_classes(top: Path, train: Path) -> Source:
+def _open_classes(top: Path, train: Path, trains: bool) -> Source:
     """Number the class folders of `top` as those of `train`."""
     classes = _class_names(train)
     check_known_classes(top, _class_names(top), train, classes)
@@ -114,7 +114,7 @@ def _open_classes(top: Path, train: Path) -> Source:
     if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
-    if top == train and (empty := set(range(len(classes))) - set(labels.tolist())):
+    if trains and (empty := set(range(len(classes))) - set(labels.tolist())):
         raise UserError(f"{train / classes[min(empty)]} has no images; add some, or remove the folder")
     return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
 
