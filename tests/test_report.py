@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 import isomorph as iso
 from isomorph import report
 from isomorph.analysis.evolution import random_draw_indices
+from isomorph.checkpoints.foreign import NO_OPTIONS
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.analyze import ImageOptions, gating_histories, open_test_loaders
@@ -207,8 +208,8 @@ class TestRuns:
         assert last.finding == f"{reached}{doubt}, each in its best epoch on the test images."
         assert last.details.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
         assert [row[:6] for row in last.table[1:]] == [
-            ["a", "r", "net", "3 of 4", "30.00", "30.00"],
-            ["b", "r", "net", "2 of 4", "20.00", "20.00"],
+            ["a", "r", "net", "3 of 4", "30.00 (21.9 to 39.6)", "30.00"],
+            ["b", "r", "net", "2 of 4", "20.00 (13.3 to 28.9)", "20.00"],
         ]
         top1 = next(chart for chart in curves.charts if chart.title == "Top-1")
         assert list(top1.lines["b"].y) == [10, 20]
@@ -271,7 +272,7 @@ class TestCommands:
         (folder / "gated/epoch-2.safetensors").write_bytes(b"cut short")
         folders = [folder / "gated", folder / "plain"]
         logs = report.read_run_logs(folders)
-        found = gating_histories(folders, logs)
+        found = gating_histories(folders, logs, NO_OPTIONS)
         assert list(found) == ["gated"]
         sections = {section.title: section for section in report.compare_sections(logs, found)}
         assert any("epoch-2.safetensors" in line for line in sections["Final results"].details.lines)

@@ -236,7 +236,7 @@ def compare_(
     with spinner("measuring") as show_step:
         histories = _measure_along(folders, logs, along, test, options, device, show_step) if along else {}
     sampled = f"{test.max_images} test images of {test.data or 'the data of each run'}, drawn at random"
-    sections = compare_sections(logs, gating_histories(folders, logs), histories, sampled, points)
+    sections = compare_sections(logs, gating_histories(folders, logs, options), histories, sampled, points)
     if not sections:
         raise UserError(f"{points[0].name} is the only model; give another one in --evaluated, or a run")
     names = [log.name for log in logs] or [point.name for point in points]
@@ -248,14 +248,14 @@ def compare_(
     show(json_, measured, *(part for table in history_tables(histories) for part in (table, "")), page_line(out, size))
 
 
-def gating_histories(folders: Sequence[Path], logs: Sequence[Any]) -> dict[str, Any]:
+def gating_histories(folders: Sequence[Path], logs: Sequence[Any], options: Any) -> dict[str, Any]:
     """Return gates, centres and spans along each run of a model with gated layers; other runs are left out."""
     from isomorph.training import gating_history
 
     histories = {}
     for folder, log in zip(folders, logs, strict=True):
         with suppress(UserError):  # no gated layer
-            histories[log.name] = gating_history(folder, damaged=log.problems)
+            histories[log.name] = gating_history(folder, log.problems, options)
     return histories
 
 

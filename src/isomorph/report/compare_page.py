@@ -157,10 +157,12 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
         start = str(model.get("name") or model.get("weights") or "-")
         recipe = [str(log.recipe.get("name", "-")), start + f", {rule}" * bool(rule)]
         top = "-" if log.best_top1 is None else f"{log.best_top1:.2f}"
+        tested = next((int(row["images"]) for row in reversed(log.epochs) if is_number(row.get("images"))), 0)
+        top += f" ({interval_text(log.best_top1, tested)})" if tested and log.best_top1 is not None else ""
         cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
         rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])
     labels = [METRIC_FORMATS[key][0] for key in keys]
-    return [["", "recipe", "model", "epochs", "best top-1 (%)", *labels, "seconds"], *rows]
+    return [["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"], *rows]
 
 
 def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:

@@ -56,8 +56,7 @@ def saved_models(
         except UserError as error:
             if damaged is None:
                 raise
-            if options != NO_OPTIONS or not needs_options(str(path)):  # not one that needs its own function
-                damaged.append(str(error))
+            damaged.append(str(error))
         else:
             yield epoch, model
 
@@ -66,11 +65,13 @@ def _open(path: Path, options: ModelOptions) -> nn.Module:
     return open_trained(path, options if needs_options(str(path)) else NO_OPTIONS)
 
 
-def gating_history(folder: str | Path, damaged: list[str] | None = None) -> GatingHistory:
+def gating_history(
+    folder: str | Path, damaged: list[str] | None = None, options: ModelOptions = NO_OPTIONS
+) -> GatingHistory:
     """Return gates, centres and spans of a run, before training and after every epoch, as its log.jsonl has them.
 
     Without such a log they are those of the saved models; with a list `damaged`, unreadable ones are skipped, and their
-    error messages are appended to it.
+    error messages are appended to it. `options` are as in `saved_models`.
 
     Raises: UserError when the folder has neither, or no model in it has a gated layer.
 
@@ -82,7 +83,7 @@ def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Gati
     """
     rows = [row for row in read_log(Path(folder) / "log.jsonl") if row.get("gating")]
     if not rows:
-        return track_gating(saved_models(folder, damaged))
+        return track_gating(saved_models(folder, damaged, options))
     by_layer: dict[str, dict[str, list[Tensor]]] = {"gates": {}, "centres": {}, "spans": {}}
     for row in rows:
         for layer, values in row["gating"].items():
