@@ -387,7 +387,7 @@ def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:
     names: dict[Any, str] = {}
     for name, tensor in own.items():
         first = names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
-        if tensor.numel() and first != name and not torch.equal(state[first], state[name]):
+        if tensor.data_ptr() and first != name and not torch.equal(state[first], state[name]):
             raise UserError(f"{path} has different tensors {first} and {name}, where the model has one; untie them")
 
 
