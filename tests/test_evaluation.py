@@ -64,6 +64,13 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
     assert torch.allclose(whole.correct / whole.total, per_class)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_labels_of_small_types_count(dtype):
+    found = PredictionCounts(2)
+    found.add(torch.eye(2), torch.tensor([0, 1], dtype=dtype))
+    assert found.metrics()["top1"] == 100
+
+
 def test_what_is_kept_does_not_grow_with_the_images():
     found = PredictionCounts(1000)
     for _ in range(3):

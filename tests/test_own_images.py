@@ -16,7 +16,7 @@ from isomorph.checkpoints.model import record_data
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
 from isomorph.errors import DataWarning
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.input_sizes import check_same_classes, evaluation_config
 from isomorph.evaluation.model_data import open_test_images
 from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
 from isomorph.tasks.detection.data import open_split as open_boxes
@@ -93,6 +93,8 @@ def test_a_folder_that_has_grown_is_still_tested_on_what_training_left_out(tmp_p
     with pytest.warns(DataWarning, match="has 16 images, that of training had 15: those that --split 0.4"):
         assert abs(len(open_test_images(model, str(photos), None)) - len(before)) < 2
     assert len(open_test_images(model, str(photos), None, test_fraction=1)) == 16
+    check_same_classes(model, CLASSES)
+    refused("class 0 is apple in the model and pear in the data", check_same_classes, model, ("pear", "apple", "plum"))
     (photos / "quince").mkdir()
     refused(
         "quince has no images; add some, or remove the folder", iso.data.open_source, photos, "train", test_fraction=0.4
@@ -171,7 +173,7 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
     assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)["images"] == len(source)
 
 
-@pytest.mark.parametrize("orientation", [2, 3, 5, 6])
+@pytest.mark.parametrize("orientation", [2, 3, 5, 6, 9])
 def test_images_are_upright_in_every_reader(tmp_path, orientation):
     stored = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 24, 3), np.uint8))
     exif = Image.Exif()
@@ -200,7 +202,7 @@ def test_images_are_upright_in_every_reader(tmp_path, orientation):
     pages = [iso.report.open_images([each], config)[0] for each in (path, tmp_path / "right.png")]
     assert torch.equal(pages[0].pixels, pages[1].pixels)
     assert CLASSIFICATION.predict(model, path) == CLASSIFICATION.predict(model, tmp_path / "right.png")
-    if orientation > 4:
+    if orientation in (5, 6):
         Image.new("L", stored.size).save(tmp_path / "mask.png")
         refused("turned as EXIF data says", pair.check)
 

@@ -173,6 +173,14 @@ def test_another_models_file_is_refused(net, tmp_path):
     iso.robustness(net, source, **one)
     refused("cells of other images: seed 0, here 1; use another", iso.robustness, net, source, **one, seed=1)
     refused("cells of other images: source ", iso.robustness, net, source_of(13), **one)
+    net.conv1.stride = (2, 2)  # no tensor has it
+    refused("with other weights; use another", iso.robustness, net, source, **one)
+    net.conv1.stride = (1, 1)
+    config, net.pretrained_cfg = net.pretrained_cfg, net.pretrained_cfg | dict(std=(1.0, 1.0, 1.0))
+    refused("with other weights; use another", iso.robustness, net, source, **one)
+    net.pretrained_cfg = config | dict(crop_pct=0.5)
+    refused("cells of other images: pictures ", iso.robustness, net, source, **one)
+    net.pretrained_cfg = config
     nn.init.zeros_(net.conv1.weight)
     before = out.read_text()
     refused(r"holds cells of .* with other weights; use another", iso.robustness, net, source, **one)

@@ -201,6 +201,8 @@ def test_sizes_and_capped_crops():
     assert np.mean(shares) < np.mean(plain)
     sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
     assert 32 <= min(sizes) < 50 < max(sizes) <= 128
+    ramp = tv_tensors.Mask(torch.arange(63).expand(3, 63))  # a third of the columns: the middle one of each three
+    assert RatioResize((21, 1), (1.0, 1.0))(ramp)[0].tolist() == list(range(1, 63, 3))
 
 
 # windows, metrics and losses

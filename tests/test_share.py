@@ -107,6 +107,8 @@ def test_the_images_are_those_of_the_model_not_of_the_public_weights(tmp_path):
     for key, value in evaluation_config(theirs).items():
         assert value == evaluation_config(model)[key] or tuple(value) == evaluation_config(model)[key], key
     assert theirs.pretrained_cfg["label_names"] == ["a", "b"]
+    iso.save_for_hub(timm.create_model("cifar_resnet20", num_classes=3), tmp_path / "three", "me/three")
+    assert "label_names" not in json.loads((tmp_path / "three/config.json").read_text())["pretrained_cfg"]
     assert not {"license", "tag"} & set(json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"])
 
 
