@@ -83,8 +83,8 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     if not images and "." not in name:
         config = resolve_data_config({}, model=model)
         size, known = "{} x {}".format(*config["input_size"][-2:]), "crop_pct {crop_pct:g}, mean {mean}, std {std}"
-        note = f"{path.name} does not say how its images were prepared; {name}'s own is taken: {size}, "
-        add_notes(model, note + known.format(**config))
+        taken = f"as for {name}'s public weights: {size} unless a size is given, {known.format(**config)}"
+        add_notes(model, f"{path.name} does not say how its images were prepared; {taken}")
     add_notes(model, *contents.notes)
     return model.eval()
 
