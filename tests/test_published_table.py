@@ -21,7 +21,10 @@ def write_run(folder, recipe, *epochs, **fields):
 def logs(tmp_path):
     def done(top1):
         before = {"epoch": 0, "loss": None, "top1": 0.1}
-        return (before, {"epoch": 1, "loss": 2.0, "top1": top1, "top5": 70.0, "train_top1": 30.0, "seconds": 7200})
+        return (
+            before,
+            {"epoch": 1, "loss": 2.0, "top1": top1, "top5": 70.0, "images": 100, "train_top1": 30.0, "seconds": 7200},
+        )
 
     tenth = RECIPES["convit_s_10pct"]
     folders = [
@@ -39,8 +42,8 @@ def test_measured_beside_expected_with_a_chart_by_fraction(logs):
     assert rows["a"] | {"fraction": 0.1, "expected_top1": 59.6, "expected_top5": 80.3, "top1": 50.0} == rows["a"]
     assert (rows["a"]["hours"], rows["a"]["train_top1"], rows["seed1"]["top1"]) == (2, 30, 52)
     head, *body = published_table(list(rows.values()))
-    assert head[2:6] == ["top-1 (%), expected", "measured", "top-5 (%), expected", "measured"]
-    assert ["convit_s_10pct", "a", "59.60", "50.00", "80.30", "70.00"] in [line[:6] for line in body]
+    assert head[2:6] == ["top-1 (%), expected", "measured (95% interval)", "top-5 (%), expected", "measured"]
+    assert ["convit_s_10pct", "a", "59.60", "50.00 (40.4 to 59.6)", "80.30", "70.00"] in [line[:6] for line in body]
     (chart,) = published_charts("ConViT Table 2", list(rows.values()))
     assert chart.lines["convit_s, expected"].x == [5, 10, 30, 50, 100]
     assert (chart.lines["deit_s, measured"].x, chart.lines["deit_s, measured"].y) == ([10], [40.0])

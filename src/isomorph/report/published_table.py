@@ -8,7 +8,7 @@ from typing import Any
 from isomorph.errors import UserError
 from isomorph.report.charts import Chart, Line, Panel, Scatter, is_number
 from isomorph.report.run_files import RunLog
-from isomorph.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import METRIC_FORMATS, interval_text
 
 _UNITS = {"top-1": "top1", "top-5": "top5", "mIoU": "miou", "box AP": "box_ap", "mask AP": "mask_ap", "FID": "fid"}
 _AFTER = re.compile(r"(\d+(?:\.\d+)?) (top-1|top-5|mIoU)\b")
@@ -21,7 +21,7 @@ def published_rows(table: str, recipes: Mapping[str, Mapping[str, Any]], logs: S
     """Return a row for each run of a published table (`ConViT Table 2`, `TDRL B.8`), and each recipe without a run.
 
     Keys: recipe, run, fraction of the data, expected (the recipe's text), and by metric expected_* and what the run's
-    last evaluation measured; train_top1, loss, epochs and hours of the run.
+    last evaluation measured, on how many images; train_top1, loss, epochs and hours of the run.
 
     Raises: UserError when no recipe is of this table.
     """
@@ -53,7 +53,7 @@ def _row(name: str, recipe: Mapping[str, Any], log: RunLog | None) -> Row:
     row |= {"expected_time": float(time[1])} if (time := _TIME.search(text)) else {}
     for epoch in [epoch for epoch in log.epochs if epoch.get("epoch")] if log else []:
         keys = (*METRIC_FORMATS, "train_top1", "loss")
-        row |= {key: epoch[key] for key in keys if key != "images" and is_number(epoch.get(key))}
+        row |= {key: epoch[key] for key in keys if is_number(epoch.get(key))}
         row["epochs"] = epoch["epoch"]
         row["hours"] = row.get("hours", 0.0) + (epoch["seconds"] / 3600 if is_number(epoch.get("seconds")) else 0.0)
     return row
@@ -61,19 +61,25 @@ def _row(name: str, recipe: Mapping[str, Any], log: RunLog | None) -> Row:
 
 def published_table(rows: Sequence[Row]) -> list[list[str]]:
     """Return the rows as text: expected and measured metrics next to each other."""
-    metrics = [key for key in METRIC_FORMATS if any(f"expected_{key}" in row for row in rows)]
-    metrics = metrics or [key for key in METRIC_FORMATS if any(key in row for row in rows)][:1]
+    known = [key for key in METRIC_FORMATS if key != "images"]
+    metrics = [key for key in known if any(f"expected_{key}" in row for row in rows)]
+    metrics = metrics or [key for key in known if any(key in row for row in rows)][:1]
     columns = {"recipe": "recipe", "run": "run"}
     for key in metrics:
-        columns |= {f"expected_{key}": f"{METRIC_FORMATS[key][0]}, expected", key: "measured"}
+        columns |= {
+            f"expected_{key}": f"{METRIC_FORMATS[key][0]}, expected",
+            key: "measured" + " (95% interval)" * (key == "top1"),
+        }
     columns |= {"expected_time": "time, expected (x)"} if any("expected_time" in row for row in rows) else {}
     columns |= {"train_top1": "training top-1 (%)", "loss": "loss", "epochs": "epochs", "hours": "hours"}
-    body = [[_text(row.get(key)) for key in columns] for row in rows]
+    body = [[_text(row, key) for key in columns] for row in rows]
     return [list(columns.values()), *body]
 
 
-def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+def _text(row: Row, key: str) -> str:
+    value, images = row.get(key), row.get("images")
+    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{text} ({interval_text(value, int(images))})" if key == "top1" and value is not None and images else text
 
 
 def published_charts(table: str, rows: Sequence[Row]) -> list[Chart]:
