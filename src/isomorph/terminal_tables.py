@@ -86,6 +86,11 @@ def interval_text(percent: float, images: int) -> str:
     return f"{max(low, 0):.1f} to {high:.1f}"
 
 
+def chance_difference(percent: float, images: int) -> float:
+    """Return by how many points two measured shares of this size may differ by chance (95%), images drawn for each."""
+    return 1.96 * (2 * percent * (100 - percent) / images) ** 0.5
+
+
 def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     """Return a table with a row for each metric that has a format; top-1 with its interval, if images were counted."""
     rows = [

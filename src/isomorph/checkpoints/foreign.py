@@ -80,11 +80,12 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     images = _image_settings(settings, model, path)
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)
-    if not images and "." not in name:
-        config = resolve_data_config({}, model=model)
-        size, known = "{} x {}".format(*config["input_size"][-2:]), "crop_pct {crop_pct:g}, mean {mean}, std {std}"
-        taken = f"as for {name}'s public weights: {size} unless a size is given, {known.format(**config)}"
-        add_notes(model, f"{path.name} does not say how its images were prepared; {taken}")
+        if not images:
+            config = resolve_data_config({}, model=model)
+            size, crop = "{} x {}".format(*config["input_size"][-2:]), config["crop_pct"]
+            taken = f"{size} unless a size is given, crop_pct {crop:g}, mean {config['mean']}, std {config['std']}"
+            prepared = f"as for {name}'s public weights: {taken}"
+            add_notes(model, f"{path.name} does not say how its images were prepared; {prepared}")
     add_notes(model, *contents.notes)
     return model.eval()
 

@@ -120,9 +120,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         if not 0 <= low <= high <= 255 or (image.mode == "F" and high <= 1):  # type: ignore[operator]
             raise ValueError(f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits")
     if image.mode.startswith("I;16"):
-        if 0 < (high := np.asarray(image).max()) < _DIMMEST_WHITE:
+        pixels = np.asarray(image)
+        if 0 < (high := pixels.max()) < _DIMMEST_WHITE:
             raise ValueError(f"its 16-bit pixels are at most {high}, without a known white; convert it to 8 bits")
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+        image = Image.fromarray((pixels // 257).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")

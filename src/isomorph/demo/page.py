@@ -20,7 +20,8 @@ from isomorph.report.page_images import PageImage
 def write_demo_page(demo: Demo, path: Path) -> int:
     """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
     sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo)]
-    title, lead = "A CNN becomes attention, and a ViT starts as a convolution", f"{demo.equality} {demo.gain}"
+    title = "A CNN becomes attention, and a ViT starts as a convolution"
+    lead = f"{demo.equality} {demo.gain}"
     made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n"
     return write_page(path, title, lead, sections, f"{made}isomorph demo --out {shlex.quote(str(path))}")
 
@@ -69,7 +70,8 @@ def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def _gain_section(demo: Demo) -> Section:
-    lines, conv = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}, demo.vits[-1]
+    lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
+    conv = demo.vits[-1]
     charts: list[Chart] = [
         Panel("Top-1 on the test images", "epoch", "%", lines),
         Dots("Gates", "sigma(gate)", {conv.name: _as_lists(gates(conv.model))}, 1.0),

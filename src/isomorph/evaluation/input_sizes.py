@@ -204,6 +204,12 @@ def label_names(model: nn.Module) -> list[str]:
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
+def recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
+    """Return the fraction of the data that a model's training left out, and the number of examples before that."""
+    fraction, examples = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+    return fraction, examples
+
+
 @torch.no_grad()
 def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
     """Return a classifier's `num_classes`, else that of its outputs for an image. Raises: UserError without logits."""

@@ -31,6 +31,7 @@ from isomorph.evaluation.input_sizes import (
     fit_to_size,
     image_size,
     label_names,
+    recorded_split,
     shorten,
 )
 from isomorph.evaluation.speed import throughput
@@ -96,20 +97,20 @@ def open_split(
     """
     if test_fraction is not None:
         return _open(model, "test" if test_fraction == 1 else split, data, root, test_fraction % 1 or None)
-    fraction, images = _recorded_split(model)
+    fraction, images = recorded_split(model)
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = _open(model, split, data, root, fraction)
             now = (part.split or (0, 0))[1]
-            if now != images and part.classes == tuple(map(composed, label_names(model))):
+            if now == images:
+                return part
+            if part.classes == tuple(map(composed, label_names(model))):
                 warnings.warn(
                     f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
                     f" to {split}ing are used ({len(part)}); --split 1 takes all",
                     DataWarning,
                     stacklevel=2,
                 )
-                return part
-            if now == images:
                 return part
     return _open(model, split, data, root)
 
@@ -123,15 +124,9 @@ def _open(model: nn.Module, split: str, data: str | None, root: Path | None, fra
         raise UserError(f"give data=NAME, a folder of images or a data source; without it, {error}") from None
 
 
-def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
-    """Return the fraction of a folder that a model's training left out, and the number of images in the folder."""
-    fraction, images = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
-    return fraction, images
-
-
 def _check_unseen(source: Source, model: nn.Module) -> None:
     """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
-    fraction, images = _recorded_split(model)
+    fraction, images = recorded_split(model)
     tested, total = source.split or (1.0, len(source))
     if fraction and total == images and tested > fraction:
         raise UserError(

@@ -15,7 +15,7 @@ from isomorph.report.charts import Chart, Line, Panel, Paths, Scatter, Table, fo
 from isomorph.report.html import Details, Section
 from isomorph.report.page_models import MEASURES
 from isomorph.report.run_files import AccuracyPoint, LogRows, RunLog
-from isomorph.terminal_tables import METRIC_FORMATS, count_of, interval_text
+from isomorph.terminal_tables import METRIC_FORMATS, chance_difference, count_of, interval_text
 
 
 class MeasureHistory(NamedTuple):
@@ -139,7 +139,7 @@ def runs_finding(best: Mapping[str, float | None], images: int | None = None) ->
         return f"{ties} of {len(known)} runs reach the best top-1, {reached}.{missing}"
     second, other = others[0]
     lead = f"{reached}, {value - second:.2f} points above {other}"
-    if images and value - second < 1.96 * (2 * value * (100 - value) / images) ** 0.5:
+    if images and value - second < chance_difference(value, images):
         lead += f" (less than chance may do with {images:,} images)"
     return f"{name} reaches the best top-1, {lead}, each in its best epoch on the test images.{missing}"
 
@@ -157,8 +157,8 @@ def _results_table(logs: Sequence[RunLog]) -> Table:
         start = str(model.get("name") or model.get("weights") or "-")
         recipe = [str(log.recipe.get("name", "-")), start + f", {rule}" * bool(rule)]
         top = "-" if log.best_top1 is None else f"{log.best_top1:.2f}"
-        tested = next((int(row["images"]) for row in reversed(log.epochs) if is_number(row.get("images"))), 0)
-        top += f" ({interval_text(log.best_top1, tested)})" if tested and log.best_top1 is not None else ""
+        if log.test_images and log.best_top1 is not None:
+            top += f" ({interval_text(log.best_top1, log.test_images)})"
         cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
         rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])
     labels = [METRIC_FORMATS[key][0] for key in keys]

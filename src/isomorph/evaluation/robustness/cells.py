@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +44,8 @@ def measure_classifier(model: nn.Module, source: Source | None, options: Robustn
     wanted = [(name, severity) for name in severities for severity in severities[name]]
     inputs = open_inputs(model, source, options)
     fitted = fit_to_size(model, inputs.size)
-    named = {"model": options.name or type(model).__name__, "weights": weights_hash(model, inputs.config)}
-    identity = named | inputs.identity()
+    weights = weights_hash(model, *(tuple(inputs.config[key]) for key in ("mean", "std")))
+    identity = {"model": options.name or type(model).__name__, "weights": weights, **inputs.identity()}
     base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
     if base:
         if differences := _differences(base.identity, identity):
@@ -123,9 +122,9 @@ def _limit_opencv_threads() -> None:
         cv2.setNumThreads(1)
 
 
-def weights_hash(model: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Return a hash of a model's state (names, types, shapes, bytes), its modules' numbers, and what images become."""
-    digest = hashlib.sha256(repr([config.get(key) for key in ("mean", "std")]).encode())
+def weights_hash(model: nn.Module, *more: Any) -> str:
+    """Return a hash of a model's state (names, types, shapes, bytes), of its modules' numbers, and of more values."""
+    digest = hashlib.sha256(repr(more).encode())
     for module in model.modules():
         values = {name: each for name, each in vars(module).items() if name != "training" and not name.startswith("_")}
         plain = {name: each for name, each in values.items() if isinstance(each, int | float | str | tuple)}

@@ -146,7 +146,7 @@ def _text(value: float | None, form: str) -> str:
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """Return the lines to print below the table."""
     lines = [f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"]
-    lines.append(f"a top-1 of so many images is within {98 / result['images'] ** 0.5:.1f} points (95%)")
+    lines.append(f"95% interval of every top-1: at most {98 / result['images'] ** 0.5:.1f} points to either side")
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
     if result["clean"]:

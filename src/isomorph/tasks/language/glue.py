@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from isomorph.data.formats.registry import data_root
 from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
+from isomorph.evaluation.input_sizes import recorded_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
@@ -314,7 +315,7 @@ class TextClassification(LanguageTask):
 
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         root = open_root(root, [self.options.dataset])
-        part, examples = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+        part, examples = recorded_split(model)
         if part and len(train := self._read(root, "train")) == examples:
             return divide(train, part)[1]  # what training left out
         return self._read(root, "test")

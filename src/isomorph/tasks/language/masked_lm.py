@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from isomorph.data.formats.registry import data_root
 from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import recorded_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.language.glue import open_root, training_sentences
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
@@ -178,7 +179,7 @@ class MaskedLM(LanguageTask):
             files, test_files = find_text_files(root)
             texts, whole = read_lines(test_files or files), not test_files
         packed = self._pack(texts, root)
-        part, sequences = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+        part, sequences = recorded_split(model)
         if part and whole and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
         packed.fixed = True

@@ -24,6 +24,7 @@ from isomorph.evaluation.input_sizes import (
     evaluation_config,
     input_size_problem,
     label_names,
+    recorded_split,
     training_config,
 )
 from isomorph.models.task_networks.upernet import CoarseLogits, UPerNet, resize_map
@@ -176,7 +177,7 @@ class Segmentation(Task):
             source, root = "masks", Path(options.data)
             if not root.is_dir():
                 raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
-        fraction, images = recorded.get("split") or (None, None)
+        fraction, images = recorded_split(model)
         pairs = open_test_pairs(source, data_root(root), fraction, options.max_images, images)
         check_same_classes(model, pairs.classes)
         pairs.check()

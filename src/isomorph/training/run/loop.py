@@ -19,7 +19,7 @@ from isomorph.errors import NotFinite, UserError
 from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
-from isomorph.terminal_tables import count_of
+from isomorph.terminal_tables import chance_difference, count_of
 from isomorph.training.optim import describe_groups
 from isomorph.training.parallel import no_gradient_sync, unsharded
 from isomorph.training.recipe.recipe import Recipe
@@ -112,7 +112,7 @@ def _say_if_worse(run: Run, journal: Journal) -> None:
     """Say if the run ends below the weights that it started from, by more than the noise of two measured top-1."""
     old: dict[str, Any] = next((row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0), {})
     share, images = old.get("top1", 0.0), old.get("images") or 1
-    noise = 1.96 * (2 * share * (100 - share) / images) ** 0.5
+    noise = chance_difference(share, images)
     if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
         advice = "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
         journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
