@@ -8,18 +8,23 @@ finished cell is a row of benchmarks/results/evidence_METHOD.json, so a second c
 unfinished one continues from its last epoch. The rate of an arm is the best of its grid on 5,000 validation images,
 which are cut from the training images and never trained on, with seed 0. No choice looks at the test images.
 
+On a GPU (`--device cuda`) several cells train at once, each step as a CUDA graph on a stream of its own; a cell that is
+not finished when the time is up begins again. A cell draws the same numbers on every device.
+
 Needs ISOMORPH_DATA with cifar10. One thread is used.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import timm
@@ -88,129 +93,272 @@ def adamw(model: nn.Module, cell: Cell, **rates: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(iso.training.parameter_groups(model, lr=cell.rate, **rates))
 
 
+class Draws(NamedTuple):
+    """What chance decides about a batch: images, [B]; shifts, [2, B]; flips, [B]; the share of mixup."""
+
+    index: Tensor
+    moved: Tensor
+    flipped: Tensor
+    share: Tensor
+
+
 class Images:
     """CIFAR-10 in memory: 45,000 training images in a fixed order, 5,000 validation images, 10,000 test images."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.mean, self.std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
         order = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))
         pixels, labels = self.read("train")
         self.splits = {"test": self.read("test")}
         for name, part in (("val", order[:VALIDATION]), ("train", order[VALIDATION:])):
             self.splits[name] = (pixels[part], labels[part])
+        self.splits = {name: (pixels.to(device), labels.to(device)) for name, (pixels, labels) in self.splits.items()}
+        self.padded = F.pad(self.splits["train"][0], (PAD,) * 4)
 
     @staticmethod
     def read(split: str) -> tuple[Tensor, Tensor]:
+        """Pixels, uint8 of [N, 3, 32, 32], and labels; decoded once."""
+        path = RUNS / f"cifar10_{split}.pt"
+        if path.is_file():
+            return torch.load(path, weights_only=True)
         source = open_source("cifar10", split)
         pixels = np.stack([np.asarray(decode(image)) for image in source.images])
-        return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(list(source.labels))
+        decoded = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), torch.tensor(list(source.labels))
+        torch.save(decoded, part := path.with_suffix(".part"))
+        part.replace(path)
+        return decoded
 
-    @staticmethod
-    def normalise(pixels: Tensor) -> Tensor:
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-        return (pixels.float() / 255 - mean) / std
+    def normalise(self, pixels: Tensor) -> Tensor:
+        return (pixels.float() / 255 - self.mean) / self.std
 
-    def batches(self, images: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch: each image shifted by up to 4 pixels and flipped by chance, then normalised."""
-        pixels, labels = self.splits["train"]
-        for index in torch.randperm(images, generator=generator).split(min(BATCH, images)):
-            if len(index) < min(BATCH, images):  # the last, smaller batch
-                return
-            padded = F.pad(pixels[index], (PAD,) * 4)
-            moved = torch.randint(0, 2 * PAD + 1, (2, len(index)), generator=generator)
-            flipped = torch.rand(len(index), generator=generator) < 0.5
-            crops = [image[:, y : y + 32, x : x + 32] for image, y, x in zip(padded, *moved.tolist(), strict=True)]
-            batch = torch.stack(crops)
-            batch[flipped] = batch[flipped].flip(-1)
-            yield self.normalise(batch), labels[index]
+    def epoch(self, images: int, generator: torch.Generator) -> Iterator[Draws]:
+        """What chance decides about the batches of an epoch; the last, smaller batch is left out."""
+        size = min(BATCH, images)
+        for index in torch.randperm(images, generator=generator).split(size)[: images // size]:
+            moved = torch.randint(0, 2 * PAD + 1, (2, size), generator=generator)
+            yield Draws(index, moved, torch.rand(size, generator=generator) < 0.5, torch.ones(()))
+
+    def batch(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Images shifted by up to 4 pixels and flipped by chance, then normalised, [B, 3, 32, 32], and labels."""
+        side, channels = (torch.arange(n, device=self.device) for n in (32, 3))
+        rows, columns = side + draws.moved[0, :, None], side + draws.moved[1, :, None]
+        columns = torch.where(draws.flipped[:, None], columns.flip(-1), columns)
+        index = draws.index[:, None, None, None]
+        pixels = self.padded[index, channels[:, None, None], rows[:, None, :, None], columns[:, None, None]]
+        return self.normalise(pixels), self.splits["train"][1][draws.index]
 
     @torch.no_grad()
     def score(self, model: nn.Module, split: str) -> tuple[float, float]:
         """Top-1 in percent, and negative log-likelihood in nats."""
         pixels, labels = self.splits[split]
         model.eval()
-        logits = torch.cat([model(self.normalise(part)) for part in pixels.split(250)])
+        parts = pixels.split(250 if self.device.type == "cpu" else 2_500)
+        logits = torch.cat([model(self.normalise(part)) for part in parts])
         return 100 * (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
 
 
-def mixed(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mixup with one share for the batch, drawn from Beta(.2, .2), and label smoothing of .1: DeiT's, scaled down."""
+def drawn_share(generator: torch.Generator) -> Tensor:
+    """The share of mixup, one for the batch, from Beta(.2, .2)."""
     rng = np.random.default_rng(int(torch.randint(2**31, (1,), generator=generator)))
-    share = float(rng.beta(0.2, 0.2))
+    return torch.tensor(rng.beta(0.2, 0.2), dtype=torch.float32)
+
+
+def mixed(x: Tensor, y: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Mixup, and label smoothing of .1: DeiT's, scaled down."""
     targets = 0.9 * F.one_hot(y, 10).float() + 0.01
     return share * x + (1 - share) * x.flip(0), share * targets + (1 - share) * targets.flip(0)
 
 
-def train(study: Study, cell: Cell, images: Images, deadline: float, snapshot: Path) -> dict[str, Any] | None:
-    """Train a cell: its row, or None if the time is up, with the state after the last epoch in `snapshot`."""
-    torch.manual_seed(cell.seed)
-    generator = torch.Generator().manual_seed(1_000 + cell.seed)
-    model = study.build(cell, images)
-    optimizer = study.optimizer(model, cell)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    row: dict[str, Any] = asdict(cell) | dict(curve=[], seconds=0.0)
-    pixels = images.normalise(images.splits["val"][0][:64])
-    if snapshot.is_file() and (state := torch.load(snapshot, weights_only=True))["cell"] == list(astuple(cell)):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"])
-        row = json.loads(state["row"])
-    else:
-        row["looks"] = [dict(epoch=0) | study.look(model.eval(), pixels)]
-    steps = cell.images // min(BATCH, cell.images)
-    total, done = cell.epochs * steps, len(row["curve"])
-    for epoch in range(done, cell.epochs):
-        begun, losses = time.process_time(), []
-        model.train()
-        for i, (x, y) in enumerate(images.batches(cell.images, generator)):
-            progress = (epoch * steps + i + 0.5) / total
-            factor = min(1.0, progress / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+class Training:
+    """A cell in training: `begin_epoch`, then `finish_epoch`, until `row` is complete.
+
+    On a GPU `begin_epoch` only queues the steps, and `finish_epoch` waits for them.
+    """
+
+    def __init__(self, study: Study, cell: Cell, images: Images, snapshot: Path) -> None:
+        self.study, self.cell, self.images, self.snapshot = study, cell, images, snapshot
+        self.on_gpu = images.device.type == "cuda"
+        torch.manual_seed(cell.seed)
+        self.generator = torch.Generator().manual_seed(1_000 + cell.seed)
+        self.model = study.build(cell, images).to(images.device)
+        self.optimizer = study.optimizer(self.model, cell)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.row: dict[str, Any] = asdict(cell) | dict(curve=[], seconds=0.0)
+        self.pixels = images.normalise(images.splits["val"][0][:64])
+        self.steps = cell.images // min(BATCH, cell.images)
+        self.at = torch.zeros(1, dtype=torch.long, device=images.device)
+        self.losses = torch.zeros(self.steps, device=images.device)
+        self.stream = torch.cuda.Stream() if self.on_gpu else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if snapshot.is_file() and (state := torch.load(snapshot, weights_only=True))["cell"] == list(astuple(cell)):
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.generator.set_state(state["generator"])
+            self.row = json.loads(state["row"])
+        else:
+            self.row["looks"] = [dict(epoch=0) | study.look(self.model.eval(), self.pixels)]
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()  # all of the above is there for the cell's own stream
+
+    @property
+    def done(self) -> int:
+        return len(self.row["curve"])
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(self.stream) if self.on_gpu else contextlib.nullcontext()
+
+    def begin_epoch(self) -> None:
+        self.model.train()
+        begun, device = time.process_time(), self.images.device
+        rows = []
+        for draws in self.images.epoch(self.cell.images, self.generator):
+            rows.append(draws._replace(share=drawn_share(self.generator)) if self.study.mixup else draws)
+        drawn = Draws(*(torch.stack(each).to(device) for each in zip(*rows, strict=True)))
+        total = self.cell.epochs * self.steps
+        shares = [(self.done * self.steps + i + 0.5) / total for i in range(self.steps)]
+        factors = [min(1.0, s / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * s)) / 2) for s in shares]
+        self.at.zero_()
+        if self.on_gpu:
+            self.queue(drawn, factors, shares)
+            return
+        self.drawn = drawn
+        for share, factor in zip(shares, factors, strict=True):
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * factor
-            study.before_step(model, cell, progress)
-            inputs, targets = mixed(x, y, generator) if study.mixup else (x, y)
-            loss = F.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        row["seconds"] += time.process_time() - begun
-        mean = statistics.mean(losses)
-        row["curve"].append([round(images.score(model, "val")[0], 2) if math.isfinite(mean) else 0.0, round(mean, 4)])
-        if math.isfinite(mean) and (epoch + 1) % max(1, cell.epochs // 5) == 0:
-            row["looks"].append(dict(epoch=epoch + 1) | study.look(model.eval(), pixels))
-        print(f"  epoch {epoch + 1} of {cell.epochs}: loss {mean:.3f}, validation {row['curve'][-1][0]}", flush=True)
+            self.study.before_step(self.model, self.cell, share)
+            self.backward()
+            self.optimizer.step()
+        self.row["seconds"] += time.process_time() - begun
+
+    def backward(self) -> None:
+        """The gradients of step number `at`, which then grows by one. Runs on a CPU, and is captured on a GPU."""
+        x, y = self.images.batch(here := Draws(*(each.index_select(0, self.at)[0] for each in self.drawn)))
+        x, y = mixed(x, y, here.share) if self.study.mixup else (x, y)
+        loss = F.cross_entropy(self.model(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.losses.index_copy_(0, self.at, loss.detach()[None])
+        self.at += 1
+
+    def queue(self, drawn: Draws, factors: list[float], shares: list[float]) -> None:
+        """The steps of an epoch as replays of one graph, captured before the first; timm's LAMB steps outside it."""
+        captured = isinstance(self.optimizer, torch.optim.AdamW)
+        if self.graph is None:
+            self.drawn, self.factors = drawn, torch.zeros(self.steps, device=self.images.device)
+            self.capture(captured)
+        for mine, new in zip(self.drawn, drawn, strict=True):
+            mine.copy_(new)
+        self.factors.copy_(torch.tensor(factors))
+        for share, factor in zip(shares, factors, strict=True):
+            self.study.before_step(self.model, self.cell, share)
+            self.graph.replay()
+            if not captured:
+                for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                    group["lr"] = rate * factor
+                self.optimizer.step()
+
+    def capture(self, with_optimizer: bool) -> None:
+        """Capture a step; those that warm up leave no trace in weights, statistics and moments."""
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if with_optimizer:
+            for group in self.optimizer.param_groups:
+                group.update(lr=torch.tensor(group["lr"], device=self.images.device), capturable=True, fused=True)
+                group["foreach"] = False
+
+        def step() -> None:
+            factor = self.factors.index_select(0, self.at)[0]
+            self.backward()
+            if with_optimizer:
+                for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                    group["lr"].copy_(rate * factor)
+                self.optimizer.step()
+
+        for _ in range(3):
+            step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            step()
+        self.model.load_state_dict(before)
+        for state in self.optimizer.state.values():
+            for moment in state.values():
+                moment.zero_()
+        self.at.zero_()
+
+    def finish_epoch(self) -> None:
+        """Score the network on the validation images; after the last epoch on the test images."""
+        mean, cell, images = self.losses.mean().item(), self.cell, self.images
+        self.row["curve"].append(
+            [round(images.score(self.model, "val")[0], 2) if math.isfinite(mean) else 0.0, round(mean, 4)]
+        )
+        if math.isfinite(mean) and self.done % max(1, cell.epochs // 5) == 0:
+            self.row["looks"].append(dict(epoch=self.done) | self.study.look(self.model.eval(), self.pixels))
+        if not self.on_gpu or self.done == cell.epochs:
+            scored = f"loss {mean:.3f}, validation {self.row['curve'][-1][0]}"
+            print(f"  {cell.arm}, epoch {self.done} of {cell.epochs}: {scored}", flush=True)
         if not math.isfinite(mean):
-            row["diverged"] = True
-            break
-        if epoch + 1 < cell.epochs:
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), generator=generator.get_state())
-            torch.save(
-                state | dict(cell=list(astuple(cell)), row=json.dumps(row)), part := snapshot.with_suffix(".part")
+            self.row["diverged"] = True
+        if not math.isfinite(mean) or self.done == cell.epochs:
+            self.row["val"] = self.row["curve"][-1][0]
+            if math.isfinite(mean):
+                self.row["test"], self.row["test_nll"] = (round(v, 4) for v in images.score(self.model, "test"))
+            self.row["seconds"] = round(self.row["seconds"], 1)
+            self.snapshot.unlink(missing_ok=True)
+        elif not self.on_gpu:
+            state = dict(
+                model=self.model.state_dict(),
+                optimizer=self.optimizer.state_dict(),
+                generator=self.generator.get_state(),
             )
-            part.replace(snapshot)
-            if time.time() > deadline:
-                return None
-    row["val"] = row["curve"][-1][0]
-    if not row.get("diverged"):
-        row["test"], row["test_nll"] = (round(value, 4) for value in images.score(model, "test"))
-    snapshot.unlink(missing_ok=True)
-    row["seconds"] = round(row["seconds"], 1)
-    return row
+            state |= dict(cell=list(astuple(cell)), row=json.dumps(self.row))
+            torch.save(state, part := self.snapshot.with_suffix(".part"))
+            part.replace(self.snapshot)
 
 
-def next_cell(study: Study, rows: list[dict[str, Any]]) -> Cell | None:
-    """The first cell that is not trained: setting by setting its grid of rates, then the seeds at the best rate."""
+def train(
+    study: Study,
+    cells: Callable[[], Iterable[Cell]],
+    images: Images,
+    deadline: float,
+    snapshot: Path,
+    together: int = 1,
+) -> Iterator[dict[str, Any]]:
+    """Train what `cells` gives, as many together; yields the row of each that is finished before the deadline."""
+    active: list[Training] = []
+    while True:
+        for cell in cells():
+            if len(active) < together and all(cell != each.cell for each in active) and time.time() < deadline:
+                print(f"{cell.arm}: {cell.images} images, {cell.epochs} epochs, rate {cell.rate:g}, seed {cell.seed}")
+                begun = Training(study, cell, images, snapshot)
+                with begun.on_stream():
+                    begun.begin_epoch()
+                active.append(begun)
+        if not active:
+            return
+        for training in list(active):
+            with training.on_stream():
+                training.finish_epoch()
+                if "val" in training.row:
+                    active.remove(training)
+                    yield training.row
+                elif time.time() < deadline:
+                    training.begin_epoch()
+                else:
+                    active.remove(training)
+
+
+def open_cells(study: Study, rows: list[dict[str, Any]]) -> Iterator[Cell]:
+    """The cells that can be trained now: setting by setting its grid of rates, then the seeds at the best rate."""
     done = {tuple(row[name] for name in Cell.__dataclass_fields__) for row in rows}
     for setting in study.settings:
-        grid = [cell for arm in setting.arms for cell in setting.cells(arm, setting.rates, range(1))]
-        if missing := [cell for cell in grid if astuple(cell) not in done]:
-            return missing[0]
+        for arm in setting.arms:
+            yield from (c for c in setting.cells(arm, setting.rates, range(1)) if astuple(c) not in done)
         for seed in range(1, setting.seeds):
             for arm in setting.arms:
-                (cell,) = setting.cells(arm, (best_rate(setting, arm, rows),), range(seed, seed + 1))
-                if astuple(cell) not in done:
-                    return cell
-    return None
+                if all(astuple(cell) in done for cell in setting.cells(arm, setting.rates, range(1))):
+                    (cell,) = setting.cells(arm, (best_rate(setting, arm, rows),), range(seed, seed + 1))
+                    if astuple(cell) not in done:
+                        yield cell
 
 
 def of_setting(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -366,8 +514,9 @@ def build_tdrl(cell: Cell, images: Images) -> nn.Module:
     layout = {"plain": "plain", "BatchNorm only": "naive-W1"}.get(arm, "P-W2S")
     model = timm.create_model("tdrl_vit_ti", num_classes=10, **VIT, layout=layout, weight_init="mae")
     if arm == "fused start":
-        batch = next(images.batches(1_024, torch.Generator().manual_seed(cell.seed)))[0]
-        model = iso.fuse(iso.recalibrate(model, [batch]).eval()).train()
+        draws = next(images.epoch(1_024, torch.Generator().manual_seed(cell.seed)))
+        batch, _ = images.batch(Draws(*(each.to(images.device) for each in draws)))
+        model = iso.fuse(iso.recalibrate(model, [batch.cpu()]).eval()).train()
     return model
 
 
@@ -384,8 +533,8 @@ TDRL = Study(
     (
         Setting(TDRL_ARMS, 10_000, 10, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
         Setting(("plain", "fused start"), 10_000, 15, (1e-3, 2e-3, 4e-3)),  # as long as 10 with pyramids on a GPU
-        Setting(tuple(f"{arm}, LAMB" for arm in TDRL_ARMS), 10_000, 10, (4e-3, 8e-3, 1.6e-2)),
         Setting(TDRL_ARMS, 10_000, 30, (5e-4, 1e-3, 2e-3)),
+        Setting(tuple(f"{arm}, LAMB" for arm in TDRL_ARMS), 10_000, 10, (4e-3, 8e-3, 1.6e-2)),
     ),
     "plain",
     optimizer=optimizer_tdrl,
@@ -400,8 +549,9 @@ def trained_base(name: str, model: nn.Module, cell: Cell, images: Images) -> nn.
     path = RUNS / f"{name}_base.pt"
     if not path.is_file():
         print(f"base of {name}", flush=True)
-        row = train(Study("", lambda *_: model, (), ""), cell, images, math.inf, RUNS / f"{name}_base_part.pt")
-        torch.save(model.state_dict() | {"row": json.dumps(row)}, path)
+        study, rows = Study("", lambda *_: model, (), ""), []
+        rows.extend(train(study, lambda: [cell][len(rows) :], images, math.inf, RUNS / f"{name}_base_part.pt"))
+        torch.save(model.cpu().state_dict() | {"row": json.dumps(rows[0])}, path)
     model.load_state_dict({k: v for k, v in torch.load(path, weights_only=True).items() if k != "row"})
     return model.eval()
 
@@ -516,29 +666,31 @@ def main() -> None:
     parser.add_argument("method", choices=list(STUDIES))
     parser.add_argument("--hours", type=float, default=10, help="of wall time; 0 prints the tables")
     parser.add_argument("--out", type=Path, help="the file of rows; by default that of the results")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--together", type=int, default=8, help="cells that train at once on a GPU")
+    parser.add_argument("--arms", default="", help="only settings whose first arm has this in its name")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    study, deadline = STUDIES[options.method], time.time() + 3600 * options.hours
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    study, deadline, device = STUDIES[options.method], time.time() + 3600 * options.hours, torch.device(options.device)
+    study = replace(study, settings=tuple(s for s in study.settings if options.arms in s.arms[0]))
     out = options.out or RESULTS / f"evidence_{options.method}.json"
     about = dict(claim=study.claim, machine=processor(), torch=torch.__version__)
     rows = json.loads(out.read_text())["rows"] if out.is_file() else []
     RUNS.mkdir(parents=True, exist_ok=True)
-    images = Images() if options.hours else None
-    while images and time.time() < deadline and (cell := next_cell(study, rows)):
-        print(
-            f"{cell.arm}: {cell.images} images, {cell.epochs} epochs, rate {cell.rate:g}, seed {cell.seed}", flush=True
-        )
-        if (row := train(study, cell, images, deadline, RUNS / f"{options.method}.pt")) is None:
-            break
-        rows.append(row)
-        text = json.dumps(about | dict(rows=rows)).replace('{"arm"', '\n{"arm"') + "\n"
-        part = out.with_suffix(".part")
-        part.write_text(text)
-        part.replace(out)
+    if options.hours:
+        together = options.together if device.type == "cuda" else 1
+        cells, snapshot = partial(open_cells, study, rows), RUNS / f"{options.method}.pt"
+        for row in train(study, cells, Images(device), deadline, snapshot, together):
+            rows.append(row)
+            text = json.dumps(about | dict(rows=rows)).replace('{"arm"', '\n{"arm"') + "\n"
+            part = out.with_suffix(".part")
+            part.write_text(text)
+            part.replace(out)
     for setting in study.settings:
         if lines := table(study, setting, rows):
             show(f"{setting.images} images, {setting.epochs} epochs", lines)
-    left = next_cell(study, rows)
+    left = next(open_cells(study, rows), None)
     print("\nall cells are trained" if left is None else f"\nnext: {left}")
 
 

@@ -16,7 +16,7 @@ import convit
 import gpsa
 import refiner
 import tdrl
-from interleave import show, write
+from interleave import show, update
 
 SIZES = {
     gpsa: dict(scale=4),
@@ -28,12 +28,14 @@ SIZES = {
 """Batches of each file's tables."""
 
 
-def tables(only):
+def tables(only="", without=None):
     """Yield (title, table, its sizes)."""
     for module, sizes in SIZES.items():
         if only not in module.__name__:
             continue
         for title, table in module.TABLES.items():
+            if without and title.startswith(without):
+                continue
             yield title, table, dict(batches=(32, 64)) if table is convit.network_table else sizes
 
 
@@ -46,13 +48,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--only", default="", help="tables of files whose name contains this")
+    parser.add_argument("--without", help="tables whose title begins with this")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU here; python benchmarks/gpsa.py measures the CPU")
     exact_float32()
     device, found, failed = torch.device("cuda"), {}, []
     for precision in options.precisions:
-        for title, table, sizes in tables(options.only):
+        for title, table, sizes in tables(options.only, options.without):
             name, start = f"{title} ({precision})", time.perf_counter()
             torch.manual_seed(0)
             try:
@@ -65,7 +68,7 @@ def main():
             finally:
                 torch.cuda.empty_cache()
             show(f"{name}, {time.perf_counter() - start:.0f} s", found[name])
-            write("gpu", found)
+            update("gpu", {name: found[name]})
     sys.exit("\n".join(failed) or None)
 
 

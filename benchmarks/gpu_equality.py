@@ -44,6 +44,23 @@ def relative(expected, found):
     )
 
 
+def synchronises(model, x):
+    """Return what a training step under bfloat16 waits for on the host: "nothing", or torch's message."""
+    model.train()
+    for mode in ("default", "error"):  # the first step may set up libraries
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return "nothing"
+
+
 def compare(name, arguments, compiled):
     """Return one row: largest deviations of one network."""
     torch.manual_seed(0)
@@ -58,6 +75,7 @@ def compare(name, arguments, compiled):
             row["compiled, float32"] = float(
                 (torch.compile(gpu.float())(x.float().cuda()).cpu().double() - y).abs().max()
             )
+    row["a step waits for"] = synchronises(gpu.float(), x.float().cuda())
     return row
 
 

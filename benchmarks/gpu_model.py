@@ -233,7 +233,7 @@ def tables(code: Path, recorder: Recorder) -> Iterator[tuple[str, Callable[[], l
 
     imitate_autocast()
     for precision in ("float32", "bfloat16"):
-        for title, table, sizes in gpu.tables(""):
+        for title, table, sizes in gpu.tables():
             run = functools.partial(table, torch.device("meta"), rounds=1, **sizes)
             with OnGPU.set_casting(precision == "bfloat16"):
                 yield f"{title} ({precision})", run

@@ -30,6 +30,7 @@ def interleaved(
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(rounds + warm_up):
         for name, run in contenders.items():
+            torch.clear_autocast_cache()  # weights are cast in each pass, as in each step of a training
             synchronize(device)
             start = clock()
             run()
@@ -50,13 +51,35 @@ def forward(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
 
 
 def step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
-    """One forward and backward pass, to the input too."""
+    """One forward and backward pass, to the input too, with fresh gradients."""
 
     def run() -> object:
+        module.zero_grad()
+        x.grad = None
         y = module(x.requires_grad_())
         return y.backward(torch.ones_like(y))
 
     return run
+
+
+def graphed(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The replay of a pass as one CUDA graph; elsewhere the pass itself, whose launches gpu_model.py counts."""
+    if device.type != "cuda":
+        return run
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            torch.clear_autocast_cache()
+            run()
+    torch.clear_autocast_cache()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def compiled(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """The module through torch's compiler, where its passes are timed and not counted."""
+    return module if device.type == "meta" else torch.compile(module, dynamic=False)
 
 
 def with_value(module: object, name: str, value: object, run: Callable[[], object]) -> Callable[[], object]:

@@ -16,12 +16,16 @@ import timm
 import torch
 
 import isomorph as iso
-from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
+from interleave import compiled, forward, graphed, interleaved, memory_mib, saved_mib, show, step, update
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from isomorph.training.objectives.masked import GenericDistillationLoss
 from naive import branch_by_branch
 from tdrl_networks import PATCH, build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
+
+COMPARED = {"plain": "plain", "closed form": "P-W2S"}
 
 PARTS = {
     "q, k, v": dict(where=["blocks.*.attn.qkv"]),
@@ -80,6 +84,60 @@ def blocks_table(device, rounds, batches):
         rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed": ratio})
         show(f"so far, batch {batch}", rows[-1:])
     return rows
+
+
+def graph_table(device, rounds, batches):
+    """One training step as a CUDA graph: only the device counts."""
+    forms = {name: timm.create_model("tdrl_vit_ti", layout=layout) for name, layout in COMPARED.items()}
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        runs = {name: graphed(step(model.to(device), x), device) for name, model in forms.items()}
+        times = interleaved(runs, device, rounds)
+        ratio = times["closed form"] / times["plain"]
+        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed form": ratio})
+        show(f"so far, batch {batch}", rows[-1:])
+    return rows
+
+
+def compiled_table(device, rounds, batches):
+    """One training step of three compiled blocks, largest batch."""
+    forms = {name: timm.create_model("tdrl_vit_ti", depth=3, layout=layout) for name, layout in COMPARED.items()}
+    forms = {name: compiled(model.to(device), device) for name, model in forms.items()}
+    rows = []
+    for batch in batches[-1:]:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
+        ratio = times["closed form"] / times["plain"]
+        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed form": ratio})
+        show(f"so far, batch {batch}", rows[-1:])
+    return rows
+
+
+def pretraining_table(device, rounds, batches):
+    """One step of generic distillation (G2SD) from MAE's ViT-B, on a quarter of the student's tokens."""
+    forms = {}
+    for name, layout in COMPARED.items():
+        student = MaskedAutoencoder(timm.create_model("tdrl_vit_ti", layout=layout), depth=4, width=128, heads=4)
+        teacher = MaskedAutoencoder(timm.create_model("vit_base_patch16_224"))
+        forms[name] = GenericDistillationLoss(student.to(device), teacher.to(device), device)
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        noise = torch.rand(batch, 196, device=device)
+        runs = {name: partial(distil, loss, x, noise) for name, loss in forms.items()}
+        runs |= {f"{name} graph": graphed(run, device) for name, run in runs.items()}
+        times = interleaved(runs, device, rounds)
+        row = {"batch": batch, "rounds": rounds, "plain ms": times["plain"]}
+        row |= {"closed form": times["closed form"] / times["plain"], "plain, CUDA graph ms": times["plain graph"]}
+        rows.append(row | {"closed form, CUDA graph": times["closed form graph"] / times["plain graph"]})
+        show(f"so far, batch {batch}", rows[-1:])
+    return rows
+
+
+def distil(loss, images, noise):
+    loss.trainable_module.zero_grad()
+    loss.loss(loss.trainable_module, images, noise)[0].backward()
 
 
 def convolutions_table(network, batch, size, device, rounds, batches):
@@ -148,6 +206,9 @@ def inference_table(device, rounds, batches):
 
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
+    "CUDA graph: training step; times are multiples of the plain ViT's": graph_table,
+    "Compiled: training step of three blocks": compiled_table,
+    "Pre-training: generic distillation": pretraining_table,
     "Blocks: training step of three blocks": blocks_table,
     "Convolutions: training step of ResNet-20 at 32 px": partial(convolutions_table, "cifar_resnet20", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),

@@ -440,7 +440,7 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     widths = tuple(len(level[-1][0]) // G for level in levels)
     rest = pyramids[-1].scale / first.scale if rectifiers else 1.0
     form = _Form(
-        len(pyramids), len(rectifiers), G, C, tuple(depths), widths, len(weights[-1]) // G, bool(lasts), bool(skips),
+        len(pyramids), len(rectifiers), G, C, tuple(depths), widths, len(weights[-1]) // G, len(lasts) > 0, len(skips) > 0,
         first.scale, rest, norms[0].eps,
     )  # fmt: skip
     tensors = (*weights, *biases, *gammas, *betas)
