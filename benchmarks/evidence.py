@@ -153,7 +153,7 @@ class Images:
         """Top-1 in percent, and negative log-likelihood in nats."""
         pixels, labels = self.splits[split]
         model.eval()
-        parts = pixels.split(250 if self.device.type == "cpu" else 2_500)
+        parts = pixels.split(250 if self.device.type == "cpu" else 500)
         logits = torch.cat([model(self.normalise(part)) for part in parts])
         return 100 * (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
 
@@ -668,12 +668,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the file of rows; by default that of the results")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--together", type=int, default=8, help="cells that train at once on a GPU")
-    parser.add_argument("--arms", default="", help="only settings whose first arm has this in its name")
+    parser.add_argument(
+        "--settings", type=int, nargs="*", help="only these of the study's settings, from 1; by default all"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     study, deadline, device = STUDIES[options.method], time.time() + 3600 * options.hours, torch.device(options.device)
-    study = replace(study, settings=tuple(s for s in study.settings if options.arms in s.arms[0]))
+    if options.settings:
+        study = replace(study, settings=tuple(study.settings[number - 1] for number in options.settings))
     out = options.out or RESULTS / f"evidence_{options.method}.json"
     about = dict(claim=study.claim, machine=processor(), torch=torch.__version__)
     rows = json.loads(out.read_text())["rows"] if out.is_file() else []

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from isomorph.layers.modes import disable_autocast
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -57,7 +59,8 @@ def step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
         module.zero_grad()
         x.grad = None
         y = module(x.requires_grad_())
-        return y.backward(torch.ones_like(y))
+        with disable_autocast(x.device):  # as a training loop calls it
+            y.backward(torch.ones_like(y))
 
     return run
 

@@ -27,7 +27,7 @@ def random_draw_indices(images: int) -> Tensor:
     if images < DRAW_SIZE:
         raise UserError(f"{images} images are too few for random batches of {DRAW_SIZE}; give more test images")
     generator = torch.Generator().manual_seed(0)
-    return torch.cat([torch.randperm(images, generator=generator)[:DRAW_SIZE] for _ in range(NUM_DRAWS)])
+    return torch.cat([torch.randperm(images, generator=generator, device="cpu")[:DRAW_SIZE] for _ in range(NUM_DRAWS)])
 
 
 def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Where | None = None) -> dict[str, float]:

@@ -102,7 +102,7 @@ def plan_shapes(
     tried = [(height, width), (height, width + far), (height + far, width), *near]
     shapes = [(b, channels, *hw) for b, hw in zip((*batches, *[batches[1]] * len(near)), tried, strict=True)]
     seeded = ((shape, torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes))
-    checks = tuple({INPUT: torch.randn(shape, generator=generator)} for shape, generator in seeded)
+    checks = tuple({INPUT: torch.randn(shape, generator=generator, device="cpu")} for shape, generator in seeded)
     axes = {INPUT: batch_axis | side_axes}
     return ExportShapes(dynamic, checks, axes, size_multiple=multiple, near=len(near), named=False)
 

@@ -184,7 +184,7 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
     if own := getattr(model, "example_inputs", None):
         return own(batch, size)
     shape = training_config(model, size)["input_size"]
-    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:

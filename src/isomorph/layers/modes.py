@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -41,6 +41,25 @@ def can_write_into(gradient: Tensor) -> bool:
     """True if a gradient that nothing else reads may be overwritten: it is contiguous, and nothing is recorded."""
     recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
     return not recorded and gradient.is_contiguous()
+
+
+def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast: statistics and products of weights keep the dtype of their inputs."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function's backward pass compute in the dtypes of its gradients where it is called inside autocast."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        device = next((grad.device for grad in grads if grad is not None), torch.device("meta"))
+        if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+            return backward(ctx, *grads)
+        with disable_autocast(device):
+            return backward(ctx, *grads)
+
+    return run
 
 
 def can_keep(*tensors: Tensor) -> bool:
@@ -154,7 +173,9 @@ def require_finite(outputs: Any) -> None:
 @torch.no_grad()
 def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
     """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
-    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(next(plain.parameters()).device)
+    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(
+        next(plain.parameters()).device
+    )
     outputs = []
     for module in (layer, plain):
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -100,7 +100,7 @@ def _randomised(model: nn.Module) -> nn.Module:
     for norm in (module for module in model.modules() if isinstance(module, _BatchNorm) and module.affine):
         for tensor, middle in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_mean, 0.0), (norm.running_var, 1.0)):
             if tensor is not None:
-                tensor.copy_(middle + 0.2 * (torch.rand(tensor.shape, generator=generator) - 0.5))
+                tensor.copy_(middle + 0.2 * (torch.rand(tensor.shape, generator=generator, device="cpu") - 0.5))
     return model
 
 

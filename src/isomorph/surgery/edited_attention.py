@@ -154,7 +154,7 @@ class EditedAttention(AlteredAttention):
         """
         weight = next(self.map_edit.parameters())
         atol = max(atol, torch.finfo(weight.dtype).eps)
-        scores = torch.randn(1, self.edited_heads, 64, 64, generator=torch.Generator().manual_seed(0))
+        scores = torch.randn(1, self.edited_heads, 64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
         maps = scores.softmax(-1).to(weight)
         deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:

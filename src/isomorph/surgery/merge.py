@@ -124,11 +124,13 @@ def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
     parameter = next(model.parameters(), torch.zeros(()))
     if own := getattr(model, "example_inputs", None):
-        return {name: value.to(parameter.device) for name, value in own(1, None).items()}
+        with torch.device("cpu"):  # whatever the default device is
+            drawn = own(1, None)
+        return {name: value.to(parameter.device) for name, value in drawn.items()}
     if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return None
     size = get_model_input_config(model)["input_size"]
-    return torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(parameter.device)
+    return torch.randn(1, *size, generator=torch.Generator().manual_seed(0), device="cpu").to(parameter.device)
 
 
 class Cases:

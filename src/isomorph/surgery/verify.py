@@ -253,7 +253,7 @@ def compare_outputs(
 
 
 def _normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu").to(x.device)
 
 
 def _doubts(report: VerifyReport, pair: "_Pair", batch: Inputs) -> Iterator[str]:

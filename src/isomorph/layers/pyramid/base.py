@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.modes import KeepsInEval, in_functorch
+from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
 from isomorph.layers.pyramid.moments import (
@@ -26,7 +26,6 @@ from isomorph.layers.pyramid.moments import (
     Window,
     autocast_dtype,
     cast_clamped,
-    disable_autocast,
     measure_moments,
     sync_group,
 )

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import constant, is_eager
+from isomorph.layers.modes import constant, is_eager, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.moments import Moments, saves_work, symmetric_product
 
@@ -351,6 +351,7 @@ class _Collapse(torch.autograd.Function):
         return found.weight, bias, found.variances, *found.means
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, d_weight: Tensor | None, d_bias: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         form, deeper = ctx.form, ctx.deeper
         mean, covariance, weight, total, variances, *saved = ctx.saved_tensors
@@ -440,8 +441,8 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     widths = tuple(len(level[-1][0]) // G for level in levels)
     rest = pyramids[-1].scale / first.scale if rectifiers else 1.0
     form = _Form(
-        len(pyramids), len(rectifiers), G, C, tuple(depths), widths, len(weights[-1]) // G, len(lasts) > 0, len(skips) > 0,
-        first.scale, rest, norms[0].eps,
+        len(pyramids), len(rectifiers), G, C, tuple(depths), widths, len(weights[-1]) // G,
+        len(lasts) > 0, len(skips) > 0, first.scale, rest, norms[0].eps,
     )  # fmt: skip
     tensors = (*weights, *biases, *gammas, *betas)
     weight, bias, variances, *means = _Collapse.apply(form, moments.centred, mean, moments.covariance, *tensors)

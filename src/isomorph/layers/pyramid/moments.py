@@ -4,7 +4,6 @@ Letters: M tokens, G groups (linear maps on disjoint channels) of C channels eac
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.modes import can_write_into, is_eager, on_cpu
+from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, on_cpu, without_autocast
 
 # Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
 #
@@ -164,6 +163,7 @@ class MeasureMoments(torch.autograd.Function):
         return source, mean, covariance, *numbers
 
     @staticmethod
+    @without_autocast
     def backward(
         ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor, *_: Any
     ) -> tuple[Tensor | None, ...]:
@@ -206,11 +206,6 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) 
     with disable_autocast(x.device):
         source, mean, covariance, *total = MeasureMoments.apply(x, dtype, window, centring, group)
     return Moments(source, mean, covariance, centring, total[0] if total else count)
-
-
-def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without autocast: statistics and products of weights keep the dtype of their inputs."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

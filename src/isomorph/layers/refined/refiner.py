@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.modes import KeepsInEval
-from isomorph.layers.pyramid.moments import disable_autocast
+from isomorph.layers.modes import KeepsInEval, disable_autocast
 
 Init = Literal["same-function", "paper"]
 
