@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -167,6 +168,21 @@ OTHERS = {
     "padding": (lambda: iso.layers.SamePadding((3, 3), (2, 2)), (2, 8, 5, 6)),
 }
 EVERY = {name: (row.make, row.size) for name, row in LAYERS.items()} | KEPT | OTHERS
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_all_tensors_are_on_the_layer_s_device(name):
+    make, size = EVERY[name][:2]
+    layer = make()
+    with FakeTensorMode():  # a GPU on which nothing is computed; two devices in one operation raise
+        for module in layer.modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, each in tensors.items():
+                    if each is not None:
+                        fake = torch.empty(each.shape, dtype=each.dtype, device="cuda")
+                        tensors[key] = nn.Parameter(fake) if isinstance(each, nn.Parameter) else fake
+        for train in (True, False):
+            layer.train(train)(torch.empty(size, device="cuda"))
 
 
 @pytest.mark.parametrize("device", ["another", "cpu"])

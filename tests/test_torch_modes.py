@@ -1,11 +1,16 @@
 """Recasting and recast layers under torch's modes, defaults and tracers."""
 
+import copy
+
 import pytest
 import timm
 import timm.models._features_fx as features
 import torch
 
 import isomorph as iso
+from isomorph.evaluation.input_sizes import random_inputs
+from isomorph.layers import modes
+from isomorph.surgery.merge import own_example
 from law_rows import deviation
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
@@ -61,6 +66,28 @@ def test_surgery_does_not_depend_on_the_caller_s_mode(rule, mode):
     iso.verify(model, back, IMAGES)
     for each in (new, back):
         each.train()(IMAGES).square().sum().backward()
+
+
+def test_random_inputs_are_drawn_on_the_cpu():
+    model = cnn()
+    with torch.device("meta"):
+        assert own_example(model).device.type == random_inputs(1, model).device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "another"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_backward_may_be_called_inside_autocast(rule, device, monkeypatch):
+    monkeypatch.setattr(modes, "CPU_DEVICE", device)
+    make, where = RULES[rule]
+    outside = iso.recast(make(), rule, where).train()
+    inside = copy.deepcopy(outside)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = outside(IMAGES).float().square().sum()
+        inside(IMAGES).float().square().sum().backward()
+    loss.backward()
+    for (name, a), b in zip(outside.named_parameters(), inside.parameters(), strict=True):
+        if a.grad is not None:
+            assert (a.grad - b.grad).abs().max() <= 0.01 * a.grad.abs().max() + 1e-9, name
 
 
 @pytest.mark.parametrize("name", ["vanillanet_5", "tdrl_vit_ti_distilled", "convit_ti", "coatnet_0"])

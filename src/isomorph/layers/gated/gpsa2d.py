@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from isomorph.layers.gated.positions import compute_dtype, gated_mix, kronecker, mix_weights
 from isomorph.layers.gated.tap_heads import PositionalConv2d, TapHeads
 from isomorph.layers.grid import GridSize, axis_offsets, batched, known_true
-from isomorph.layers.modes import constant, on_cpu, without_autocast
+from isomorph.layers.modes import constant, on_cpu
 
 
 def _grouped_rows(channels: int, num_heads: int, values: int, device: torch.device) -> Tensor:
@@ -94,7 +94,6 @@ class _SoftPatches(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, content, rows, columns, _, weights = ctx.saved_tensors
         share, rest = weights[:, :, None, None]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.grid import axis_offsets
-from isomorph.layers.modes import KeepsInEval, constant, is_eager, on_cpu, without_autocast
+from isomorph.layers.modes import KeepsInEval, constant, is_eager, on_cpu
 
 
 def geometry_dtype(parameter: Tensor) -> torch.dtype:
@@ -156,7 +156,6 @@ class MixPositions(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         content, values, rows, columns, _, weights = ctx.saved_tensors
         p, (share, rest) = ctx.prefix, weights

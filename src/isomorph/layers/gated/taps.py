@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isomorph.layers.gated.positions import centred_axis_attention, without_subnormals
-from isomorph.layers.modes import on_cpu, without_autocast
+from isomorph.layers.modes import on_cpu
 
 # Fewest channels for which a CPU computes the heads one by one (measured at commit 495856f).
 MIN_CHANNELS = 16
@@ -71,7 +71,6 @@ class _TapsAtOnce(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rows, columns, filters = ctx.saved_tensors
         grid = x.permute(2, 3, 0, 1).flatten(2)  # (H, W, B C)
@@ -118,7 +117,6 @@ class _TapsByHead(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grid, rows, columns, filters = ctx.saved_tensors
         flat, dy, d_grid, others = grid.flatten(2), grad.flatten(0, 2), None, []  # (H, W, B C), (N, C_out)
