@@ -1,8 +1,8 @@
 """A GPU on paper: what the tables of gpu.py would take on an H100, from operations, bytes and arithmetic.
 
-    python benchmarks/gpu_model.py                    # predicts the tables of this commit
-    python benchmarks/gpu_model.py --check --code DIR # errors against results/gpu.json; DIR is a checkout of f60f7d4,
-                                                      # the commit that was measured
+    python benchmarks/gpu_model.py                    # predicts the tables of this commit; errors against gpu.json
+    python benchmarks/gpu_model.py --check --code DIR # fits, errors against results/gpu_f60f7d4.json; DIR is a
+                                                      # checkout of f60f7d4, the commit that was measured
 
 Every contender of a table runs once on the meta device, where nothing is computed. An operation takes the longest of
 its arithmetic at the peak of its precision, its bytes (inputs once, outputs once) at the memory's bandwidth, and the
@@ -43,8 +43,9 @@ BANDWIDTH = 3.35e12
 """Bytes a second."""
 FITTED = ("GPSA (tokens)", "Training step; times are multiples of the plain ViT's")
 """Tables of both precisions on which the costs are fitted."""
-MULTIPLES = ("closed form", "branches")
-"""Columns that are multiples of the row's "plain ms"."""
+MULTIPLES = dict.fromkeys(("closed form", "branches"), "plain ms")
+MULTIPLES |= {"closed form, CUDA graph": "plain, CUDA graph ms"}
+"""Columns that are multiples of another column of the row."""
 GRIDS: dict[str, list[float]] = {
     "inference": [1e-6 * us for us in range(5, 81)],
     "training": [1e-6 * us for us in range(5, 81)],
@@ -254,7 +255,7 @@ def timed(rows: list[dict[str, Any]], passes: list[Pass]) -> Iterator[Timed]:
             if "ms" in key.split() and isinstance(value, float):
                 yield Timed(about(row), key, passes[round(value) - 1])
             elif key in MULTIPLES and isinstance(value, float):
-                yield Timed(about(row), key, passes[round(value * row["plain ms"]) - 1])
+                yield Timed(about(row), key, passes[round(value * row[MULTIPLES[key]]) - 1])
 
 
 def about(row: dict[str, Any]) -> str:
@@ -265,7 +266,34 @@ def measured_ms(rows: list[dict[str, Any]], contender: Timed) -> float | None:
     """What was measured for a contender, if its row was."""
     row = next((row for row in rows if about(row) == contender.about), {})
     value = row.get(contender.key)
-    return value * row["plain ms"] if contender.key in MULTIPLES and value else value
+    return value * row[MULTIPLES[contender.key]] if contender.key in MULTIPLES and value else value
+
+
+def predicted_ms(table: str, contender: Timed, costs: Costs) -> float:
+    graph = "CUDA graph" in f"{table} {contender.key}"
+    return contender.launched.milliseconds(costs._replace(inference=0.0, training=0.0) if graph else costs)
+
+
+def errors(contenders: dict[str, list[Timed]], measured: dict[str, Any], costs: Costs) -> dict[str, list[float]]:
+    """Print and return the relative errors of the predictions, table by table."""
+    off: dict[str, list[float]] = {}
+    for name, each in contenders.items():
+        pairs = [(predicted_ms(name, c, costs), measured_ms(measured.get(name, []), c)) for c in each]
+        if found := [predicted / real - 1 for predicted, real in pairs if real]:
+            off[name] = [round(error, 3) for error in found]
+            fitted = ", fitted" if name.startswith(FITTED) else ""
+            listed = " ".join(f"{100 * e:+.0f}" for e in found)
+            print(f"{name}{fitted}: median {100 * statistics.median(map(abs, found)):.0f}%; {listed}")
+    return off
+
+
+def median_errors(off: dict[str, list[float]], besides: tuple[str, ...] = ()) -> dict[str, float]:
+    medians = {}
+    for precision in ("float32", "bfloat16"):
+        if kept := [abs(e) for n, each in off.items() if precision in n and not n.startswith(besides) for e in each]:
+            medians[precision] = round(statistics.median(kept), 3)
+            print(f"{precision}: median error of {len(kept)} predictions {100 * medians[precision]:.0f}%")
+    return medians
 
 
 def fit(pairs: list[tuple[float, Pass]]) -> Costs:
@@ -285,11 +313,12 @@ def fit(pairs: list[tuple[float, Pass]]) -> Costs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--code", type=Path, default=Path(__file__).parents[1], help="checkout whose tables are run")
-    parser.add_argument("--check", action="store_true", help="fit, and print every error against results/gpu.json")
+    parser.add_argument("--check", action="store_true", help="fit, and print every error of f60f7d4")
     options = parser.parse_args()
     path = RESULTS / "gpu_model.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
-    measured, recorder = json.loads((RESULTS / "gpu.json").read_text()), Recorder()
+    measured = json.loads((RESULTS / ("gpu_f60f7d4.json" if options.check else "gpu.json")).read_text())
+    recorder = Recorder()
     contenders, failed = {}, {}
     for name, run in tables(options.code.resolve(), recorder):
         torch.manual_seed(0)
@@ -305,20 +334,14 @@ def main() -> None:
             for name, each in contenders.items()
         }
         costs = fit([(real, c.launched) for n, each in pairs.items() if n.startswith(FITTED) for real, c in each])
-        off = {n: [c.launched.milliseconds(costs) / real - 1 for real, c in each] for n, each in pairs.items() if each}
-        for name, each in off.items():
-            fitted = ", fitted" if name.startswith(FITTED) else ""
-            listed = " ".join(f"{100 * e:+.0f}" for e in each)
-            print(f"{name}{fitted}: median {100 * statistics.median(map(abs, each)):.0f}%; {listed}")
-        found = dict(costs=costs._asdict(), fitted_on=FITTED, median_error={}, not_run=failed)
-        for precision in ("float32", "bfloat16"):
-            errors = [abs(e) for n, each in off.items() if precision in n and not n.startswith(FITTED) for e in each]
-            found["median_error"][precision] = round(statistics.median(errors), 3)
-            print(f"{precision}: median error of {len(errors)} predictions {100 * statistics.median(errors):.0f}%")
-        found["errors"] = {name: [round(e, 3) for e in each] for name, each in off.items()}
+        off = errors(contenders, measured, costs)
+        found = dict(costs=costs._asdict(), fitted_on=FITTED, median_error=median_errors(off, FITTED), not_run=failed)
+        found["errors"] = off
     costs = Costs(**found["costs"])
     print({name: f"{value:.3g}" for name, value in found["costs"].items()})
     if not options.check:
+        found["later errors"] = errors(contenders, measured, costs)
+        found["later median_error"] = median_errors(found["later errors"])
         graph = costs._replace(inference=0.0, training=0.0)
         found["predicted"] = {
             name: [

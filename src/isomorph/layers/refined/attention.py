@@ -99,11 +99,12 @@ class RefinedAttention(AttentionBase):
         token_mask = _padding_mask(x, attn_mask, is_causal)
         q, k, v = self.queries_keys_values(x, self.forms_maps)
         if return_maps:
-            maps = self.refined_maps(q, k, token_mask, **kw)
+            maps = self._run(self.refined_maps, q, k, token_mask, **kw)
             return self.project_output(maps @ v, x), maps
-        given = (q, k, v, token_mask)
-        mixed = recomputed(self.attend, *given, **kw) if self.recompute else self.attend(*given, **kw)
-        return self.project_output(mixed, x)
+        return self.project_output(self._run(self.attend, q, k, v, token_mask, **kw), x)
+
+    def _run(self, function: Callable[..., Tensor], *arguments: Any, **kw: Any) -> Tensor:
+        return recomputed(function, *arguments, **kw) if self.recompute else function(*arguments, **kw)
 
     def attention(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
