@@ -106,7 +106,7 @@ def to_head_grid(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 def from_head_grid(grid: Tensor) -> Tensor:
     """Undo `to_head_grid`. Shape: grid (nh, H, W, B, hd) -> (B, H W, nh, hd)"""
-    return grid.flatten(1, 2).permute(2, 1, 0, 3)
+    return grid.permute(3, 1, 2, 0, 4).flatten(1, 2)
 
 
 def attend_rows(rows: Tensor, grid: Tensor) -> Tensor:
