@@ -423,7 +423,10 @@ def fitted_size(size: tuple[int, ...], limit: tuple[int, ...]) -> list[int]:
 
 def _resize(value: Any, size: list[int]) -> Any:
     if isinstance(value, tv_tensors.Mask):
-        return V.resize(value, size, InterpolationMode.NEAREST_EXACT) if len(value) else value.new_zeros(0, *size)
+        if not len(value):
+            return value.new_zeros(0, *size)
+        # as an image: older `resize` takes NEAREST for masks, which shifts them
+        return tv_tensors.wrap(V.resize_image(value, size, InterpolationMode.NEAREST_EXACT), like=value)
     return V.resize(value, size, antialias=True)
 
 

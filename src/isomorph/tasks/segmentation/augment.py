@@ -105,9 +105,10 @@ class RatioResize(v2.Transform):
         return {"size": scaled_size((height, width), [factor * limit for limit in limits])}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        nearest = isinstance(inpt, tv_tensors.Mask)  # NEAREST would shift the mask by up to a pixel
-        kind = InterpolationMode.NEAREST_EXACT if nearest else InterpolationMode.BILINEAR
-        return F.resize(inpt, list(params["size"]), kind, antialias=True)
+        size = list(params["size"])
+        if isinstance(inpt, tv_tensors.Mask):  # as an image: masks get NEAREST, which shifts them by up to a pixel
+            return tv_tensors.wrap(F.resize_image(inpt[None], size, InterpolationMode.NEAREST_EXACT)[0], like=inpt)
+        return F.resize(inpt, size, InterpolationMode.BILINEAR, antialias=True)
 
 
 class CappedCrop(v2.Transform):
