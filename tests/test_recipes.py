@@ -217,6 +217,7 @@ def test_overrides_are_yaml_and_reach_groups_that_are_off():
         "model.recast.where=*.conv2": ["*.conv2"],
         "model.recast.where=[*.conv1, *.conv2]": ["*.conv1", "*.conv2"],
         "data.size=32": [32, 32],
+        "data.size=32,40": [32, 40],
         "augment.crop_padding=auto": "auto",
         "name=123": "123",
         "out=2024": Path("2024"),

@@ -5,7 +5,6 @@ All random numbers come from torch's global generator, which the loader seeds fo
 Source: the pipelines of G2SD's code for ADE20K (mmsegmentation's), see docs/decisions/014
 """
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,17 +17,10 @@ from torchvision.transforms.v2 import functional as F
 from torchvision.transforms.v2 import query_size
 
 from isomorph.tasks.segmentation.data import IGNORE, Pair
-from isomorph.training.recipe.fields import File, Fraction, NotNegative, Part, Positive, Size
-
-
-def _as_pair(value: Any) -> Any:
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+)\s*[x,]\s*(\d+)", value.strip())):
-        return [int(found[1]), int(found[2])]
-    return [value, value] if isinstance(value, int) and not isinstance(value, bool) else value
-
+from isomorph.training.recipe.fields import File, Fraction, NotNegative, Part, Positive, Size, both_sides
 
 # Two sizes in pixels; one number stands for both.
-Sides = Annotated[tuple[Size, Size], BeforeValidator(_as_pair)]
+Sides = Annotated[tuple[Size, Size], BeforeValidator(both_sides)]
 
 
 class SegmentationPart(Part):

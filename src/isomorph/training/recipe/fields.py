@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -47,8 +48,11 @@ Padding = Annotated[
 ]
 
 
-def _both_sides(size: Any) -> Any:
-    return [size, size] if isinstance(size, int) else size
+def both_sides(size: Any) -> Any:
+    """Return two sides for one number, and for text like 224,320 or 224x320."""
+    if isinstance(size, str) and (found := re.fullmatch(r"(\d+)\s*[x,]\s*(\d+)", size.strip())):
+        return [int(found[1]), int(found[2])]
+    return [size, size] if isinstance(size, int) and not isinstance(size, bool) else size
 
 
 Globs = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
@@ -133,7 +137,7 @@ class DataPart(Part):
     """Images of a fraction: seeded draws at random with `seed`; first takes the first in sorted order (ConViT)."""
     classes: Count | None = None
     """Train and test on the first N classes only."""
-    size: Annotated[list[Size], Field(min_length=2, max_length=2), BeforeValidator(_both_sides)] | None = None
+    size: Annotated[list[Size], Field(min_length=2, max_length=2), BeforeValidator(both_sides)] | None = None
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """Test images: center crops them, whole squashes them to the input size; by default as in the model's config."""
