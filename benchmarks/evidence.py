@@ -183,6 +183,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(1_000 + cell.seed)
         self.model = study.build(cell, images).to(images.device)
         self.optimizer = study.optimizer(self.model, cell)
+        self.captures_update = self.on_gpu and isinstance(self.optimizer, torch.optim.AdamW)  # timm's LAMB cannot be
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.row: dict[str, Any] = asdict(cell) | dict(curve=[], seconds=0.0)
         self.pixels = images.normalise(images.splits["val"][0][:64])
@@ -220,16 +221,18 @@ class Training:
         factors = [min(1.0, s / 0.05) * (0.01 + 0.99 * (1 + math.cos(math.pi * s)) / 2) for s in shares]
         self.at.zero_()
         if self.on_gpu:
-            self.queue(drawn, factors, shares)
-            return
-        self.drawn = drawn
+            self.fill(drawn, factors)
+        else:
+            self.drawn = drawn
         for share, factor in zip(shares, factors, strict=True):
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * factor
             self.study.before_step(self.model, self.cell, share)
-            self.backward()
-            self.optimizer.step()
-        self.row["seconds"] += time.process_time() - begun
+            self.graph.replay() if self.graph else self.backward()
+            if not self.captures_update:
+                for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                    group["lr"] = rate * factor
+                self.optimizer.step()
+        if not self.on_gpu:  # where the steps are over
+            self.row["seconds"] += time.process_time() - begun
 
     def backward(self) -> None:
         """The gradients of step number `at`, which then grows by one. Runs on a CPU, and is captured on a GPU."""
@@ -241,27 +244,19 @@ class Training:
         self.losses.index_copy_(0, self.at, loss.detach()[None])
         self.at += 1
 
-    def queue(self, drawn: Draws, factors: list[float], shares: list[float]) -> None:
-        """The steps of an epoch as replays of one graph, captured before the first; timm's LAMB steps outside it."""
-        captured = isinstance(self.optimizer, torch.optim.AdamW)
+    def fill(self, drawn: Draws, factors: list[float]) -> None:
+        """Write an epoch's draws and rates where the graph of a step, captured before the first, reads them."""
         if self.graph is None:
             self.drawn, self.factors = drawn, torch.zeros(self.steps, device=self.images.device)
-            self.capture(captured)
+            self.capture()
         for mine, new in zip(self.drawn, drawn, strict=True):
             mine.copy_(new)
         self.factors.copy_(torch.tensor(factors))
-        for share, factor in zip(shares, factors, strict=True):
-            self.study.before_step(self.model, self.cell, share)
-            self.graph.replay()
-            if not captured:
-                for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                    group["lr"] = rate * factor
-                self.optimizer.step()
 
-    def capture(self, with_optimizer: bool) -> None:
+    def capture(self) -> None:
         """Capture a step; those that warm up leave no trace in weights, statistics and moments."""
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
-        if with_optimizer:
+        if self.captures_update:
             for group in self.optimizer.param_groups:
                 group.update(lr=torch.tensor(group["lr"], device=self.images.device), capturable=True, fused=True)
                 group["foreach"] = False
@@ -269,7 +264,7 @@ class Training:
         def step() -> None:
             factor = self.factors.index_select(0, self.at)[0]
             self.backward()
-            if with_optimizer:
+            if self.captures_update:
                 for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                     group["lr"].copy_(rate * factor)
                 self.optimizer.step()

@@ -25,8 +25,6 @@ from tdrl_networks import PATCH, build
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
 
-COMPARED = {"plain": "plain", "closed form": "P-W2S"}
-
 PARTS = {
     "q, k, v": dict(where=["blocks.*.attn.qkv"]),
     "q, k, v and fc1": dict(where=["blocks.*.attn.qkv", "blocks.*.mlp.fc1"]),
@@ -71,53 +69,32 @@ def training_table(device, rounds, batches):
     return rows
 
 
-def blocks_table(device, rounds, batches):
-    """One training step of three blocks, without the branches."""
-    plain, closed = (timm.create_model("tdrl_vit_ti", depth=3, layout=layout) for layout in ("plain", "P-W2S"))
-    forms = {"plain": plain, "closed": closed}
+def step_table(device, rounds, batches, depth=12, name="closed form", prepare=None, capture=False):
+    """One training step of both layouts: as it is, of models that `prepare` returns, or as a CUDA graph."""
+    layouts = {"plain": "plain", name: "P-W2S"}
+    forms = {key: timm.create_model("tdrl_vit_ti", depth=depth, layout=layout) for key, layout in layouts.items()}
+    forms = {key: model.to(device) for key, model in forms.items()}
+    forms = {key: prepare(model, device) for key, model in forms.items()} if prepare else forms
     rows = []
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device)
-        runs = {name: step(model.to(device), x) for name, model in forms.items()}
+        runs = {key: step(model, x) for key, model in forms.items()}
+        runs = {key: graphed(run, device) for key, run in runs.items()} if capture else runs
         times = interleaved(runs, device, rounds)
-        ratio = times["closed"] / times["plain"]
-        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed": ratio})
-        show(f"so far, batch {batch}", rows[-1:])
-    return rows
-
-
-def graph_table(device, rounds, batches):
-    """One training step as a CUDA graph: only the device counts."""
-    forms = {name: timm.create_model("tdrl_vit_ti", layout=layout) for name, layout in COMPARED.items()}
-    rows = []
-    for batch in batches:
-        x = torch.randn(batch, 3, 224, 224, device=device)
-        runs = {name: graphed(step(model.to(device), x), device) for name, model in forms.items()}
-        times = interleaved(runs, device, rounds)
-        ratio = times["closed form"] / times["plain"]
-        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed form": ratio})
+        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], name: times[name] / times["plain"]})
         show(f"so far, batch {batch}", rows[-1:])
     return rows
 
 
 def compiled_table(device, rounds, batches):
     """One training step of three compiled blocks, largest batch."""
-    forms = {name: timm.create_model("tdrl_vit_ti", depth=3, layout=layout) for name, layout in COMPARED.items()}
-    forms = {name: compiled(model.to(device), device) for name, model in forms.items()}
-    rows = []
-    for batch in batches[-1:]:
-        x = torch.randn(batch, 3, 224, 224, device=device)
-        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
-        ratio = times["closed form"] / times["plain"]
-        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], "closed form": ratio})
-        show(f"so far, batch {batch}", rows[-1:])
-    return rows
+    return step_table(device, rounds, batches[-1:], depth=3, prepare=compiled)
 
 
 def pretraining_table(device, rounds, batches):
     """One step of generic distillation (G2SD) from MAE's ViT-B, on a quarter of the student's tokens."""
     forms = {}
-    for name, layout in COMPARED.items():
+    for name, layout in {"plain": "plain", "closed form": "P-W2S"}.items():
         student = MaskedAutoencoder(timm.create_model("tdrl_vit_ti", layout=layout), depth=4, width=128, heads=4)
         teacher = MaskedAutoencoder(timm.create_model("vit_base_patch16_224"))
         forms[name] = GenericDistillationLoss(student.to(device), teacher.to(device), device)
@@ -206,10 +183,10 @@ def inference_table(device, rounds, batches):
 
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
-    "CUDA graph: training step; times are multiples of the plain ViT's": graph_table,
+    "CUDA graph: training step; times are multiples of the plain ViT's": partial(step_table, capture=True),
     "Compiled: training step of three blocks": compiled_table,
     "Pre-training: generic distillation": pretraining_table,
-    "Blocks: training step of three blocks": blocks_table,
+    "Blocks: training step of three blocks": partial(step_table, depth=3, name="closed"),
     "Convolutions: training step of ResNet-20 at 32 px": partial(convolutions_table, "cifar_resnet20", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 224 px": partial(convolutions_table, "mobileone_s0", 32, 224),
