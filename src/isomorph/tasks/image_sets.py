@@ -9,6 +9,9 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as F
 
 from isomorph.data.sources import read_image
 from isomorph.errors import UserError
@@ -16,6 +19,16 @@ from isomorph.errors import UserError
 S = TypeVar("S")
 # Bytes that file systems take for the name of a file.
 _LONGEST_NAME = 255
+
+
+def resize_masks(masks: tv_tensors.Mask, size: list[int]) -> tv_tensors.Mask:
+    """Take the nearest pixel. Shape: (..., H, W) -> (..., *size)
+
+    As of an image: older versions of torchvision take NEAREST for masks, which shifts them by up to a pixel.
+    """
+    layers = masks.reshape(-1, *masks.shape[-2:])  # (n, H, W)
+    resized = F.resize_image(layers, size, InterpolationMode.NEAREST_EXACT)
+    return tv_tensors.wrap(resized.reshape(*masks.shape[:-2], *size), like=masks)
 
 
 def file_inside(folder: Path, name: str, where: str) -> Path:

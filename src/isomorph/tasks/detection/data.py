@@ -17,12 +17,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.ops import masks_to_boxes
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as V
 
 from isomorph.data.formats.naming import composed
 from isomorph.errors import UserError, optional_module
-from isomorph.tasks.image_sets import ImageSet, file_inside
+from isomorph.tasks.image_sets import ImageSet, file_inside, resize_masks
 
 # Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W).
 Objects = dict[str, Tensor]
@@ -423,10 +422,7 @@ def fitted_size(size: tuple[int, ...], limit: tuple[int, ...]) -> list[int]:
 
 def _resize(value: Any, size: list[int]) -> Any:
     if isinstance(value, tv_tensors.Mask):
-        if not len(value):
-            return value.new_zeros(0, *size)
-        # as an image: older `resize` takes NEAREST for masks, which shifts them
-        return tv_tensors.wrap(V.resize_image(value, size, InterpolationMode.NEAREST_EXACT), like=value)
+        return resize_masks(value, size) if len(value) else value.new_zeros(0, *size)
     return V.resize(value, size, antialias=True)
 
 

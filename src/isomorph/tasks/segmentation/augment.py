@@ -16,6 +16,7 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 from torchvision.transforms.v2 import query_size
 
+from isomorph.tasks.image_sets import resize_masks
 from isomorph.tasks.segmentation.data import IGNORE, Pair
 from isomorph.training.recipe.fields import File, Fraction, NotNegative, Part, Positive, Size, both_sides
 
@@ -98,8 +99,8 @@ class RatioResize(v2.Transform):
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
         size = list(params["size"])
-        if isinstance(inpt, tv_tensors.Mask):  # as an image: masks get NEAREST, which shifts them by up to a pixel
-            return tv_tensors.wrap(F.resize_image(inpt[None], size, InterpolationMode.NEAREST_EXACT)[0], like=inpt)
+        if isinstance(inpt, tv_tensors.Mask):
+            return resize_masks(inpt, size)
         return F.resize(inpt, size, InterpolationMode.BILINEAR, antialias=True)
 
 
