@@ -3,7 +3,7 @@
     python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only TABLE]
 
 Ratios are times relative to the convolution, interleaved in one process. TABLE is stages, networks, memory,
-training, forms, tiles or naive; the other tables stay in the result file. "memory" counts what autograd keeps, and
+training or naive; the other tables stay in the result file. "memory" counts what autograd keeps, and
 allocates no GPU memory.
 """
 
@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from interleave import forward, interleaved, processor, saved_mib, show, step, update, with_value
+from interleave import forward, interleaved, processor, saved_mib, show, step, update
 from isomorph.evaluation import saved_bytes
-from isomorph.layers.gated import taps, window_gpsa2d
 from naive import NaiveGPSA2d
 
 STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batch
@@ -134,34 +133,6 @@ def training_table(device, rounds):
     return [row | {"GiB at most": torch.cuda.max_memory_allocated(device) / 2**30}]
 
 
-def form_table(device, rounds):
-    """Behind BY_HEAD_COST: positions as one convolution and head by head."""
-    rows = []
-    for stage in list(STAGES)[:5]:
-        conv, x = convolution(stage)
-        for locality in (5.0, 2.0, 1.0):
-            layer = iso.ConvToGPSA(content="none", locality=locality).build(conv)
-            ways = {"folded": with_value(taps, "BY_HEAD_COST", 1e9, forward(layer, x))}
-            ways["by head"] = with_value(taps, "BY_HEAD_COST", 0, forward(layer, x))
-            ways["chosen"] = forward(layer, x)
-            run = interleaved({"convolution": forward(conv, x), **ways}, device, rounds)
-            row = {"stage": stage, "what": f"locality {locality:g}"}
-            rows.append(row | {name: run[name] / run["convolution"] for name in ways})
-    return rows
-
-
-def tile_table(device, rounds):
-    """Behind TILE: windows in tiles of several sizes."""
-    rows = []
-    for stage in list(STAGES)[:4]:
-        conv, x = convolution(stage)
-        layer = iso.ConvToGPSA(content="window").build(conv)
-        tiles = {f"tile {t}": with_value(window_gpsa2d, "TILE", t, forward(layer, x)) for t in (2, 4, 6, 8)}
-        run = interleaved({"convolution": forward(conv, x), **tiles}, device, rounds)
-        rows.append({"stage": stage} | {name: run[name] / run["convolution"] for name in tiles})
-    return rows
-
-
 def naive_table(device, rounds):
     """Each form against the naive layer, which computes global attention and forms every map; soft heads, open gates.
 
@@ -187,8 +158,6 @@ TABLES = {
     "networks": network_table,
     "memory": memory_table,
     "training": training_table,
-    "forms": form_table,
-    "tiles": tile_table,
 }
 
 

@@ -1,12 +1,11 @@
-"""What robustness costs, and how the CIFAR networks do.
+"""What robustness costs.
 
-    python benchmarks/robustness.py speed [--images 1000] [--slice 50] [--model resnet18] [--workers 2] [--rounds 3]
-    python benchmarks/robustness.py cifar [--images 10000] [--workers 2] [--pair CNN.safetensors TCNN.safetensors ...]
+    python benchmarks/robustness.py [--images 1000] [--slice 50] [--model resnet18] [--workers 2] [--rounds 3]
 
-`speed` needs ISOMORPH_DATA with imagenet_samples. It times, picture by picture and
-interleaved, each corruption in imagecorruptions' form and in isomorph's, decoding and framing, and the model; then the
-whole job of 95 cells as it was (every cell by itself: decode, corrupt with imagecorruptions, model) and as it is, on a
-slice of the images, scaled up to all. `cifar` needs cifar10 and weights; a second call goes on where it was stopped.
+Times, picture by picture and interleaved, each corruption in imagecorruptions' form and in isomorph's, decoding and
+framing, and the model; then the whole job of 95 cells as it was (every cell by itself: decode, corrupt with
+imagecorruptions, model) and as it is, on a slice of the images, scaled up to all. Needs ISOMORPH_DATA with
+imagenet_samples.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import timm
 import torch
 from timm.data import resolve_data_config
 
-import isomorph as iso
 from interleave import show, write
 from isomorph.data.corruptions.corrupt import (
     EXTRA_CORRUPTIONS,
@@ -32,12 +30,10 @@ from isomorph.data.corruptions.corrupt import (
     CorruptedImages,
     corrupt,
     corruption_seed,
-    fingerprint,
     image_transform,
 )
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import batch_ranges, ordered_loader
-from isomorph.evaluation.robustness.scores import summary_lines
 
 ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 
@@ -148,77 +144,17 @@ def speed(options):
     print(f"\nwrote {write('robustness_speed', tables)}")
 
 
-def measured(name, options):
-    """A model's result on the test images; a second call takes what is there already."""
-    source = open_source("cifar10", "test", Path(os.environ.get("ISOMORPH_DATA", "data")))
-    model = iso.load(name) if name.endswith(".safetensors") else timm.create_model(name, pretrained=True)
-    result = iso.robustness(
-        model.eval(),
-        source,
-        extra=True,
-        limit=options.images if options.images < len(source) else None,
-        workers=options.workers,
-        batch_size=100,
-        out=options.out / f"{name.replace('/', '_')}-{options.images}-{fingerprint(source)}.jsonl",
-        name=name,
-    )
-    print(f"\n{name}\n" + "\n".join(summary_lines(result)), flush=True)
-    return result
-
-
-def scores(result):
-    """Top-1 of the clean images, by corruption, by category, by severity, and over the suite's cells."""
-    by_severity = {f"severity {severity}": top1 for severity, top1 in result["by_severity"].items()}
-    found = {**result["by_corruption"], **result["by_category"], **by_severity}
-    return {"clean": result["clean"]["top1"], **found, "all of the suite": result["mean_top1"]}
-
-
-def cifar(options):
-    public = {name: scores(measured(name, options)) for name in ("cifar_resnet20", "cifar_resnet56")}
-    pairs = [tuple(scores(measured(name, options)) for name in pair) for pair in options.pair]
-    columns = dict(public)
-    if pairs:
-        first, second = (
-            {key: statistics.mean(pair[i][key] for pair in pairs) for key in pairs[0][i]} for i in range(2)
-        )
-        gains = [{key: pair[1][key] - pair[0][key] for key in pair[0]} for pair in pairs]
-        columns |= {"first of the pairs": first, "second of the pairs": second}
-        columns |= {f"gain, pair {i + 1}": gain for i, gain in enumerate(gains)}
-        columns["relative gain"] = {key: 100 * (second[key] - first[key]) / first[key] for key in first}
-    keys = public["cifar_resnet20"]
-    rows = [{"top-1 (%)": key, **{head: f"{column[key]:.2f}" for head, column in columns.items()}} for key in keys]
-    show(f"{options.images} test images, 32 px, ImageNet-C's constants", rows)
-    about = [{"images": options.images, "pairs": [list(map(str, pair)) for pair in options.pair]}]
-    print(f"\nwrote {write('robustness_cifar', {'options': about, 'top-1': rows})}")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    fast = commands.add_parser("speed")
-    fast.set_defaults(run=speed)
-    fast.add_argument("--images", type=int, default=1000, help="what the times are scaled to")
-    fast.add_argument("--slice", type=int, default=50, help="images that are really run")
-    fast.add_argument("--model", default="resnet18")
-    fast.add_argument("--batch", type=int, default=50)
-    fast.add_argument("--rounds", type=int, default=3)
-    table = commands.add_parser("cifar")
-    table.set_defaults(run=cifar)
-    table.add_argument(
-        "--pair",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar="CHECKPOINT",
-        help="two checkpoints of one seed; the gain of the second over the first is tabled. May be given several times",
-    )
-    table.add_argument("--images", type=int, default=10_000)
-    table.add_argument("--out", type=Path, default=Path("runs/robustness"))
-    for command in (fast, table):
-        command.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--images", type=int, default=1000, help="what the times are scaled to")
+    parser.add_argument("--slice", type=int, default=50, help="images that are really run")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)
-    options.run(options)
+    speed(options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--tables training] [--name NAME]
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, also on a busy machine
-    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions small --name tdrl_cpu_1thread
+    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions --name tdrl_cpu_1thread
 
 All are interleaved in one process, on the same weights where they compute the same, with freed memory kept as in
 isomorph's commands (`iso.keep_freed_memory`). Ratios are times over the plain
@@ -10,17 +10,19 @@ ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass, for eac
 """
 
 import argparse
+import re
 from functools import partial
 
 import timm
 import torch
+from torch._inductor.utils import run_and_get_code
 
 import isomorph as iso
 from interleave import compiled, forward, graphed, interleaved, memory_mib, saved_mib, show, step, update
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.objectives.masked import GenericDistillationLoss
 from naive import branch_by_branch
-from tdrl_networks import PATCH, build
+from tdrl_networks import build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
@@ -91,6 +93,19 @@ def compiled_table(device, rounds, batches):
     return step_table(device, rounds, batches[-1:], depth=3, prepare=compiled)
 
 
+def calls_table(device, rounds, batches):
+    """Kernels and products that Inductor's code calls for one block, forward and backward."""
+    rows = []
+    for name, layout in {"plain": "plain", "closed form": "P-W2S"}.items():
+        block = timm.create_model("tdrl_vit_ti", depth=1, layout=layout).blocks[0].to(device)
+        x = torch.randn(2, 197, 192, device=device, requires_grad=True)
+        _, codes = run_and_get_code(step(torch.compile(block), x))
+        bodies = [code[code.index("def call(") :] for code in codes]
+        calls = [len(re.findall(r"\b(?:cpp_fused|triton_|extern_kernels\.|torch\.ops\.)[\w.]*\(", b)) for b in bodies]
+        rows.append({"block": name, "forward": calls[0], "backward": calls[1], "calls": sum(calls)})
+    return rows
+
+
 def pretraining_table(device, rounds, batches):
     """One step of generic distillation (G2SD) from MAE's ViT-B, on a quarter of the student's tokens."""
     forms = {}
@@ -121,7 +136,7 @@ def convolutions_table(network, batch, size, device, rounds, batches):
     """One training step of a CNN with pyramids, with RepVGG's or MobileOne's branches, and with neither."""
     x = torch.randn(batch, 3, size, size, device=device)
     names = {"plain": "plain", "repvgg": "repvgg", "all": "P-W2S"}
-    forms = {name: build(network, form, 0, size).to(device) for name, form in names.items()}
+    forms = {name: build(network, form, size).to(device) for name, form in names.items()}
     if size == 32:
         forms["branches"] = branch_by_branch(forms["all"])
     times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
@@ -136,21 +151,6 @@ def convolutions_table(network, batch, size, device, rounds, batches):
         }
         for name, model in forms.items()
     ]
-
-
-def small_table(device, rounds, batches):
-    """One training step of the small ViTs of the study."""
-    rows = []
-    for network, patch in PATCH.items():
-        names = {"plain": "plain", "all": "P-W2S"}
-        forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
-        for batch in (256, 1024):
-            x = torch.randn(batch, 3, 32, 32, device=device)
-            times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
-            ratios = {name: times[name] / times["plain"] for name in forms if name != "plain"}
-            about = {"tokens": (32 // patch) ** 2, "batch": batch, "rounds": rounds}
-            rows.append(about | {"plain ms": times["plain"], **ratios})
-    return rows
 
 
 def parts_table(device, rounds, batches):
@@ -185,12 +185,12 @@ TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
     "CUDA graph: training step; times are multiples of the plain ViT's": partial(step_table, capture=True),
     "Compiled: training step of three blocks": compiled_table,
+    "Calls of a compiled block": calls_table,
     "Pre-training: generic distillation": pretraining_table,
     "Blocks: training step of three blocks": partial(step_table, depth=3, name="closed"),
     "Convolutions: training step of ResNet-20 at 32 px": partial(convolutions_table, "cifar_resnet20", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 224 px": partial(convolutions_table, "mobileone_s0", 32, 224),
-    "Small: training step of the study's ViTs": small_table,
     "By part": parts_table,
     "Inference": inference_table,
 }

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import isomorph as iso
@@ -220,6 +222,21 @@ def test_compiles_whole_and_exports(layer):
     same(layer.buffers(), twin.buffers(), rtol=1e-4, atol=1e-5)
     exported = torch.export.export(layer.eval(), (x,)).module()
     torch.testing.assert_close(exported(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiler_may_fuse_all_products_with_a_vector():
+    torch.compiler.reset()
+    sizes = []
+
+    def read(graph, _):
+        nodes = [node for node in graph.graph.nodes if "bmm" in str(node.target)]
+        sizes.extend(size for node in nodes for each in node.args[-2:] for size in each.meta["val"].shape[-2:])
+        return make_boxed_func(graph)
+
+    layer = JointPyramid([PyramidLinear(16, 24, "P-W2S", "batchnorm"), PyramidLinear(16, 24)])
+    torch.compile(layer, backend=aot_autograd(fw_compiler=read))(torch.randn(40, 16)).sum().backward()
+    assert min(sizes) > 1
+    assert len(sizes) > 40
 
 
 def test_layouts_and_widths():

@@ -317,10 +317,10 @@ def test_outputs_that_are_not_finite_have_no_metric(run, folder):
 
 
 def test_schedules_by_iteration():
-    def rates(steps, iterations=None, **fields):
+    def rates(steps, iterations=None, each=5, **fields):
         optim = OptimPart(lr=1.0, name="sgd", **fields)
         optimizer = build_optimizer(torch.nn.Linear(2, 2), optim)
-        scheduler = build_scheduler(optimizer, optim, 4, 5, iterations)
+        scheduler = build_scheduler(optimizer, optim, 4, each, iterations)
         found = []
         for step in range(steps):
             scheduler.step_update(step)
@@ -333,3 +333,4 @@ def test_schedules_by_iteration():
     assert rates(20, 20, schedule="step", milestones=[10, 15]) == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
     by_epoch = rates(20, schedule="step", milestones=[2, 3])
     assert by_epoch == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
+    assert rates(28, each=26, schedule="step", milestones=[1])[25:] == pytest.approx([1, 0.1, 0.1])

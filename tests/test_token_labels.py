@@ -165,6 +165,9 @@ class TestLoss:
                 row, column = divmod(n, 4)
                 inside = box.top <= row < box.bottom and box.left <= column < box.right
                 dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
+        assert found["target"].argmax(1).tolist() == [
+            int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)
+        ]
         torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)  # plain labels are in single precision
         torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)

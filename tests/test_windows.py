@@ -119,7 +119,7 @@ def test_registers_grids_and_blocks_of_every_kind():
         assert deviation(pruned(x), new(x)) < 1e-12
     assert iso.verify(new, pruned, sizes[0]).atol == 1e-5
     refused("its share is 0", iso.revert, new)
-    iso.Anneal(2).set_slopes(new, 0)
+    iso.Anneal(2).apply(new, 0)
     back = iso.revert(new)
     assert repr(back) == repr(model)
     assert (iso.edits(back), list(back.state_dict())) == ((), list(model.state_dict()))

@@ -63,18 +63,15 @@ class Anneal:
         """
         if step > self.steps:
             return
-        self.set_slopes(model, step)
-        for layer in annealed_layers(model)[0]:
+        gated, others = annealed_layers(model)
+        for other in others:
+            share = max(step / self.steps, 0.0)
+            other.set_share(1 - share) if isinstance(other, WindowAttention) else other.set_slope(share)
+        for layer in gated:
             if self.start is None and type(layer) is GPSA:
                 raise UserError("the model was not recast, so it has no exact initialisation; give the anneal a start")
             defaults = CONV_GATING if isinstance(layer, TapHeads) else ATTENTION_GATING
             layer.set_gating(*self.at(step, defaults["exact"]))
-
-    def set_slopes(self, model: nn.Module, step: int) -> None:
-        """Set the slopes of annealed ReLUs and the shares of windows for a step, which averaged weights need too."""
-        t = min(max(step / self.steps, 0.0), 1.0)
-        for layer in annealed_layers(model)[1]:
-            layer.set_share(1 - t) if isinstance(layer, WindowAttention) else layer.set_slope(t)
 
 
 def annealed_layers(model: nn.Module) -> tuple[list[GatedAttention], list[AnnealedReLU | WindowAttention]]:

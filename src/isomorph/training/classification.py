@@ -10,7 +10,6 @@ from timm.task import TrainingTask
 from torch import nn
 
 from isomorph.data.formats.registry import SOURCES
-from isomorph.data.label_maps import MapLabels
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import read_image
 from isomorph.data.streams import STREAMS
@@ -22,7 +21,7 @@ from isomorph.training.build import build_test_loader, build_train_loader, data_
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
 from isomorph.training.objectives.supervised import PenalisedLoss, build_criterion
-from isomorph.training.objectives.token_labels import LabelMapMixup, MixedLabelMaps, TokenLabelLoss
+from isomorph.training.objectives.token_labels import LabelMapMixup, TokenLabelLoss
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective, Prediction, Task
@@ -97,11 +96,7 @@ def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) 
 def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
     """Return the share of training images whose likeliest class is that of the larger share of their label."""
     logits = output[0] if isinstance(output, tuple) else output  # of the class token, not of a distillation token
-    if isinstance(target, MixedLabelMaps):
-        labels = target.target.label
-        target = torch.where(target.own >= 0.5, labels, labels.flip(0))
-    labels = target.label if isinstance(target, MapLabels) else target
-    return (logits.argmax(1) == (labels.argmax(1) if labels.ndim > 1 else labels)).float().mean()
+    return (logits.argmax(1) == (target.argmax(1) if target.ndim > 1 else target)).float().mean()
 
 
 CLASSIFICATION = Classification(Part())

@@ -163,8 +163,8 @@ def build_scheduler(
         epochs, steps_per_epoch = iterations, 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
-    # timm's milestones take effect a step before they are reached
-    reached = [(round(milestone * steps_per_epoch) + 1) / steps_per_epoch for milestone in optim.milestones]
+    # timm's milestones take effect a step before they are reached; half a step later, rounding decides nothing
+    reached = [(round(milestone * steps_per_epoch) + 0.5) / steps_per_epoch for milestone in optim.milestones]
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched={"linear": "poly", "step": "multistep"}.get(optim.schedule, optim.schedule),

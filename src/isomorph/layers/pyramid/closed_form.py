@@ -72,22 +72,12 @@ class _Form(NamedTuple):
     # Further factor of the pyramids that are not rectified, where others are.
     rest: float
     eps: float
-
-    @property
-    def chains(self) -> list[int]:
-        """Chains that reach each level."""
-        return [self.pyramids * sum(depth > level for depth in self.depths) for level in range(len(self.widths))]
-
-    @property
-    def ended(self) -> list[int]:
-        """Branches whose last layer reads each level."""
-        return [self.depths.count(level + 1) * self.last for level in range(len(self.widths))]
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows that are normalised at each level, the rectified sums last."""
-        inner = [count * width for count, width in zip(self.chains, self.widths, strict=True)]
-        return [*inner, self.rectified * self.out] if self.rectified else inner
+    # Chains that reach each level.
+    chains: list[int]
+    # Branches whose last layer reads each level.
+    ended: list[int]
+    # Rows that are normalised at each level, the rectified sums last.
+    rows: list[int]
 
 
 def _full(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -166,6 +156,20 @@ def _each(blocks: Tensor) -> Tensor:
     return blocks.flatten(0, 1) if blocks.ndim == 4 else blocks.flatten(0, 1).unsqueeze(-1)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right; a compiler fuses a product with a vector with what is next to it."""
+    if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
+        return torch.bmm(left, right)
+    return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left * right
+
+
+def _add_product(added: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """Return beta added + alpha left @ right."""
+    if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
+        return torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
+    return beta * added + alpha * _product(left, right)
+
+
 class _Found(NamedTuple):
     """Shape: weight, total (G, N o, C), bias (G, N o), variances (G, R), means (G, chains, h), z, p (G, R, C)"""
 
@@ -185,7 +189,7 @@ def _run(pack: _Pack, mean: Tensor, covariance: Tensor, zero: Tensor | None) -> 
     form, kept, a = pack.form, pack.form.scale, pack.z
     G, N, C, out = form.groups, form.pyramids, form.reads, form.out
     nothing = mean.new_zeros(1) if zero is None else zero[:1]
-    constants = torch.baddbmm(pack.read_biases.unsqueeze(-1), pack.read, mean.unsqueeze(-1)).squeeze(-1)
+    constants = _add_product(pack.read_biases.unsqueeze(-1), pack.read, mean.unsqueeze(-1)).squeeze(-1)
     total = _each(pack.skip) if form.skip else nothing.view(1, 1, 1)
     shift = constants[:, form.rows[0] :].reshape(-1, out, 1) if form.skip else nothing.view(1, 1, 1)
     z_of, p_of, variances = [pack.z], [], []
@@ -197,14 +201,14 @@ def _run(pack: _Pack, mean: Tensor, covariance: Tensor, zero: Tensor | None) -> 
         a = _scale_rows(z, variances[level], scales[level], zero, form.eps).view(G, form.chains[level], -1, C)
         for j, last in enumerate(map(_each, pack.lasts[level])):
             own, own_shift = (_each(each[:, j * N : (j + 1) * N]) for each in (a, pack.shifts[level]))
-            total = torch.baddbmm(total, last, own, beta=kept, alpha=form.scale)
-            shift = torch.baddbmm(shift, last, own_shift, beta=kept, alpha=form.scale)
+            total = _add_product(total, last, own, beta=kept, alpha=form.scale)
+            shift = _add_product(shift, last, own_shift, beta=kept, alpha=form.scale)
             kept = 1.0
         if level + 1 < len(form.widths):
             rest, rest_shift = (_each(each[:, form.ended[level] * N :]) for each in (a, pack.shifts[level]))
             matrix, biases = _each(pack.inner[level]), pack.inner_biases[level]
             z_of.append(torch.bmm(matrix, rest).view(G, -1, C))
-            means.append(torch.baddbmm(_each(biases), matrix, rest_shift).view(biases.shape))
+            means.append(_add_product(_each(biases), matrix, rest_shift).view(biases.shape))
     if form.last:
         bias = torch.add(shift.reshape(G, -1), pack.last_biases.sum(1), alpha=form.scale)
     else:  # every branch is a unit
@@ -268,9 +272,9 @@ def _through_branches(
     shifts: list[Tensor] = []
     for j, last in enumerate(map(_each, pack.lasts[level])):
         own, own_shift = (_each(each[:, j * N : (j + 1) * N]) for each in (chains, pack.shifts[level]))
-        d_lasts.append(torch.baddbmm(torch.bmm(d, own.mT), column, own_shift.mT))
+        d_lasts.append(_add_product(torch.bmm(d, own.mT), column, own_shift.mT))
         parts.append(torch.bmm(last.mT, d).view(G, -1, C))
-        shifts.append(torch.bmm(last.mT, column).view(G, -1))
+        shifts.append(_product(last.mT, column).view(G, -1))
     return d_lasts, parts, shifts
 
 
@@ -310,10 +314,10 @@ def _backward(
         read = norms.spans[level]
         d_z = norms.through(level, parts[0] if len(parts) == 1 else torch.cat(parts, 1), z[:, read], read)
     blocks = [d_z.reshape(-1, form.widths[0], C)]
-    d_mean = torch.bmm(found.weight.mT, d_bias.unsqueeze(-1))
+    d_mean = _product(found.weight.mT, d_bias.unsqueeze(-1))
     if form.skip:
-        blocks.append(torch.baddbmm(d, column, mean.unsqueeze(1).expand(G, N, C).reshape(-1, 1, C)))
-        d_mean = torch.baddbmm(d_mean, pack.skip.flatten(1, 2).mT, d_shift.unsqueeze(-1), beta=-1)
+        blocks.append(_add_product(d, column, mean.unsqueeze(1).expand(G, N, C).reshape(-1, 1, C)))
+        d_mean = _add_product(d_mean, pack.skip.flatten(1, 2).mT, d_shift.unsqueeze(-1), beta=-1)
     else:
         d_mean = -d_mean
     dead = [zero[: G * count].view(G, -1) for count in rows[:depth]]
@@ -328,7 +332,7 @@ def _zeros(form: _Form, like: Tensor) -> Tensor:
 
 def _move(weight: Tensor, bias: Tensor, mean: Tensor) -> Tensor:
     """Return the bias of a map of x - mean as that of a map of x."""
-    return torch.baddbmm(bias.unsqueeze(-1), weight, mean.unsqueeze(-1), alpha=-1).squeeze(-1)
+    return _add_product(bias.unsqueeze(-1), weight, mean.unsqueeze(-1), alpha=-1).squeeze(-1)
 
 
 class _Collapse(torch.autograd.Function):
@@ -366,16 +370,18 @@ class _Collapse(torch.autograd.Function):
             inputs = (mean, covariance, *tensors)
             return None, None, *_differentiable_gradients(form, ctx.centred, inputs, d_weight, d_bias)
         if not ctx.centred:
-            d_weight = torch.baddbmm(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
+            d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
         sums = [total[:, : form.rows[-1]]] if form.rectified else []
         pack = _Pack(form, tensors, mean, [*z, *sums] or [total[:, :0]])
         found = _Found(weight, d_bias, variances, [], total, z, p)
         zero = _zeros(form, mean)
         d_mean, d_covariance, blocks, vectors = _backward(pack, found, mean, covariance, zero, d_weight, d_bias)
-        matrices = [each for block in blocks for each in block.unflatten(0, (form.groups, -1)).unbind(1)]
-        sizes = [tensor.numel() // form.groups for tensor in tensors[len(matrices) :]]
-        grads = [*matrices, *torch.split_with_sizes(torch.cat(vectors, 1), sizes, 1)]
-        shaped = [grad.reshape(tensor.shape) for grad, tensor in zip(grads, tensors, strict=True)]
+        G = form.groups
+        matrices = [m for block in blocks for m in (block if G == 1 else block.unflatten(0, (G, -1)).unbind(1))]
+        sizes = [tensor.numel() // G for tensor in tensors[len(matrices) :]]
+        grads = [*matrices, *torch.cat(vectors, 1).squeeze(0).split_with_sizes(sizes, -1)]
+        pairs = zip(grads, tensors, strict=True)
+        shaped = [grad if grad.shape == tensor.shape else grad.reshape(tensor.shape) for grad, tensor in pairs]
         return None, None, d_mean, d_covariance, *shaped
 
 
@@ -440,9 +446,13 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     G, C = mean.shape
     widths = tuple(len(level[-1][0]) // G for level in levels)
     rest = pyramids[-1].scale / first.scale if rectifiers else 1.0
+    out, last = len(weights[-1]) // G, len(lasts) > 0
+    ended = [depths.count(level + 1) * last for level in range(len(levels))]
+    rows = [len(level) * width for level, width in zip(levels, widths, strict=True)]
+    rows += [len(rectifiers) * out] if rectifiers else []
     form = _Form(
-        len(pyramids), len(rectifiers), G, C, tuple(depths), widths, len(weights[-1]) // G,
-        len(lasts) > 0, len(skips) > 0, first.scale, rest, norms[0].eps,
+        len(pyramids), len(rectifiers), G, C, tuple(depths), widths, out, last, len(skips) > 0, first.scale, rest,
+        norms[0].eps, [len(level) for level in levels], ended, rows,
     )  # fmt: skip
     tensors = (*weights, *biases, *gammas, *betas)
     weight, bias, variances, *means = _Collapse.apply(form, moments.centred, mean, moments.covariance, *tensors)

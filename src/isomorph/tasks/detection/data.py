@@ -268,7 +268,10 @@ class DetectionSource(ImageSet[ImageRecord]):
         """Return the images with objects other than crowds. Raises: UserError if there are none."""
         chosen = [i for i, record in enumerate(self.samples) if any(not each["iscrowd"] for each in record.objects)]
         if not chosen:
-            raise UserError(f"{self.annotations} has crowds only; give a file with objects to train on")
+            raise UserError(
+                f"{self.annotations} has no objects, or crowds only, in {len(self)} images; give a file or more images "
+                "with objects"
+            )
         return self.subset(chosen)
 
     def path(self, index: int) -> Path:

@@ -193,7 +193,9 @@ class Detection(Task):
         if not options.keep_empty:
             train = train.with_objects()
         train = drawn_fraction(train, recipe.data.fraction, recipe.seed if recipe.data.draw == "seeded" else None)
-        return train, drawn_once(test, recipe.data.test_images)
+        test = drawn_once(test, recipe.data.test_images)
+        test.with_objects()  # raises where there is nothing to find
+        return train, test
 
     def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> DetectionSource:
         return open_split(root, split, self.options.masks, annotations, images, self.options.skip_annotations)

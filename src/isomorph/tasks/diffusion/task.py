@@ -16,7 +16,7 @@ from isomorph.data.formats.registry import SOURCES
 from isomorph.data.loaders import eval_transform, loader_of_share, train_loader, transformed
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
-from isomorph.distributed import Runtime, derive_seed
+from isomorph.distributed import Runtime, derive_seed, torchrun_place
 from isomorph.evaluation.model_data import open_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
@@ -48,21 +48,21 @@ class DiffusionPart(Part):
 class DenoisingLoss(LossModule):
     """Noise prediction: the sum over a batch and its pixels of (predicted - noise)^2 / 1000, at uniform time steps.
 
-    The sum is that of the whole batch of `batch_size` images, whichever part of it a process or an accumulation step
-    takes: the effect of gradient clipping depends on its size.
+    The mean over the `parts` of a batch, which processes and accumulation steps take, is the sum of the whole batch:
+    the effect of gradient clipping depends on its size.
 
     Source: Ho et al. (2020) eq. 14, as a sum like in the code that TDRL names
     """
 
-    def __init__(self, model: nn.Module, schedule: NoiseSchedule, batch_size: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, schedule: NoiseSchedule, parts: int, device: torch.device) -> None:
         super().__init__(model, device)
-        self.schedule, self.batch_size = schedule, batch_size
+        self.schedule, self.parts = schedule, parts
 
     def forward(self, input: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
         t = torch.randint(self.schedule.time_steps, (len(input),), device=input.device)
         noise = torch.randn_like(input)
         predicted = self.trainable_module(self.schedule.add_noise(input, noise, t), t)
-        return {"loss": squared_errors(predicted, noise).mean() * self.batch_size / 1000, "output": predicted}
+        return {"loss": squared_errors(predicted, noise).sum() * self.parts / 1000, "output": predicted}
 
 
 def squared_errors(predicted: Tensor, noise: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Diffusion(Task):
         def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
             return mean_error(denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime))
 
-        loss = DenoisingLoss(model, schedule, recipe.data.batch_size, device)
+        loss = DenoisingLoss(model, schedule, recipe.scale.accumulate * torchrun_place()[1], device)
         return Objective(loss, measure, lambda metrics: -metrics["denoising"])
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.task import LogitDistillationTask, TokenDistillationTask, TrainingTask
+from timm.task import DistillationTeacher, LogitDistillationTask, TokenDistillationTask, TrainingTask
 from torch import Tensor, nn
 
 from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import check_image_size
+from isomorph.evaluation.accuracy import named_logits
+from isomorph.evaluation.input_sizes import check_image_size, class_count
 from isomorph.training.recipe.fields import DistillPart
 
 
@@ -52,20 +53,34 @@ def open_teacher(part: DistillPart) -> nn.Module:
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
-class HardDistillationLoss(LogitDistillationTask):
-    """Hard distillation: (1 - share) CE(student, label) + share CE(student, teacher's top class), on the same images.
+class SoftDistillationLoss(LogitDistillationTask):
+    """Soft distillation: (1 - share) CE(student, label) + share T^2 KL(teacher / T, student / T), on the same images.
 
-    Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; ConViT section 3, ConViT-S+
+    Source: DeiT (Touvron et al., 2020) eq. 2, without the distillation token
     """
 
+    def divergence(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        logs = [(each / self.temperature).log_softmax(-1) for each in (logits, teacher)]
+        return F.kl_div(*logs, reduction="batchmean", log_target=True) * self.temperature**2
+
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
-        logits = self.trainable_module(input)
+        logits = named_logits(self.trainable_module(input))
         with torch.no_grad():
             images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
-            teacher_label = self.teacher(images).argmax(dim=-1)
-        label, teacher = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
-        loss = self.task_loss_weight * label + self.distill_loss_weight * teacher
-        return {"loss": loss, "output": logits, "task_loss": label, "kd_loss": teacher}
+            teacher = named_logits(self.teacher(images))
+        label, distance = self.criterion(logits, target), self.divergence(logits, teacher)
+        loss = self.task_loss_weight * label + self.distill_loss_weight * distance
+        return {"loss": loss, "output": logits, "task_loss": label, "kd_loss": distance}
+
+
+class HardDistillationLoss(SoftDistillationLoss):
+    """Hard distillation: (1 - share) CE(student, label) + share CE(student, teacher's top class), on the same images.
+
+    Source: DeiT eq. 3, without the distillation token; ConViT section 3, ConViT-S+
+    """
+
+    def divergence(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        return F.cross_entropy(logits, teacher.argmax(-1))
 
 
 def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device) -> TrainingTask:
@@ -76,17 +91,17 @@ def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module
     """
     teacher = open_teacher(part).eval()
     check_image_size(teacher, model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
-    theirs, own = (getattr(m, "num_classes", None) for m in (teacher, model))
+    theirs, own = map(class_count, (teacher, model))
     if theirs != own:
         raise UserError(
             f"distill.teacher {part.teacher} has {theirs} classes, the model has {own}; give one of the same classes"
         )
-    teacher = teacher.requires_grad_(False).to(device)
+    teacher = DistillationTeacher(teacher.requires_grad_(False).to(device), device=device)
     shared: dict[str, Any] = dict(
         criterion=criterion, task_loss_weight=1 - part.share, temperature=part.temperature, device=device, verbose=False
     )
     if not part.token:
-        kind = HardDistillationLoss if part.kind == "hard" else LogitDistillationTask
+        kind = HardDistillationLoss if part.kind == "hard" else SoftDistillationLoss
         return kind(model, teacher, **shared)
     if not hasattr(model, "set_distilled_training"):
         raise UserError(

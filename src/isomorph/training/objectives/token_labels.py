@@ -140,4 +140,4 @@ class TokenLabelLoss(PenalisedLoss):
         dense = torch.where(inside[:, None], dense.flip(0), dense)  # (B, H W, num_classes)
         image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
         loss = image + self.part.weight * patches + penalty
-        return {"loss": loss, "output": logits, "task_loss": image, "token_loss": patches}
+        return {"loss": loss, "output": logits, "target": mixed, "task_loss": image, "token_loss": patches}

@@ -208,7 +208,7 @@ def train_step(run: Run) -> tuple[float, Any]:
     run.loss_module.update_ema(step)
     if anneal:
         for model in filter(None, (run.trained, run.averaged)):
-            anneal.set_slopes(model, since + 1)
+            anneal.apply(model, since + 1)
     return waited, inputs
 
 
@@ -224,7 +224,7 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     loss.backward()
     run.total[0] += loss.detach()
     if run.objective.accuracy:
-        run.total[1] += run.objective.accuracy(result["output"], targets) / parts
+        run.total[1] += run.objective.accuracy(result["output"], result.get("target", targets)) / parts
 
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
