@@ -291,6 +291,7 @@ WRONG = {
     "model.kwargs.x=[{y: .nan}]": "model.kwargs: x ",
     "model.recast_epoch=11": "model.recast_epoch 11.*epochs 10",
     "model.recast_epoch=1 scale.parallel=fsdp": "model.recast_epoch.*scale.parallel ddp",
+    "optim.name=adafactor scale.parallel=fsdp": "adafactor does not work with fsdp",
     "token_labels.weight=0.5 distill.teacher=resnet18": "exclude each other",
     "model.recast_epoch=1 mask={}": "model.recast_epoch.*masked",
     "loss=sigmoid token_labels={}": "token_labels",

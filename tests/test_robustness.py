@@ -230,6 +230,22 @@ def test_the_published_folder(published):
     assert other["cells"][0]["top1"] == 100
 
 
+@pytest.mark.parametrize(("classes", "side"), [(1000, 224), (2, 64)], ids=["ImageNet-C", "Tiny-ImageNet-C"])
+def test_published_pixels_are_neither_resized_nor_cropped_and_classes_are_the_model_s(classes, side, tmp_path):
+    names, seen = ImageNetInfo().label_names()[:2], []
+    pixels = np.random.default_rng(0).integers(64, 255, (side, side, 3), np.uint8)
+    for name in names:
+        (tmp_path / "fog/1" / name).mkdir(parents=True)
+        Image.fromarray(pixels if name == names[0] else 0 * pixels).save(tmp_path / "fog/1" / name / "a.png")
+    model = Brightness(classes=classes, side=side)
+    model.pretrained_cfg |= dict(label_names=names[::-1]) if classes == 2 else {}
+    model.register_forward_pre_hook(lambda model, inputs: seen.extend(inputs[0]))
+    found = iso.robustness(model, folder=tmp_path, corruptions=["fog"], severities=[1], partial=True)
+    assert (127.5 + 127.5 * seen[-2].permute(1, 2, 0) - torch.from_numpy(pixels)).abs().max() < 1e-3
+    if classes == 2:  # the noise is brighter: class 1 of the model, the first folder
+        assert (found["size"], found["cells"][0]["top1"]) == ([64, 64], 100)
+
+
 @pytest.fixture
 def arrays(tmp_path):
     """CIFAR-C in small: 4 images at 5 severities, black ones of class 0 and white ones of class 1 that darken."""

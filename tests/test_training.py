@@ -1,6 +1,8 @@
 """Recipes, the loop and its checkpoints: what a user trusts a run with."""
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -11,6 +13,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
+from isomorph.distributed import Runtime
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.optim import (
     build_optimizer,
@@ -284,6 +287,22 @@ class TestRun:
         assert student[1].weight.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize(("seconds", "asked"), [(0.2, [1, 10]), (4, [*range(1, 12)])])
+def test_processes_agree_on_stopping_within_seconds(seconds, asked, tmp_path, monkeypatch):
+    """Every ten steps, and where steps are slow after each: torchrun kills 30 s after SIGTERM."""
+    run, times = Run(tiny(tmp_path, log_every=50, epochs=20)), []
+    run.runtime = replace(run.runtime, world=2)
+    run.order = SimpleNamespace(steps=50, batch=1)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: seconds * run.progress.step)
+    for name in ("_finite_total", "_check_unreadable"):
+        monkeypatch.setattr(loop, name, lambda run: 0)
+    monkeypatch.setattr(Runtime, "maximum", lambda self, *values: times.append(run.progress.step) or list(values))
+    monitor = loop.StepMonitor(run, None, SimpleNamespace(number=0))
+    for run.progress.step in range(1, 12):
+        monitor.after_step(0.0, None)
+    assert times == asked
+
+
 class TestCheckpoint:
     def test_the_images_a_model_expects_travel_with_it(self, tmp_path):
         model = timm.create_model("resnet18.tv_in1k")
@@ -292,6 +311,9 @@ class TestCheckpoint:
             config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=test)
             assert config["crop_pct"] == 0.875
             assert config["interpolation"] == "bilinear"
+        iso.save(timm.create_model("resnet50d"), tmp_path / "m.safetensors")  # tested on other images than trained on
+        config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=True)
+        assert (config["input_size"], config["crop_pct"]) == ((3, 288, 288), 0.95)
 
     def test_plain_arguments_are_found_and_others_must_be_given(self, tmp_path):
         pooled = timm.create_model("resnet18", global_pool="max").eval()

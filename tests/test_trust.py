@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import isomorph as iso
 from command_line import LONGEST, SERVER, start
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
+from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot, restore_replaced
 from isomorph.training import Diverged, Stopped
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run import loop
@@ -192,6 +192,12 @@ def test_a_snapshot_that_is_written_again_is_whole_until_the_new_one_is(tmp_path
     monkeypatch.setattr(dcp, "save", fail)
     refused("no space left; the snapshots before it are intact", run.snapshot)
     assert newest_snapshot(tmp_path).path == path
+    monkeypatch.undo()
+    monkeypatch.setattr("os.replace", fail)  # killed when the new one is complete and has no name yet
+    refused("no space left", run.snapshot)
+    restore_replaced(tmp_path)
+    assert newest_snapshot(tmp_path).path == path
+    assert [*tmp_path.glob(".step*")] == []
 
 
 @pytest.mark.slow

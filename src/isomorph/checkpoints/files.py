@@ -204,7 +204,8 @@ def _choose_tensors(path: Path, held: Mapping[str, Any], ema: bool) -> Contents:
         averaged = f"averaged weights (EMA, {chosen}); --no-ema (ema=False) takes {other}"
         newest = f"last weights ({chosen}); --ema (ema=True) takes the average, {other}"
         notes = (f"{path.name}: {newest if chosen in last else averaged}",)
-    return Contents(path, _choose_tensors(path, held[chosen], ema).tensors, {}, settings, notes)
+    inner = _choose_tensors(path, held[chosen], ema)
+    return Contents(path, inner.tensors, {}, settings, notes or inner.notes)
 
 
 def _holds_tensors(value: Any, depth: int = 2) -> bool:
@@ -304,7 +305,7 @@ class _EditSchema(_StrictModel):
 
 
 class _DataSchema(_StrictModel):
-    """The images that the model expects; `source` names the data set, `label_names` its classes.
+    """The images that the model expects, larger ones in tests; `source` names the data set, `label_names` its classes.
 
     `split` is the fraction of a folder that training left out for testing, and the number of images in the folder.
     `task` is what the model was trained for, with its options, if that is not image classification.
@@ -315,6 +316,8 @@ class _DataSchema(_StrictModel):
     std: Annotated[tuple[_PositiveNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
     crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
+    test_input_size: tuple[_Size, _Size, _Size] | None = None
+    test_crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
     source: Annotated[str, Field(max_length=1000)] | None = None
     label_names: list[str] | None = None

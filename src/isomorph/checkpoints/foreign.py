@@ -111,7 +111,8 @@ def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -
     if "img_size" not in given:
         given.setdefault("input_size", training_config(model)["input_size"])
     try:
-        return resolve_data_config(given, model=model)
+        of_tests = {key: value for key, value in settings.items() if key in ("test_input_size", "test_crop_pct")}
+        return resolve_data_config(given, model=model) | of_tests
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its args have no valid image settings ({error or type(error).__name__})") from None
 

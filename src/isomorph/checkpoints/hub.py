@@ -41,7 +41,7 @@ class _MissingFile(UserError):
 
 
 def _download(repository: str, file: str, revision: str | None) -> Path:
-    whose = f"hf-hub:{repository}"
+    whose, at = f"hf-hub:{repository}" + f"@{revision}" * bool(revision), f" --revision {revision}" * bool(revision)
     try:
         return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, library_name="isomorph"))
     except HFValidationError:
@@ -52,12 +52,12 @@ def _download(repository: str, file: str, revision: str | None) -> Path:
         page = f"{constants.ENDPOINT}/{repository}"
         raise UserError(f"there is no {whose}, or it is not open to you; see {page}, and {LOG_IN}") from None
     except RevisionNotFoundError:
-        raise UserError(f"{whose} has no revision {revision!r}; give one of its branches, tags or commits") from None
+        raise UserError(f"there is no {whose}; give one of its branches, tags or commits after the @") from None
     except Exception as error:
         if is_connection_error(error):
             raise UserError(
                 f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
-                f"`hf download {repository} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
+                f"`hf download {repository}{at} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
             ) from None
         if isinstance(error, EntryNotFoundError):
             raise _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub") from None

@@ -97,8 +97,10 @@ def describe_data(model: nn.Module) -> dict[str, Any]:
     data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
     if not label_names(model):
         data.pop("label_names", None)
-    size = built_size(model)
-    return data | ({"input_size": (data["input_size"][0], *size)} if size and "input_size" in data else {})
+    if (size := built_size(model)) and "input_size" in data:
+        data["input_size"] = (data["input_size"][0], *size)
+        data.pop("test_input_size", None)
+    return data
 
 
 def record_data(model: nn.Module, data: dict[str, Any]) -> None:

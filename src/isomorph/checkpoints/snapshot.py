@@ -147,7 +147,8 @@ def write_snapshot(
             file.flush()
             os.fsync(file.fileno())
         _flush_folder(partial)
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # one of the same step, if the run was stopped in the last step of an epoch
+            path.rename(folder / f".{path.name}.old")
         os.replace(partial, path)
         _flush_folder(folder)
 
@@ -190,8 +191,15 @@ def _delete_older(folder: Path) -> None:
     for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
         with suppress(OSError):  # renamed first, so that a half deleted folder is not named like a snapshot
             path.rename(folder / f".{path.name}.partial")
-    for path in folder.glob(".step-*.partial"):
+    for path in (*folder.glob(".step-*.partial"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give a snapshot its name again whose replacement was killed before it had the name."""
+    for path in folder.glob(".step-*.old"):
+        with suppress(OSError):  # the new one is there
+            path.rename(folder / path.name[1:].removesuffix(".old"))
 
 
 def _flush_folder(folder: Path) -> None:

@@ -117,7 +117,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
             COMMAND[:] = tokens
             app(tokens)
     except Stopped as stopped:
-        _print_error(str(stopped))
+        if _is_main_process():
+            _print_error(str(stopped))
         sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
         _end_interrupted(tokens[0])

@@ -78,7 +78,8 @@ def push(
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
         message = "Add a model of isomorph"
-        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=kept, commit_message=message)
+        files = dict(folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE)  # an older one, if there is none
+        api.upload_folder(repo_id=name, commit_message=message, **files)
     return f"{constants.ENDPOINT}/{name}"
 
 
@@ -141,6 +142,8 @@ def save_for_hub(
     3
     """
     folder = Path(folder)
+    if wrong := [key for key, value in (results or {}).items() if not isinstance(value, int | float)]:
+        raise UserError(f"results must be numbers by name; {wrong[0]} is not one")
     recipe, metrics = read_training(Path(run)) if run else (None, {})
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
@@ -151,6 +154,8 @@ def save_for_hub(
         (written / CARD).write_text(card, encoding="utf-8")
         if recipe:
             (written / RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
+        else:
+            (folder / RECIPE).unlink(missing_ok=True)  # of the model that was here before
         for path in sorted(written.iterdir()):
             write_atomically(folder / path.name, partial(shutil.copyfile, path))
 

@@ -86,13 +86,13 @@ class RobustnessOptions:
 class Published(NamedTuple):
     """A published data set. Its texts are part of the identity of saved results: they must not change."""
 
-    cell: Callable[[str, int, int], Source]
+    cell: Callable[[str, int], Source]
     pictures: str
     constants: str
 
 
-def open_published(options: RobustnessOptions) -> Published | None:
-    """Open the published data set of a suite; None without a folder.
+def open_published(options: RobustnessOptions, model: nn.Module) -> Published | None:
+    """Open the published data set of a suite for a model; None without a folder.
 
     Raises: UserError for an unknown suite, the folder of another suite, no folder for cifar-c, or missing images.
     """
@@ -112,25 +112,24 @@ def open_published(options: RobustnessOptions) -> Published | None:
         for corruption in options.wanted():
             _cifar_c_arrays(root, corruption)
         return Published(
-            partial(_cifar_c, root), "published pictures in the model's own test crop", "CIFAR-C's constants"
+            partial(_cifar_c, root, model), "published pictures in the model's own test crop", "CIFAR-C's constants"
         )
     if (root / "labels.npy").is_file():
         raise UserError(f"{folder} holds the arrays of CIFAR-C; choose the suite cifar-c")
     for corruption, severities in options.wanted().items():
         for severity in severities:
             _imagenet_c_folder(root, corruption, severity)
-    return Published(partial(_imagenet_c, root), "published pictures, as they are", SEVERITY_SCALE)
+    return Published(partial(_imagenet_c, root, model), "published pictures, as they are, not cropped", SEVERITY_SCALE)
 
 
-def _imagenet_c(root: Path, corruption: str, severity: int, num_classes: int) -> Source:
-    """For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the sorted folders."""
+def _imagenet_c(root: Path, model: nn.Module, corruption: str, severity: int) -> Source:
+    """For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the model's classes."""
     folder = _imagenet_c_folder(root, corruption, severity)
     source = imagefolder("test", folder)
-    if num_classes == 1000:
+    if class_count(model) == 1000:
         return with_imagenet_labels(source, str(folder))
-    if len(source.classes) != num_classes:
-        raise UserError(f"{folder} has {len(source.classes)} classes, the model has {num_classes}")
-    return source
+    check_own_classes(model, source.classes, f" in {folder}")
+    return with_model_labels(source, model)
 
 
 def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
@@ -141,9 +140,9 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
     raise UserError(f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption")
 
 
-def _cifar_c(root: Path, corruption: str, severity: int, num_classes: int) -> Source:
+def _cifar_c(root: Path, model: nn.Module, corruption: str, severity: int) -> Source:
     images, labels = _cifar_c_arrays(root, corruption)
-    present, count = int(labels.max()) + 1, len(labels) // len(SEVERITIES)
+    present, count, num_classes = int(labels.max()) + 1, len(labels) // len(SEVERITIES), class_count(model)
     if present != num_classes:
         raise UserError(f"the images in {root} have {present} classes, the model has {num_classes}")
     part = slice((severity - 1) * count, severity * count)
@@ -165,6 +164,8 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
             raise UserError(f"{reason}; unpack CIFAR-10-C or CIFAR-100-C there") from None
     images, labels = arrays
     fits = images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels) and len(images) % 5 == 0
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+        raise UserError(f"{root}/labels.npy has not one class index from 0 for each image; unpack it again")
     if not fits or images.dtype != np.uint8:
         found = f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of {images.dtype}"
         wanted = f"N x height x width x 3 of uint8, with N a multiple of 5 and equal to the {len(labels)} labels"
@@ -216,14 +217,15 @@ class RobustnessInputs:
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[CorruptedImages]:
         """Yield the images of a corruption (or `CLEAN`), severities together or, of published folders, one by one."""
         crop = image_transform(self.config)
+        whole = self.config | ({"crop_pct": 1.0} if self.options.suite == "imagenet-c" else {})
         if corruption == CLEAN or not self.published:
             if self.source is not None:
                 applied = None if corruption == CLEAN else corruption
                 yield CorruptedImages(self.source, crop, applied, severities, self.options.seed)
             return
         for severity in severities:
-            cell = self.published.cell(corruption, severity, self.num_classes)
-            yield CorruptedImages(spaced_images(cell, self.options.limit), crop, None, (severity,))
+            cell = spaced_images(self.published.cell(corruption, severity), self.options.limit)
+            yield CorruptedImages(cell, image_transform(whole), None, (severity,))
 
 
 def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOptions) -> RobustnessInputs:
@@ -231,7 +233,7 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
 
     Raises: UserError when classes, channels or sizes do not fit, or published images are missing.
     """
-    published = open_published(options)
+    published = open_published(options, model)
     size = None if options.size is None else image_size(options.size)
     if source is None and published is None:
         raise UserError("give a source of clean images, or the folder of a published data set")
@@ -247,8 +249,10 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
         raise UserError(f"the corruptions need images of 3 channels, the model takes {channels}")
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size") or built_size(model)
-        at_224 = imagenet or (published and options.suite == "imagenet-c")
-        size = PUBLISHED_SIZE if at_224 and not fixed else evaluation_config(model)["input_size"][-2:]
+        size = PUBLISHED_SIZE if imagenet and not fixed else evaluation_config(model)["input_size"][-2:]
+        if published and not (imagenet or fixed or options.suite == "cifar-c"):
+            corruption, severities = next(iter(options.wanted().items()))
+            size = published.cell(corruption, severities[0]).image(0).size[::-1]
     config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(

@@ -109,6 +109,8 @@ class Recipe(Part):
             yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
         if self.mask and self.monitor_every and self.scale.parallel == "fsdp":
             yield "monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
+        if self.optim.name.lower().startswith("adafactor") and self.scale.parallel == "fsdp":
+            yield f"optim.name {self.optim.name} does not work with fsdp; set scale.parallel ddp, or choose adamw"
         if self.augment.repeats > 1 and self.data.streamed:
             yield f"augment.repeats does not work with {self.data.source}, a stream; leave it at 1"
         if self.anneal and self.anneal.epochs > self.epochs:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from isomorph.checkpoints.files import remove_partial_files
+from isomorph.checkpoints.snapshot import restore_replaced
 from isomorph.distributed import Runtime
 from isomorph.errors import Stopped, UserError
 
@@ -60,6 +61,7 @@ def _create_and_lock(folder: Path) -> tuple[int, str]:
     if not folder.exists():  # removed meanwhile by another run, which failed to start
         os.close(handle)
         raise held
+    restore_replaced(folder)
     remove_partial_files(folder)
     return handle, ""
 

@@ -270,7 +270,8 @@ class StepMonitor:
 
     def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
         self.run, self.journal, self.request = run, journal, request
-        self.saved = time.perf_counter()
+        self.saved = self.agreed = time.perf_counter()
+        self.step, self.slow = run.progress.step, True  # whether a step takes more than a second, at first unknown
         self._begin_row()
 
     def _begin_row(self) -> None:
@@ -288,11 +289,14 @@ class StepMonitor:
             total = _finite_total(run)
             if logs:
                 self._write_row(total)
-        elif run.runtime.world > 1:
+        elif run.runtime.world > 1 and not self.slow:
             return  # processes agree on the steps above whether to save or stop
         _check_unreadable(run)
         due = (time.perf_counter() - self.saved) / 60 >= recipe.checkpoint_minutes and run.runtime.is_main and not last
-        number, anywhere_due = run.runtime.maximum(self.request.number, due)
+        since, self.agreed = self.agreed, time.perf_counter()
+        taken = (self.agreed - since) / (step - self.step)
+        number, anywhere_due, slowest = run.runtime.maximum(self.request.number, due, taken)
+        self.step, self.slow = step, slowest > 1
         if number or anywhere_due:
             _finite_total(run)
             check_weights(run)
