@@ -22,7 +22,7 @@ from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download
 from isomorph.training.recipe.read import apply_overrides
 from isomorph.training.recipe.recipe import validate
-from messages import MESSAGES, NOWHERE, process_alone, without_network
+from messages import MESSAGES, NOWHERE, without_network
 from refusals import refused
 
 
@@ -137,11 +137,6 @@ def test_the_name_of_a_recipe_stays_below_runs():
     for name in ("../x", "/tmp/x", "a/../../x", "..", "", "a//b", r"..\x", "C:x", "x\0y", "x\ny"):
         refused(said, validate, {**values, "name": name})
     assert validate({**values, "name": "sweep/a b-1.5"}).folder == Path("runs/sweep/a b-1.5")
-
-
-def test_a_process_says_that_it_waits(monkeypatch, capsys):
-    refused("process 1 of 3 found no others: nobody came", process_alone, None, monkeypatch)
-    assert "process 1 waits for the 2 others of 3; is each started" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("contains", MESSAGES)

@@ -199,7 +199,8 @@ def test_a_file_that_deviates_is_not_written(tmp_path):
 
 
 def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(path, _):
+        path.write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "there.pt2").write_text("mine")

@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import timm
-import timm.models._features_fx as features
 import torch
 
 import isomorph as iso
 from isomorph.evaluation.input_sizes import random_inputs
 from isomorph.layers import modes
 from isomorph.surgery.merge import own_example
-from law_rows import deviation
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -88,13 +86,3 @@ def test_backward_may_be_called_inside_autocast(rule, device, monkeypatch):
     for (name, a), b in zip(outside.named_parameters(), inside.parameters(), strict=True):
         if a.grad is not None:
             assert (a.grad - b.grad).abs().max() <= 0.01 * a.grad.abs().max() + 1e-9, name
-
-
-@pytest.mark.parametrize("name", ["vanillanet_5", "tdrl_vit_ti_distilled", "convit_ti", "coatnet_0"])
-def test_features_are_extracted_by_torch_fx(name):
-    """As timm's own tests do with its models."""
-    sizes = dict(depth=2) if "tdrl" in name else {}
-    model, x = timm.create_model(name, num_classes=3, **sizes).eval(), torch.randn(1, 3, 224, 224)
-    nodes = features.get_graph_node_names(model)[1]
-    extracted = features.create_feature_extractor(model, [nodes[-1]])
-    assert deviation(extracted(x)[nodes[-1]].detach(), model(x).detach()) < 1e-6

@@ -11,7 +11,6 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
 from isomorph.distributed import Runtime
 from isomorph.training.objectives.distillation import build_distillation
@@ -326,15 +325,3 @@ class TestCheckpoint:
         iso.save(model, tmp_path / "m.safetensors", base=dict(name="resnet18", act_layer="silu"))
         iso.save(iso.load(tmp_path / "m.safetensors"), tmp_path / "again.safetensors")
         assert torch.equal(iso.load(tmp_path / "again.safetensors")(x), model(x))
-
-    def test_a_failed_write_leaves_the_old_file(self, tmp_path):
-        path = tmp_path / "file"
-        path.write_text("old")
-
-        def fail(partial):
-            partial.write_text("half")
-            raise OSError("disk full")
-
-        refused(r"cannot write .*file: disk full", write_atomically, path, fail)
-        assert path.read_text() == "old"
-        assert list(tmp_path.iterdir()) == [path]
