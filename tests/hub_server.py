@@ -38,7 +38,8 @@ class Hub:
         commits = self.repositories[name]["branches"].setdefault(branch, [])
         oid = hashlib.sha1(f"{name} {branch} {len(commits)}".encode()).hexdigest()
         before = commits[-1]["files"] if commits else {}
-        commits.append({"oid": oid, "files": before | files, "message": message})
+        kept = {path: content for path, content in (before | files).items() if content is not None}
+        commits.append({"oid": oid, "files": kept, "message": message})
         return oid
 
     def close(self):
@@ -111,6 +112,10 @@ class _Handler(BaseHTTPRequestHandler):
         branches[branch] = list(branches["main"])
         return self.answer()
 
+    def tree(self, data, name, revision):
+        files = self.hub.files(name, revision) or {}
+        self.answer(200, [{"type": "file", "path": path, "size": len(files[path]), "oid": ""} for path in files])
+
     def validate(self, data):
         self.answer(200, {"errors": [], "warnings": []})
 
@@ -144,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.uploaded[value["oid"]]
+            elif line["key"] == "deletedFile":
+                files[value["path"]] = None
         oid = self.hub.commit(name, revision, files, lines[0]["value"]["summary"])
         self.answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid, "hookOutput": ""})
 
@@ -164,6 +171,7 @@ ROUTES = {
     r"POST /api/repos/create": "create",
     r"GET /api/models/([^/]+/[^/]+)": "info",
     r"POST /api/models/([^/]+/[^/]+)/branch/(.+)": "branch",
+    r"GET /api/models/([^/]+/[^/]+)/tree/(.+)": "tree",
     r"POST /api/validate-yaml": "validate",
     r"POST /api/models/([^/]+/[^/]+)/preupload/(.+)": "preupload",
     r"POST /([^/]+/[^/]+)\.git/info/lfs/objects/batch": "batch",

@@ -146,6 +146,13 @@ class TestData:
         Image.new("RGB", (64, 48)).save(tmp_path / "0.png")
         refused(message, detection_data.open_split, tmp_path, "train", masks=False)
 
+    def test_test_images_need_something_to_find(self, tmp_path):
+        content = coco(3)
+        content["annotations"] = content["annotations"][4:]  # of the last image
+        write(write(tmp_path, images=3), content, "val")
+        few = validate({**recipe(tmp_path), "data": {**TINY["data"], "root": str(tmp_path), "test_images": 1}})
+        refused("val.json has no objects, or crowds only, in 1 images", few.task.task.open_data, few)
+
     def test_bad_boxes_and_crowds_alone_may_be_left_out(self, tmp_path):
         content = coco(2)
         content["annotations"][0]["bbox"] = [10, 10, 0, 20]

@@ -85,6 +85,16 @@ def test_two_processes_equal_one(parallel, one, tmp_path):
 
 
 @pytest.mark.slow
+def test_averages_of_batch_norms_in_a_sharded_run(tmp_path):
+    """Sharded parameters beside statistics that are not."""
+    small = dict(model=dict(name="digits_cnn"), epochs=1, drop_path=0.0)
+    found = launch(tmp_path / "run", **small, scale=dict(parallel="fsdp"))
+    assert found.returncode == 0, found.stderr
+    averaged = {name for name in read_snapshot(newest_snapshot(tmp_path / "run").path) if name.startswith("averaged")}
+    assert any("running_mean" in name for name in averaged)
+
+
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(one, tmp_path):
     """Stopped after an epoch by a limit that only it has, and taken up on another number of processes."""
     first = tmp_path / "moved"

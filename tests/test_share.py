@@ -162,6 +162,7 @@ class TestLoad:
             start = time.monotonic()
             assert iso.load("hf-hub:me/vit").num_classes == 10
             refused(r"cannot reach http://127.*run `hf download me/other --local-dir", iso.load, "hf-hub:me/other")
+            refused(r"hf-hub:me/vit@v3 has.*download me/vit --revision v3 --local-dir", iso.load, "hf-hub:me/vit@v3")
             assert time.monotonic() - start < 3
             monkeypatch.setenv("HF_TOKEN", TOKEN)
             refused(r"cannot reach http://127.*--out FOLDER", iso.push, models["ours"][0], "me/other")
@@ -197,6 +198,9 @@ def test_commands(hub, trained, capsys):
     assert yaml.safe_load(recipe)["model"]["name"] == "convit_ti"
     head = yaml.safe_load(card.split("---")[1])
     assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == round(top1, 2)
+    iso.push(iso.load(trained), "me/tiny")  # no run: the recipe is not this model's
+    assert "recipe.yaml" not in hub.files("me/tiny")
+    refused("results must be numbers by name; top1 is not", iso.push, iso.load(trained), "me/x", results={"top1": "9"})
     measured = run(capsys, "evaluate", "hf-hub:me/tiny", "--no-cost", "--json", "--max-images", 40)
     own = run(capsys, "evaluate", trained, "--no-cost", "--json", "--max-images", 40)
     assert json.loads(measured[1]) | {"model": ""} == json.loads(own[1]) | {"model": ""}
