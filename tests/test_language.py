@@ -19,7 +19,7 @@ from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
 from isomorph.tasks.language import glue
 from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
-from isomorph.tasks.language.text import LanguageTask, PadBatch, open_tokenizer
+from isomorph.tasks.language.text import LanguageTask, open_tokenizer, pad_batch
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.tasks import find_task
 from isomorph.training.task import EvaluationOptions, task_of
@@ -133,12 +133,12 @@ class TestTexts:
     def test_batches_are_padded_to_their_longest(self, tokenizer):
         rows = [(("a b c d", "e"), 1.0), (("a", "b"), 0.0)]
         examples = glue.Sentences(rows, ("x", "y"), tokenizer, 16)
-        batch, labels, messages = PadBatch(0)([(*examples[i], []) for i in range(2)])
+        batch, labels, messages = pad_batch(0, [(*examples[i], []) for i in range(2)])
         assert batch["input_ids"].shape == (2, 8)
         assert batch["attention_mask"].sum(1).tolist() == [8, 5]
         assert batch["token_type_ids"][0].tolist() == [0] * 6 + [1] * 2
         assert (labels.tolist(), messages) == ([1, 0], [])
-        assert "attention_mask" not in PadBatch(0)([examples[1]])[0]
+        assert "attention_mask" not in pad_batch(0, [examples[1]])[0]
 
     def test_processes_have_equal_shares(self, tokenizer, monkeypatch):
         examples = glue.Sentences([(("a",), float(i % 2)) for i in range(5)], ("x", "y"), tokenizer, 8)

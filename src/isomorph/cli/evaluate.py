@@ -92,7 +92,9 @@ def evaluate_(
     net = open_classifier(model, opening, runtime.device)
     given = EvaluationOptions(data, **vars(load))
     if task := task_of(net):
-        evaluate_task(task, net, model, of, given._replace(size=_only(size)), runtime, json_)
+        if size and len(size) > 1:
+            raise UserError("--size has several values; give this model one height and width")
+        evaluate_task(task, net, model, of, given._replace(size=size[0] if size else None), runtime, json_)
     else:
         exported = Path(model).suffix in opt.EXPORTED
         rows, costs = _measure(net, of, given, locations, tuple(size or ()), runtime, exported)
@@ -100,12 +102,6 @@ def evaluate_(
             head = {"model": model} | ({} if locations else {"data": data or default_data(net)})
             head |= {} if opening.pretrained else {"weights": "random"}
             _show_rows(head, rows, costs, bool(locations) or len(size or ()) > 1, json_)
-
-
-def _only(sizes: Sequence[tuple[int, int]] | None) -> tuple[int, int] | None:
-    if sizes and len(sizes) > 1:
-        raise UserError("--size has several values; give this model one height and width")
-    return sizes[0] if sizes else None
 
 
 def evaluate_task(
@@ -133,6 +129,7 @@ def _measure(
     """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
     from isomorph.evaluation.model_data import (
+        Scoring,
         Sweep,
         TestSet,
         check_num_classes,
@@ -148,7 +145,8 @@ def _measure(
         test_sets = open_located(locations, of.partial)
     else:
         size = sizes[0] if sizes else None
-        test_sets = [TestSet.from_source(evaluation_data(net, given.data, given.root, size, of.classes, of.split)[0])]
+        source, _ = evaluation_data(net, given.data, given.root, size, of.classes, of.split)
+        test_sets = [TestSet(source, [Scoring("", source.labels, source.classes)])]
     if given.max_images is not None:
         test_sets = [test_set.spaced(given.max_images) for test_set in test_sets]
     progress = {"progress": track_steps} if runtime.is_main else {}

@@ -1,6 +1,5 @@
 """ImageNet's labels: wnids, the classes of ImageNet-A and ImageNet-R, ReaL's labels, and a source's by its names."""
 
-import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from timm.data import ImageNetInfo
 
-from isomorph.data.sources import Source, image_name
+from isomorph.data.sources import Source, image_name, with_changes
 from isomorph.errors import UserError
 
 LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")  # written by benchmarks/imagenet_labels.py
@@ -82,10 +81,8 @@ def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | Non
 
 def with_imagenet_labels(source: Source, title: str) -> Source:
     """Replace the labels by ImageNet-1k's, matched by class name. Raises: UserError for another class."""
-    relabelled = copy.copy(source)
-    relabelled.labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
-    relabelled.classes = imagenet_labels().wnids
-    return relabelled
+    labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
+    return with_changes(source, labels=labels, classes=imagenet_labels().wnids)
 
 
 def _label_of_wnid(name: str, title: str) -> int:

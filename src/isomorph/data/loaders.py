@@ -1,6 +1,5 @@
 """Loaders of training and test batches, with timm's transforms."""
 
-import copy
 import math
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ from torchvision import transforms
 
 from isomorph.data.label_maps import MapLabels
 from isomorph.data.sampler import SeededIndex, TrainSampler
-from isomorph.data.sources import Source
+from isomorph.data.sources import Examples, Source, with_changes
 from isomorph.distributed import Runtime, seed_generators
 from isomorph.errors import UserError
 from isomorph.process import SafeChildProcesses
@@ -81,11 +80,9 @@ def eval_loader(
     return ordered_loader(transformed(source, transform), batch_ranges(len(source), batch_size)[batches], workers)
 
 
-def transformed(source: Source, transform: Callable[[Image.Image], Any]) -> Source:
+def transformed(source: Examples, transform: Callable[[Image.Image], Any]) -> Examples:
     """Return the source with another transform of its images."""
-    source = copy.copy(source)
-    source.transform = transform
-    return source
+    return with_changes(source, transform=transform)
 
 
 def ordered_loader(

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -149,6 +149,16 @@ def unreadable_image_error(name: str, error: Exception) -> UnreadableImage:
     return UnreadableImage(f"cannot read {name}: {first_line(error)}; remove or replace it")
 
 
+Examples = TypeVar("Examples")
+
+
+def with_changes(examples: Examples, **changes: Any) -> Examples:
+    """Return a copy of examples, whatever their class, with other values of some attributes; it shares the rest."""
+    changed = copy.copy(examples)
+    vars(changed).update(changes)
+    return changed
+
+
 class Source(Dataset[tuple[Any, int]]):
     """Labelled images of one split, each read when it is indexed.
 
@@ -192,10 +202,9 @@ class Source(Dataset[tuple[Any, int]]):
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
         """Return the given images in the given order; their `ids` stay their indices in the whole source."""
-        part, chosen = copy.copy(self), np.asarray(indices, np.int64)
-        part.images, part.labels = ImageSubset(self.images, chosen), self.labels[chosen]
-        part.ids = np.asarray(self.ids)[chosen]
-        return part
+        chosen = np.asarray(indices, np.int64)
+        images, ids = ImageSubset(self.images, chosen), np.asarray(self.ids)[chosen]
+        return with_changes(self, images=images, labels=self.labels[chosen], ids=ids)
 
 
 def drawn_once(examples: Any, count: int | None) -> Any:
@@ -300,5 +309,4 @@ def first_classes(source: Source, number: int) -> Source:
     if not 0 < number <= len(source.classes):
         raise UserError(f"cannot take the first {number} classes; the data has {len(source.classes)}")
     part = source.subset(np.flatnonzero(np.asarray(source.labels) < number))
-    part.classes = source.classes[:number]
-    return part
+    return with_changes(part, classes=source.classes[:number])

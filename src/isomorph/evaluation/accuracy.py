@@ -1,6 +1,5 @@
 """Accuracy and calibration of classifiers, from counts that are added up batch by batch."""
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from operator import add
@@ -9,6 +8,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from isomorph.data.sources import with_changes
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, require_finite
 
@@ -19,9 +19,7 @@ _STEP = 2.0**-28
 
 class _Counts:
     def __add__(self, other: Self) -> Self:
-        both = copy.copy(self)
-        vars(both).update({name: value + getattr(other, name) for name, value in vars(self).items()})
-        return both
+        return with_changes(self, **{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 class PredictionCounts(_Counts):

@@ -1,6 +1,5 @@
 """The test images of a model, with its labels, and its accuracy on them, also by image size and calibration."""
 
-import copy
 import csv
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from isomorph.data.formats.naming import ImageFiles, composed
 from isomorph.data.formats.registry import open_source
 from isomorph.data.formats.tar import TarImages
 from isomorph.data.loaders import eval_loader
-from isomorph.data.sources import Source, first_classes, random_indices, spaced_indices
+from isomorph.data.sources import Source, first_classes, random_indices, spaced_indices, with_changes
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, for_each_batch, sum_counts
@@ -150,10 +149,8 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
             for name in source.classes:
                 if (count := names.count(name)) > 1:
                     raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
-        relabelled = copy.copy(source)
-        relabelled.labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
-        relabelled.classes = own
-        return relabelled
+        labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
+        return with_changes(source, labels=labels, classes=own)
     known = len(unknown) < len(source.classes)
     if known or isinstance(getattr(source.images, "images", source.images), ImageFiles | TarImages):
         todo = f"rename the folders that differ ({shorten(unknown)})" if known else "give images of the model's classes"
@@ -256,11 +253,6 @@ class TestSet:
     source: Source
     scorings: Sequence[Scoring]
 
-    @classmethod
-    def from_source(cls, source: Source) -> "TestSet":
-        """Return all images of a source, scored by the source's own labels."""
-        return cls(source, [Scoring("", source.labels, source.classes)])
-
     def spaced(self, count: int) -> "TestSet":
         """Return `count` images, as `spaced_indices`, with their scorings. Raises: UserError for a count below 1."""
         indices = spaced_indices(self.source.labels, count)
@@ -309,8 +301,8 @@ def run_sweep(
     """
     jobs = []
     for (size, ratio), test_set in product(sweep.points(), test_sets):
-        numbered, config = copy.copy(test_set.source), evaluation_config(model, size)
-        numbered.labels = np.arange(len(numbered))
+        config = evaluation_config(model, size)
+        numbered = with_changes(test_set.source, labels=np.arange(len(test_set.source)))
         loader = eval_loader(numbered, config, batch_size, workers, ratio, sweep.fill, batches=runtime.share)
         jobs.append((size, ratio, test_set, loader))
     fitted = {size: fit_to_size(model, size) if size else model for size, *_ in jobs}

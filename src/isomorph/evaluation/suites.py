@@ -61,15 +61,14 @@ class Suite:
         wnids = imagenet_labels().wnids
         indices = np.arange(NUM_CLASSES) if self.class_indices is None else self.class_indices
         if self.multilabel:
-            labels = real_labels(source, title)
+            scoring = Scoring(self.name, real_labels(source, title), wnids, num_classes=NUM_CLASSES)
         else:
             labels = imagenet_classes(source, self.name, self.class_indices, title)[source.labels]  # (n,)
             self._check_complete(len(np.unique(labels)), len(indices), "classes", title, partial)
+            classes = [wnids[index] for index in indices]
+            scoring = Scoring(self.name, np.searchsorted(indices, labels), classes, self.class_indices, NUM_CLASSES)
         self._check_complete(len(source), self.images, "images", title, partial)
-        if self.multilabel:
-            return Scoring(self.name, labels, wnids, num_classes=NUM_CLASSES)
-        classes = [wnids[index] for index in indices]
-        return Scoring(self.name, np.searchsorted(indices, labels), classes, self.class_indices, NUM_CLASSES)
+        return scoring
 
     def _check_complete(self, count: int, expected: int, noun: str, title: str, partial: bool) -> None:
         if count > expected or (count < expected and not partial):

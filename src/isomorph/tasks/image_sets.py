@@ -1,6 +1,5 @@
 """Images with a truth of their own, such as masks or boxes."""
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from isomorph.data.sources import read_image
+from isomorph.data.sources import read_image, with_changes
 from isomorph.errors import UserError
 
 S = TypeVar("S")
@@ -56,9 +55,7 @@ class ImageSet(Dataset[Any], Generic[S]):
         return self.transform(example) if self.transform else example
 
     def subset(self, indices: Iterable[int] | np.ndarray) -> Self:
-        part = copy.copy(self)
-        part.samples = [self.samples[int(i)] for i in indices]
-        return part
+        return with_changes(self, samples=[self.samples[int(i)] for i in indices])
 
     def image(self, index: int) -> Image.Image:
         return read_image(self.path(index))

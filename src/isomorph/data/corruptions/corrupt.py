@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 
 from isomorph.data.loaders import eval_transform
-from isomorph.data.sources import Source
+from isomorph.data.sources import Source, with_changes
 from isomorph.errors import UserError, first_line, install_hint
 
 CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -121,9 +121,7 @@ class CorruptedSource(Source):
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
         """Return the given images, corrupted as they are in the whole source."""
-        part: Any = super().subset(indices)
-        part.inner = self.inner.subset(indices)
-        return part
+        return with_changes(super().subset(indices), inner=self.inner.subset(indices))
 
     def image(self, index: int) -> Image.Image:
         seed = corruption_seed(self.corruption, self.severity, int(self.ids[index]), self.seed)

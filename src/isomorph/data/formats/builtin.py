@@ -12,7 +12,7 @@ from PIL import Image
 
 from isomorph.data.formats.naming import number_classes, visible
 from isomorph.data.sources import Source
-from isomorph.errors import UserError, first_line, install_hint, optional_module
+from isomorph.errors import UserError, first_line, optional_module
 
 _PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
 
@@ -46,15 +46,12 @@ def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Sourc
 
 
 def _read_parquet(files: Sequence[Path]) -> Source:
+    needs = "reading parquet files needs pyarrow"
+    pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        from pyarrow import ArrowException, concat_tables
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise UserError(f"reading parquet files needs pyarrow; {install_hint('data')}") from None
-    try:
-        table = concat_tables([read_table(file) for file in files])
+        table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
         metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    except (ArrowException, OSError, ValueError, RecursionError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
     columns = [[name for name in names if name in table.column_names] for names in _PARQUET_COLUMNS]
     if not all(columns):

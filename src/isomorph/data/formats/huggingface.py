@@ -13,7 +13,7 @@ import numpy as np
 
 from isomorph.data.formats.naming import SPLIT_NAMES, SPLITS, composed, named_for, number_classes, split_words, visible
 from isomorph.data.sources import ImageLike, Source
-from isomorph.errors import UserError, first_line, install_hint
+from isomorph.errors import UserError, first_line, optional_module
 
 _COLUMN_NAMES = {
     "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
@@ -121,10 +121,7 @@ def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
 
 
 def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    try:
-        from datasets import Image
-    except ImportError:
-        raise UserError(f"this source needs the package datasets; {install_hint('data')}") from None
+    datasets = optional_module("datasets", "this source needs the package datasets", "data")
     candidates = (_local_splits if os.path.isdir(root) else _hub_splits)(split, root, streaming)
     for candidate in candidates:
         with explain_dataset_errors(candidate.title):
@@ -134,7 +131,7 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
             }
             if not all(chosen.values()):
                 raise UserError(f"{candidate.title} has columns {', '.join(columns)}; it must have image and label")
-            undecoded = candidate.dataset.cast_column(chosen["image"], Image(decode=False))
+            undecoded = candidate.dataset.cast_column(chosen["image"], datasets.Image(decode=False))
         yield replace(candidate, dataset=undecoded, image=chosen["image"], label=chosen["label"])
 
 

@@ -18,7 +18,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import check_same_classes, evaluation_config, input_size_problem
+from isomorph.evaluation.input_sizes import check_image_size, check_same_classes, evaluation_config
 from isomorph.models.task_networks.mask_rcnn import Target
 from isomorph.tasks.detection.data import (
     DetectionSource,
@@ -125,9 +125,8 @@ class GuidedDetectionLoss(DetectionLoss):
         check_teacher(student, teacher)
         widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]
         super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)
-        own, theirs = student.pretrained_cfg, teacher.pretrained_cfg
-        self.teacher = FrozenTeacher(teacher, own, theirs, device)
         self.part = part
+        self.teacher = FrozenTeacher(teacher, student.pretrained_cfg, teacher.pretrained_cfg, device)
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
         losses = self.trainable_module(input, target)
@@ -213,9 +212,7 @@ class Detection(Task):
         if model.has_masks != self.options.masks:
             has = "has" if model.has_masks else "has not"
             raise UserError(f"the model {has} a head for masks, and task.masks is {self.options.masks}; give the same")
-        if reason := input_size_problem(model, config["input_size"]):
-            size = " x ".join(map(str, config["input_size"][-2:]))
-            raise UserError(f"the network cannot process images of {size}: {reason}; give another data.size")
+        check_image_size(model, config["input_size"], "the network")
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(config, self.options.scales, self.options.flip)

@@ -18,7 +18,7 @@ from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.imagefolder import find_splits
 from isomorph.data.formats.naming import ImageFiles, is_image_name
 from isomorph.data.formats.registry import SOURCES, locate_folder, open_source
-from isomorph.data.loaders import eval_transform
+from isomorph.data.loaders import batch_ranges, eval_transform
 from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -113,10 +113,7 @@ def open_extractor(features: str, weights: Path | None, device: torch.device) ->
 
     Raises: UserError without torch-fidelity, or when the weights are missing, damaged or cannot be downloaded.
     """
-    if features == INCEPTION:
-        network: nn.Module = InceptionFeatures(weights)
-    else:
-        network = PooledFeatures(open_model(features, weights))
+    network = InceptionFeatures(weights) if features == INCEPTION else PooledFeatures(open_model(features, weights))
     return Extractor(features, network.requires_grad_(False).eval().to(device))
 
 
@@ -186,16 +183,16 @@ def _batches(
     """
     config = dict(input_size=(3, *size), crop_pct=1.0, crop_mode="center", interpolation="bilinear")
     crop = eval_transform({**config, "mean": (0.0,) * 3, "std": (1.0,) * 3})
-    starts = range(0, len(source), batch_size)
-    for done, start in enumerate(starts, 1):
-        images = [source.image(i) for i in range(start, min(start + batch_size, len(source)))]
-        for number, image in enumerate(images, start) if exact else ():
+    batches = batch_ranges(len(source), batch_size)
+    for done, numbers in enumerate(batches, 1):
+        images = [source.image(i) for i in numbers]
+        for number, image in zip(numbers, images, strict=True) if exact else ():
             if image.size[::-1] != size:
                 (height, width), (own_height, own_width), paths = size, image.size[::-1], cast(Any, source.images)
                 what = f"is {own_height} x {own_width}, and {paths[0]} is {height} x {width}"
                 raise UserError(f"{paths[number]} {what}; give images of one size")
         yield torch.stack([(crop(image) * 255).round().to(torch.uint8) for image in images])
-        progress(done, len(starts))
+        progress(done, len(batches))
 
 
 def compare_folder(

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import move_into_place, must_be_new
+from isomorph.data.loaders import batch_ranges
 from isomorph.distributed import derive_seed
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, require_finite
@@ -129,10 +130,9 @@ def sample(
     shape, batches = (int(model.in_chans), height, width), []  # type: ignore[arg-type]
     passes, total = count(1), -(-images // batch_size) * steps
     with eval_mode(net):
-        for start in range(0, images, batch_size):
-            numbers = range(start, min(start + batch_size, images))
+        for numbers in batch_ranges(images, batch_size):
             x = denoise(net, numbers, shape, sampler, schedule, steps, seed, lambda: progress(next(passes), total))
-            batches.append(to_pixels(x))
+            batches.append(((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu())
     return torch.cat(batches)
 
 
@@ -176,7 +176,7 @@ def next_images(
 @torch.no_grad()
 def denoise(
     net: nn.Module,
-    numbers: range,
+    numbers: Sequence[int],
     shape: tuple[int, int, int],
     sampler: str,
     schedule: NoiseSchedule,
@@ -195,11 +195,6 @@ def denoise(
         after_step()
     require_finite(x)
     return x
-
-
-def to_pixels(x: Tensor) -> Tensor:
-    """Return images with values from -1 to 1 as pixels; values beyond are clipped. Shape: any -> the same, uint8"""
-    return ((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
 
 
 def write_grid(images: Tensor, path: Path) -> None:

@@ -3,7 +3,6 @@
 Its test metric is the error of the predicted noise on test images, by time step.
 """
 
-import copy
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from torchvision import transforms
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.loaders import eval_transform, loader_of_share, train_loader, transformed
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import Source, spaced_images
+from isomorph.data.sources import Source, spaced_images, with_changes
 from isomorph.distributed import Runtime, derive_seed, torchrun_place
 from isomorph.evaluation.model_data import open_split
 from isomorph.layers.modes import eval_mode, require_finite
@@ -134,9 +133,10 @@ class Diffusion(Task):
         *("loss", "distill", "token_labels", "map_similarity", "mask", "model.num_classes", "monitor_every"),
     )
     printed = {"denoising": ".5f"}
+    test_loader: Any = staticmethod(build_test_loader)
 
-    def open_data(self, recipe: Recipe) -> tuple[Source, Source]:
-        train, test = (_without_classes(source) for source in open_sources(recipe))
+    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
+        train, test = (with_changes(source, classes=()) for source in open_sources(recipe))
         return train, test
 
     def build_model(self, recipe: Recipe, train: Source, recast_now: bool) -> nn.Module:
@@ -158,9 +158,6 @@ class Diffusion(Task):
         transform = transforms.Compose([flip, eval_transform(config)])
         return train_loader(transformed(train, transform), sampler, recipe.data.workers, recipe.data.unreadable)
 
-    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Source, runtime: Runtime) -> Iterable[Any]:
-        return build_test_loader(recipe, config, test, runtime)
-
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         schedule = NoiseSchedule(int(model.time_steps), self.options.beta_start, self.options.beta_end)  # type: ignore[arg-type]
 
@@ -177,15 +174,9 @@ class Diffusion(Task):
             config["input_size"] = (config["input_size"][0], *options.size)
             check_denoiser_size(model, config["input_size"])
         source = open_split(model, "test", options.data, options.root)
-        source = spaced_images(_without_classes(source), options.max_images)
+        source = spaced_images(with_changes(source, classes=()), options.max_images)
         images = transformed(source, eval_transform(config))
         loader = loader_of_share(images, options.batch_size, options.workers, runtime)
         schedule = noise_schedule(model)
         sums = denoising_errors(model, runtime.pad_batches(loader), schedule, runtime)
         return [mean_error(sums), *errors_by_time(sums, schedule.time_steps)]
-
-
-def _without_classes(source: Any) -> Source:
-    source = copy.copy(source)
-    source.classes = ()
-    return source

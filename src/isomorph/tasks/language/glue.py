@@ -3,12 +3,12 @@
 Examples are read from the published TSV files, or from parquet files as on the Hugging Face hub.
 """
 
-import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from isomorph.data.formats.registry import data_root
+from isomorph.data.sources import with_changes
 from isomorph.distributed import REPEATED, Runtime, to_device
 from isomorph.errors import UserError, optional_module
 from isomorph.evaluation.input_sizes import recorded_split
@@ -228,10 +229,8 @@ class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"input_ids": ids, "token_type_ids": types}, self.labels[index]
 
     def subset(self, indices: np.ndarray) -> "Sentences":
-        part = copy.copy(self)
-        part.ids, part.types = ([values[i] for i in indices] for values in (self.ids, self.types))
-        part.labels = self.labels[torch.from_numpy(np.asarray(indices))]
-        return part
+        ids, types = ([values[i] for i in indices] for values in (self.ids, self.types))
+        return with_changes(self, ids=ids, types=types, labels=self.labels[torch.from_numpy(np.asarray(indices))])
 
 
 class TextClassificationPart(LanguagePart):
@@ -306,10 +305,17 @@ class TextClassification(LanguageTask):
         best = self.glue.metrics[0]
         return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
 
+    @torch.no_grad()
     def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        outputs, labels = _predict(model, loader, runtime)
-        gathered = runtime.gather((outputs, labels))
-        outputs, labels = (np.concatenate(each) for each in zip(*gathered, strict=True))
+        device, found = next(model.parameters()).device, list[tuple[np.ndarray, np.ndarray]]()
+        with eval_mode(model):
+            for inputs, targets, *_ in runtime.pad_batches(loader):
+                with runtime.autocast():
+                    output = model(**to_device(inputs, device))
+                require_finite(output)
+                own = targets != REPEATED
+                found.append((output.float().cpu()[own].numpy(), targets[own].numpy()))
+        outputs, labels = map(np.concatenate, zip(*chain.from_iterable(runtime.gather(found)), strict=True))
         predicted = outputs[:, 0] if len(self.glue.classes) == 1 else outputs.argmax(1)
         return compute_metrics(self.glue.metrics, predicted, labels)
 
@@ -319,18 +325,3 @@ class TextClassification(LanguageTask):
         if part and len(train := self._read(root, "train")) == examples:
             return divide(train, part)[1]  # what training left out
         return self._read(root, "test")
-
-
-@torch.no_grad()
-def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple[np.ndarray, np.ndarray]:
-    """Shape: -> (examples, num_classes), (examples,) of this process. Raises: NotFinite."""
-    device, outputs, labels = next(model.parameters()).device, [], []
-    with eval_mode(model):
-        for inputs, targets, *_ in runtime.pad_batches(loader):
-            with runtime.autocast():
-                output = model(**to_device(inputs, device))
-            require_finite(output)
-            own = targets != REPEATED
-            outputs.append(output.float().cpu()[own].numpy())
-            labels.append(targets[own].numpy())
-    return np.concatenate(outputs), np.concatenate(labels)

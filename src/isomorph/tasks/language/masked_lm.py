@@ -1,6 +1,5 @@
 """Pre-training by masked language modelling, on text files or the sentences of GLUE in sequences of one length."""
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from isomorph.data.formats.registry import data_root
+from isomorph.data.sources import with_changes
 from isomorph.distributed import REPEATED, Runtime, derive_seed, to_device
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import recorded_split
@@ -100,9 +100,7 @@ class PackedTexts(Dataset[Any]):
         return F.pad(chosen, lacking), F.pad(ids[chosen], lacking, value=IGNORED), ids.index_copy(0, chosen, shown)
 
     def subset(self, indices: np.ndarray) -> "PackedTexts":
-        part = copy.copy(self)
-        part.rows = self.rows[indices]
-        return part
+        return with_changes(self, rows=self.rows[indices])
 
 
 class MaskedLMPart(LanguagePart):

@@ -1,7 +1,7 @@
 """What all tasks on text share: tokenisers, padded batches, options, loaders."""
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -99,20 +99,15 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
     raise UserError(f"{wrong}; give the network's own tokenizer, or model.kwargs.{instead}")
 
 
-class PadBatch:
+def pad_batch(padding: int, examples: Sequence[Any]) -> tuple[dict[str, Tensor], Tensor, list[str]]:
     """Collate examples, padded to the longest, with a mask. Shape: -> inputs of (B, N), targets (B, ...), messages"""
-
-    def __init__(self, padding: int) -> None:
-        self.padding = padding
-
-    def __call__(self, examples: Sequence[Any]) -> tuple[dict[str, Tensor], Tensor, list[str]]:
-        inputs, targets, *problems = zip(*examples, strict=True)
-        fill = {"input_ids": self.padding}
-        batch = {name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]}
-        lengths = torch.tensor([len(x["input_ids"]) for x in inputs])
-        if (lengths < lengths.max()).any():  # without padding there is nothing to mask
-            batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-        return batch, torch.stack(targets), list(chain.from_iterable(problems[0])) if problems else []
+    inputs, targets, *problems = zip(*examples, strict=True)
+    fill = {"input_ids": padding}
+    batch = {name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]}
+    lengths = torch.tensor([len(x["input_ids"]) for x in inputs])
+    if (lengths < lengths.max()).any():  # without padding there is nothing to mask
+        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    return batch, torch.stack(targets), list(chain.from_iterable(problems[0])) if problems else []
 
 
 def divide(examples: Any, part: float) -> tuple[Any, Any]:
@@ -167,14 +162,14 @@ class LanguageTask(Task):
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
-        collate = PadBatch(config["padding"])
+        collate = partial(pad_batch, config["padding"])
         return train_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
 
     def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
-        return loader_of_share(test, batch_size, workers, runtime, PadBatch(self.tokenizer.pad_token_id))
+        return loader_of_share(test, batch_size, workers, runtime, partial(pad_batch, self.tokenizer.pad_token_id))
 
     open_test: Any
     measure: Any

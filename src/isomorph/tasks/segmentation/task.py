@@ -71,10 +71,8 @@ class SegmentationLoss(ClassificationTask):
     ) -> None:
         super().__init__(model, criterion=pixel_cross_entropy, device=device, verbose=False)
         self.part = part
-        self.teacher: FrozenTeacher | None = None
-        if teacher is not None:
-            own: Any = model.pretrained_cfg
-            self.teacher = FrozenTeacher(teacher, own, teacher.pretrained_cfg, device)  # type: ignore[arg-type]
+        configs: Any = [model.pretrained_cfg, getattr(teacher, "pretrained_cfg", None)]
+        self.teacher = None if teacher is None else FrozenTeacher(teacher, configs[0], configs[1], device)
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)
@@ -158,9 +156,8 @@ class Segmentation(Task):
 
     def _image_loader(self, config: dict[str, Any], test: MaskedImages, workers: int, runtime: Runtime) -> Any:
         """Return this process's share of whole images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
-        test = test.subset(range(len(test)))
-        test.transform = TestTransform(self.options.resize, config["mean"], config["std"])
-        return loader_of_share(test, 1, workers, runtime)
+        transform: Any = TestTransform(self.options.resize, config["mean"], config["std"])
+        return loader_of_share(transformed(test, transform), 1, workers, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
