@@ -16,8 +16,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Shape: three of (B, N, C) -> three of (B, nh, N, hd)"""
-        projected = (F.linear(x, *each) for x, each in zip((query, key, value), projections(self), strict=True))
-        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
+        return [F.linear(x, *each) for x, each in zip((query, key, value), projections(self), strict=True)]
 
     def forward(
         self,
@@ -36,7 +35,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             tokens = [x[None] for x in tokens]
         elif not self.batch_first:
             tokens = [x.transpose(0, 1) for x in tokens]
-        q, k, v = self._project(*tokens)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._project(*tokens))
         mask = joint_mask(attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
         maps = None
@@ -73,8 +72,7 @@ class MultiheadLinears(UnfusedMultiheadAttention):
         self.out_proj = linear_of(original.out_proj.weight, original.out_proj.bias)  # type: ignore[assignment]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
+        return [self.q_proj(query), self.k_proj(key), self.v_proj(value)]
 
     @torch.no_grad()
     def to_original(self, atol: float = 0.0) -> nn.MultiheadAttention:

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.base import check_whole_patches
+from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
@@ -151,10 +151,8 @@ class MaskedAutoencoder(nn.Module):
         table = sincos_pos_embed(encoder.patch_embed.grid_size, width)
         self.register_buffer("decoder_pos_embed", table, persistent=False)
         nn.init.normal_(self.mask_token, std=0.02)  # MAE appendix A.1, as all that follows
-        for module in self.modules():
-            if isinstance(module, nn.Linear) and not any(module is m for m in self.encoder.modules()):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+        for part in (self.decoder_embed, self.decoder_blocks, self.decoder_pred):
+            init_as_mae(part)
         like = next(encoder.parameters())
         self.to(like.device, like.dtype)
 
@@ -216,12 +214,8 @@ class MaskedAutoencoder(nn.Module):
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)
         Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)
-        Raises: UserError for a block that the decoder does not have.
         """
-        last = len(self.decoder_blocks)
-        if block is not None and not 1 <= block <= last:
-            raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
-        return self.decode(images, noise, block or last)[0]
+        return self.decode(images, noise, block or len(self.decoder_blocks))[0]
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         features, mask = self.decode(images, noise, len(self.decoder_blocks))

@@ -17,7 +17,8 @@ from isomorph.layers import GPSA2d
 from isomorph.models import cifar_resnet
 from isomorph.models.base import ForeignCheckpoints, Variant, build_variant, parameters_without_decay, register_variants
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
-from isomorph.surgery import ConvToGPSA, Edit, Unstride, apply_edit, targets
+from isomorph.surgery import ConvToGPSA, Edit, Unstride, apply_edit
+from isomorph.surgery.recast import apply_rule
 
 RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
 RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
@@ -40,7 +41,7 @@ VARIANTS = {f"t_{name}": Variant(dict(layers=layers, **form), text) for name, la
 
 
 class TransformedMixin(ForeignCheckpoints):
-    """Recasting, checkpoints and weight decay of a CNN with convolutions recast as attention."""
+    """Checkpoints and weight decay of a CNN with convolutions recast as attention."""
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """Return True for a CNN's weights: the filters of every attention layer, and no other tensor of any."""
@@ -50,9 +51,6 @@ class TransformedMixin(ForeignCheckpoints):
 
     def no_weight_decay(self) -> set[str]:
         return parameters_without_decay(self)
-
-    def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
-        apply_edit(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
 class TResNet(TransformedMixin, ResNet):
@@ -68,7 +66,7 @@ class TResNet(TransformedMixin, ResNet):
         super().__init__(block=Bottleneck, **kwargs)
         apply_edit(self, Edit(Unstride(), ("layer4",)))
         self.feature_info[-1]["reduction"] //= 2
-        self.recast_convs("layer4.*.conv2", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
+        apply_rule(self, ConvToGPSA(init, locality, gate), "layer4.*.conv2")  # type: ignore[arg-type]
 
 
 class TCifarResNet(TransformedMixin, CifarResNet):
@@ -81,7 +79,7 @@ class TCifarResNet(TransformedMixin, CifarResNet):
         self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.recast_convs("layer3.*.conv?", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
+        apply_rule(self, ConvToGPSA(init, locality, gate), "layer3.*.conv?")  # type: ignore[arg-type]
 
 
 def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -18,8 +18,9 @@ from isomorph.layers.pyramid.inits import init_from_affine
 from isomorph.layers.relative.attention import resize_table
 from isomorph.models.base import Variant, build_variant, image_cfg, init_as_mae, register_variants, unwrap_state_dict
 from isomorph.models.blockwise import AnySizeViT
-from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, apply_edit, fuse, targets
+from isomorph.surgery import AttentionToRelative, LinearToPyramid, fuse
 from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.recast import apply_rule
 
 # Layers that the paper replaces by pyramids: all linear layers of a block except the output projection.
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
@@ -55,11 +56,9 @@ class TDRLViT(AnySizeViT):
     ) -> None:
         super().__init__(weight_init="" if weight_init == "mae" else weight_init, **kwargs)
         if relative_bias:
-            positions = AttentionToRelative(prefix_bias=True)
-            apply_edit(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
+            apply_rule(self, AttentionToRelative(prefix_bias=True), "blocks.*.attn")
         if layout != "plain":
-            rule = LinearToPyramid(layout, init="paper", rectify=rectify)
-            apply_edit(self, Edit(rule, tuple(targets(self, rule, where))))
+            apply_rule(self, LinearToPyramid(layout, init="paper", rectify=rectify), where)
         if weight_init == "mae":
             init_as_mae(self)
 

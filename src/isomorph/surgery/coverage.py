@@ -45,8 +45,7 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
     for name in names:
         row: dict[str, Any] = {"model": name, "family": family_of(name)}
         try:
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
                 model = timm.create_model(name)
             row |= {"parameters": sum(parameter.numel() for parameter in model.parameters()), "rules": {}}
             for kind, rule in rules.items():
@@ -68,8 +67,7 @@ def merge_norms(names: Iterable[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         row: dict[str, Any] = {"model": name, "family": family_of(name)}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 model = _randomised(timm.create_model(name).eval())
                 norms = [key for key, module in model.named_modules() if isinstance(module, _BatchNorm)]
                 if not norms:

@@ -263,6 +263,11 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     return model
 
 
+def apply_rule(model: nn.Module, rule: Rule, where: Where) -> nn.Module:
+    """Replace the modules that `where` selects in the model itself; return it. Raises: UserError, as `recast`."""
+    return apply_edit(model, Edit(rule, tuple(targets(model, rule, where))))
+
+
 def attach(model: nn.Module) -> None:
     """Connect the layers of all edits to the rest of the model, and let their parents call them."""
     for edit in edits(model):

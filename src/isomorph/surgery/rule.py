@@ -165,12 +165,11 @@ RuleType = TypeVar("RuleType", bound=type[Rule])
 
 
 class RuleOption(NamedTuple):
-    """A field of one rule or of several: its type with None for "not given", its help, and the rules that have it."""
+    """A field of one rule or of several: its type with None for "not given", and its help, which names rules."""
 
     name: str
     type: Any
     help: str
-    rules: tuple[str, ...]
 
 
 def register_rule(rule: RuleType) -> RuleType:
@@ -235,8 +234,7 @@ def rule_options() -> dict[str, RuleOption]:
         literals = tuple(kind for kind in kinds if get_origin(kind) is Literal)
         joint: Any = Union[(*([Literal[literals]] if literals else []), *(k for k in kinds if k not in literals))]
         help_ = " ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_of[name].items())
-        named = tuple(name for rules in rules_of[name].values() for name in rules)
-        options[name] = RuleOption(name, joint, help_, named)
+        options[name] = RuleOption(name, joint, help_)
     return options
 
 

@@ -8,8 +8,8 @@ from timm.layers import BlurPool2d
 from torch import nn
 
 from isomorph.surgery.modules import Where
-from isomorph.surgery.recast import apply_edit, targets
-from isomorph.surgery.rule import Edit, Rule, copy_model
+from isomorph.surgery.recast import apply_rule
+from isomorph.surgery.rule import Rule, copy_model
 
 
 @dataclass(frozen=True)
@@ -65,5 +65,4 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     >>> tuple(cnn.forward_features(x).shape), tuple(wide.forward_features(x).shape)
     ((1, 64, 8, 8), (1, 64, 16, 16))
     """
-    edit = Edit(Unstride(), tuple(targets(model, Unstride(), where)))
-    return apply_edit(copy_model(model), edit)
+    return apply_rule(copy_model(model), Unstride(), where)

@@ -225,8 +225,9 @@ class SimpleFeaturePyramid(nn.Module):
         enlarged = nn.Sequential(twice, LayerNorm2d(half), nn.GELU(), more)
         resize = [enlarged, nn.ConvTranspose2d(in_channels, half, 2, 2), nn.Identity(), nn.MaxPool2d(2)]
         widths = [quarter, half, in_channels, in_channels]
+        conv = partial(Conv2dNormActivation, norm_layer=LayerNorm2d, activation_layer=None, bias=False)
         self.levels = nn.ModuleList(
-            nn.Sequential(step, _conv(width, out_channels, 1), _conv(out_channels, out_channels, 3))
+            nn.Sequential(step, conv(width, out_channels, 1), conv(out_channels, out_channels, 3))
             for step, width in zip(resize, widths, strict=True)
         )
 
@@ -235,12 +236,6 @@ class SimpleFeaturePyramid(nn.Module):
         levels = [level(x) for level in self.levels]
         levels.append(F.max_pool2d(levels[-1], 1, 2))
         return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
-
-
-def _conv(in_channels: int, out_channels: int, kernel_size: int) -> Conv2dNormActivation:
-    return Conv2dNormActivation(
-        in_channels, out_channels, kernel_size, norm_layer=LayerNorm2d, activation_layer=None, bias=False
-    )
 
 
 # Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28).

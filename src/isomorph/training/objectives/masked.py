@@ -87,11 +87,9 @@ class AlignedStudent(nn.Module):
     def forward(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         return self.align(self.student.decoder_features(images, noise))
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         return {f"student.{name}" for name in self.student.no_weight_decay()}
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.student.set_grad_checkpointing(enable)
 
