@@ -58,11 +58,7 @@ class Runtime:
 
     def mean(self, value: Tensor) -> float:
         """Return the mean of a value over all processes."""
-        if self.world == 1:
-            return value.item()
-        total = value.detach().double().clone()
-        dist.all_reduce(total)
-        return total.item() / self.world
+        return sum(self.gather(value.item())) / self.world
 
     def gather(self, values: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
@@ -119,20 +115,15 @@ def _repeat_first(inputs: Any, labels: Tensor) -> tuple[Any, Tensor]:
 ALONE = Runtime(torch.device("cpu"), amp=False)  # for work that stays on the device of its model
 
 
-def resolve_device(device: str, local_rank: int) -> torch.device:
-    """Return the device of a name; of several GPUs, each process of a machine takes the one of its own rank."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
-
-
 def open_runtime(device: str, amp: bool = False) -> Runtime:
     """Return the runtime for a device name (`auto`: a GPU if there is one), and join torchrun's other processes.
 
     Raises: UserError if the device is unknown or not available.
     """
     rank, world, local = torchrun_place()
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        target = resolve_device(device, local)
+        target = torch.device(name, local) if name == "cuda" else torch.device(name)  # of several GPUs that of its rank
         torch.ones(1, device=target).item()  # which the meta device refuses
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} is not available ({first_line(error)}); try device=cpu") from None

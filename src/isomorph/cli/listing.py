@@ -12,7 +12,6 @@ from cyclopts import App
 
 import isomorph as iso
 from isomorph.cli import options as opt
-from isomorph.cli.options import Json, app, command
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
@@ -20,8 +19,8 @@ from isomorph.recipes import RECIPES, recipe_values
 from isomorph.terminal_tables import print_text_table, say
 
 
-@command
-def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
+@opt.command
+def models_(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     """List the models that isomorph adds to timm, with their parameters, input size and public weights.
 
     Example: isomorph models "convit*"
@@ -43,11 +42,11 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
 
 
 recipes = App(name="recipes", help="List the recipes; `isomorph recipes show NAME` prints one as YAML.")
-app.command(recipes)
+opt.app.command(recipes)
 
 
 @recipes.default
-def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
+def list_recipes(pattern: str = "*", /, *, json_: opt.Json = False) -> None:
     """List recipes with their source and the result they should reach.
 
     Example: isomorph recipes "tcnn_*"
@@ -145,8 +144,8 @@ def _rule_table(counted: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> li
 _PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts")
 
 
-@command
-def doctor(*, json_: Json = False) -> None:
+@opt.command
+def doctor(*, json_: opt.Json = False) -> None:
     """Check versions and devices, and that torchvision matches torch; exit with 1 on a problem."""
     lines = list(_examine_environment())
     table = [["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)]

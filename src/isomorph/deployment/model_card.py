@@ -41,11 +41,9 @@ def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
     rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
     last = rows[-1] if rows and (run.is_dir() or run.name == "model.safetensors") else {}
     metrics = {key: value for key, value in last.items() if key in METRIC_FORMATS or key == "epoch"}
-    return {"name": recipe.name, **_without_folders(changed)}, metrics
-
-
-def _without_folders(value: Any) -> Any:
-    return tree_map(lambda x: Path(x).name if isinstance(x, str) and x[:1] in ("/", "~") else x, value)
+    # a path tells of this machine: its last name is enough
+    plain = tree_map(lambda x: Path(x).name if isinstance(x, str) and x[:1] in ("/", "~") else x, changed)
+    return {"name": recipe.name, **plain}, metrics
 
 
 def recipe_text(values: Any) -> str:

@@ -69,8 +69,7 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

@@ -22,7 +22,7 @@ from isomorph.report.attention_viewer import (
     build_viewer,
     capture_layer_maps,
 )
-from isomorph.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
+from isomorph.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number, series_table
 from isomorph.report.html import Details, ImageCard, Section
 from isomorph.report.page_images import PageImage, normalise_images
 from isomorph.report.page_models import (
@@ -69,9 +69,7 @@ STATISTICS = (*MEASURES.values(), PREFIX, HeadMeasure("Largest attention logit",
 
 def evolution_table(evolution: Evolution) -> Table:
     """Return a table with a row for each layer: F_k of each model, a dash where it has no layer of that name."""
-    layers = dict.fromkeys(layer for values in evolution.values() for layer in values)
-    rows = [[layer, *(format_number(values.get(layer)) for values in evolution.values())] for layer in layers]
-    return [["F_k", *evolution], *rows]
+    return series_table("F_k", evolution)
 
 
 def _mebibytes(count: int | None) -> str:

@@ -84,11 +84,6 @@ def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
     return levels, torch.stack([low, high], -1)
 
 
-def drop_padded_keys(maps: Tensor, where: TokenGrid) -> Tensor:
-    """Return the maps without keys in the padding. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
-    return torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], dim=-1)
-
-
 def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[float]] | None:
     """Return the largest difference of two layers' exact maps in every head that both have. Shape: -> (B, heads)
 
@@ -126,7 +121,7 @@ def capture_layer_maps(
                 raise UserError(f"it attends in {len(maps) // len(batch)} windows per image of unknown position")
             else:
                 where = find_token_grid(frame, applied.shape, grid)
-                maps, windows = drop_padded_keys(maps, where), None
+                maps, windows = torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], -1), None
         except UserError as error:
             problems[frame.name] = str(error)
             return None

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -135,11 +135,7 @@ class Dots(Chart):
         return {"kind": "plane", "x": x, "y": y, "series": series, "stops": [(i, None) for i in number.values()]}
 
     def table(self) -> Table:
-        rows = [
-            [layer, *(", ".join(map(format_number, of.get(layer, ()))) or "-" for of in self.series.values())]
-            for layer in self.layers
-        ]
-        return [["layer", *self.series], *rows]
+        return series_table("layer", self.series, lambda heads: ", ".join(map(format_number, heads or ())) or "-")
 
     def constant_text(self) -> str:
         values = {name: [v for heads in layers.values() for v in heads] for name, layers in self.series.items()}
@@ -169,8 +165,7 @@ class Bars(Chart):
         return {"kind": "bars", "axis": axis, "groups": self.groups, "series": series}
 
     def table(self) -> Table:
-        rows = [[group, *(format_number(of.get(group)) for of in self.series.values())] for group in self.groups]
-        return [["", *self.series], *rows]
+        return series_table("", self.series)
 
 
 @dataclass(frozen=True)
@@ -287,6 +282,14 @@ def json_numbers(values: Iterable[float]) -> list[float | None]:
 
 def _names(series: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for values in series.values() for name in values))
+
+
+def series_table(
+    corner: str, series: Mapping[str, Mapping[str, Any]], text: Callable[[Any], str] = format_number
+) -> Table:
+    """Return a table with a row for each name and a column for each series; `text` gets None for what one lacks."""
+    rows = [[name, *(text(of.get(name)) for of in series.values())] for name in _names(series)]
+    return [[corner, *series], *rows]
 
 
 def _series(name: str, lines: Iterable[Iterable[Any]], points: Iterable[Any] = ()) -> dict[str, Any]:

@@ -57,20 +57,13 @@ def history_tables(histories: MeasureHistories) -> list[Table]:
 
 
 def histories_json(histories: MeasureHistories) -> dict[str, Any]:
-    """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, None for NaN."""
-    return {
-        key: {
-            run: {
-                "epochs": history.epochs.tolist(),
-                "layers": {
-                    layer: [[None if value != value else value for value in row] for row in heads.tolist()]
-                    for layer, heads in history.values.items()
-                },
-            }
-            for run, history in runs.items()
-        }
-        for key, runs in histories.items()
-    }
+    """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, NaN where unknown."""
+
+    def numbers(history: MeasureHistory) -> dict[str, Any]:
+        layers = {layer: heads.tolist() for layer, heads in history.values.items()}
+        return {"epochs": history.epochs.tolist(), "layers": layers}
+
+    return {key: {run: numbers(history) for run, history in runs.items()} for key, runs in histories.items()}
 
 
 # Longer curves are drawn as means over as many equal parts.

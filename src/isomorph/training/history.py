@@ -1,11 +1,11 @@
 """The saved models of a run, and measures of its attention along the training."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -84,17 +84,14 @@ def gating_history(
     rows = [row for row in read_log(Path(folder) / "log.jsonl") if row.get("gating")]
     if not rows:
         return track_gating(saved_models(folder, damaged, options))
-    by_layer: dict[str, dict[str, list[Tensor]]] = {"gates": {}, "centres": {}, "spans": {}}
-    for row in rows:
-        for layer, values in row["gating"].items():
-            for kind, layers in by_layer.items():
-                layers.setdefault(layer, []).append(torch.tensor(_without_none(values[kind])))
-    stacked = ({layer: torch.stack(each) for layer, each in layers.items()} for layers in by_layer.values())
-    return GatingHistory(torch.tensor([float(row["epoch"]) for row in rows]), *stacked)
 
+    def over_epochs(layer: str, kind: str) -> Tensor:
+        values = [row["gating"][layer][kind] for row in rows if layer in row["gating"]]
+        return torch.from_numpy(np.array(values, np.float32))  # NaN where the log has null
 
-def _without_none(values: list[Any]) -> list[Any]:
-    return [_without_none(each) if isinstance(each, list) else math.nan if each is None else each for each in values]
+    layers = dict.fromkeys(layer for row in rows for layer in row["gating"])
+    kinds = ({layer: over_epochs(layer, kind) for layer in layers} for kind in ("gates", "centres", "spans"))
+    return GatingHistory(torch.tensor([float(row["epoch"]) for row in rows]), *kinds)
 
 
 # One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}.
