@@ -114,7 +114,7 @@ def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
     content = {"ema": model.state_dict(), "model": {name: 2 * t for name, t in model.state_dict().items()}}
     assert same(open_own(save(tmp_path / "both.pth", content), arch=settings["model"], model_kwargs=VIT), model)
     within = open_own(save(tmp_path / "in.pth", {"state_dict": content}), arch=settings["model"], model_kwargs=VIT)
-    assert notes(within) == ("in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model",)
+    assert notes(within)[-1] == "in.pth: averaged weights (EMA, ema); --no-ema (ema=False) takes model"
 
 
 def test_tensors_that_the_model_cannot_hold(tmp_path):

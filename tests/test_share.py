@@ -198,9 +198,9 @@ def test_commands(hub, trained, capsys):
     assert yaml.safe_load(recipe)["model"]["name"] == "convit_ti"
     head = yaml.safe_load(card.split("---")[1])
     assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == round(top1, 2)
-    iso.push(iso.load(trained), "me/tiny")  # no run: the recipe is not this model's
+    iso.push(model := iso.load(trained / "model.safetensors"), "me/tiny")  # no run: the recipe is not this model's
     assert "recipe.yaml" not in hub.files("me/tiny")
-    refused("results must be numbers by name; top1 is not", iso.push, iso.load(trained), "me/x", results={"top1": "9"})
+    refused("results must be numbers by name; top1 is not", iso.push, model, "me/x", results={"top1": "9"})
     measured = run(capsys, "evaluate", "hf-hub:me/tiny", "--no-cost", "--json", "--max-images", 40)
     own = run(capsys, "evaluate", trained, "--no-cost", "--json", "--max-images", 40)
     assert json.loads(measured[1]) | {"model": ""} == json.loads(own[1]) | {"model": ""}

@@ -58,7 +58,11 @@ class Runtime:
 
     def mean(self, value: Tensor) -> float:
         """Return the mean of a value over all processes."""
-        return sum(self.gather(value.item())) / self.world
+        if self.world == 1:
+            return value.item()
+        total = value.detach().double().clone()
+        dist.all_reduce(total)
+        return total.item() / self.world
 
     def gather(self, values: Any) -> list[Any]:
         """Return the values of all processes, by rank."""

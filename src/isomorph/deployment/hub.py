@@ -78,8 +78,9 @@ def push(
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
         message = "Add a model of isomorph"
-        files = dict(folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE)  # an older one, if there is none
-        api.upload_folder(repo_id=name, commit_message=message, **files)
+        api.upload_folder(  # without a recipe, an older one goes
+            repo_id=name, folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE, commit_message=message
+        )
     return f"{constants.ENDPOINT}/{name}"
 
 

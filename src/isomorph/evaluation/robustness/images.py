@@ -84,15 +84,18 @@ class RobustnessOptions:
 
 
 class Published(NamedTuple):
-    """A published data set. Its texts are part of the identity of saved results: they must not change."""
+    """A published data set. Its texts are part of the identity of saved results: they must not change.
 
-    cell: Callable[[str, int], Source]
+    `cell` returns the images of a corruption and severity with the labels of a model: of (model, corruption, severity).
+    """
+
+    cell: Callable[[nn.Module, str, int], Source]
     pictures: str
     constants: str
 
 
-def open_published(options: RobustnessOptions, model: nn.Module) -> Published | None:
-    """Open the published data set of a suite for a model; None without a folder.
+def open_published(options: RobustnessOptions) -> Published | None:
+    """Open the published data set of a suite; None without a folder.
 
     Raises: UserError for an unknown suite, the folder of another suite, no folder for cifar-c, or missing images.
     """
@@ -112,14 +115,14 @@ def open_published(options: RobustnessOptions, model: nn.Module) -> Published | 
         for corruption in options.wanted():
             _cifar_c_arrays(root, corruption)
         return Published(
-            partial(_cifar_c, root, model), "published pictures in the model's own test crop", "CIFAR-C's constants"
+            partial(_cifar_c, root), "published pictures in the model's own test crop", "CIFAR-C's constants"
         )
     if (root / "labels.npy").is_file():
         raise UserError(f"{folder} holds the arrays of CIFAR-C; choose the suite cifar-c")
     for corruption, severities in options.wanted().items():
         for severity in severities:
             _imagenet_c_folder(root, corruption, severity)
-    return Published(partial(_imagenet_c, root, model), "published pictures, as they are, not cropped", SEVERITY_SCALE)
+    return Published(partial(_imagenet_c, root), "published pictures, as they are, not cropped", SEVERITY_SCALE)
 
 
 def _imagenet_c(root: Path, model: nn.Module, corruption: str, severity: int) -> Source:
@@ -177,6 +180,7 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
 class RobustnessInputs:
     """The images that a model is evaluated on: clean ones, published ones, the data config and the options."""
 
+    model: nn.Module
     source: Source | None
     published: Published | None
     config: Mapping[str, Any]
@@ -217,14 +221,14 @@ class RobustnessInputs:
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[CorruptedImages]:
         """Yield the images of a corruption (or `CLEAN`), severities together or, of published folders, one by one."""
         crop = image_transform(self.config)
-        whole = self.config | ({"crop_pct": 1.0} if self.options.suite == "imagenet-c" else {})
+        whole = {**self.config, **({"crop_pct": 1.0} if self.options.suite == "imagenet-c" else {})}
         if corruption == CLEAN or not self.published:
             if self.source is not None:
                 applied = None if corruption == CLEAN else corruption
                 yield CorruptedImages(self.source, crop, applied, severities, self.options.seed)
             return
         for severity in severities:
-            cell = spaced_images(self.published.cell(corruption, severity), self.options.limit)
+            cell = spaced_images(self.published.cell(self.model, corruption, severity), self.options.limit)
             yield CorruptedImages(cell, image_transform(whole), None, (severity,))
 
 
@@ -233,7 +237,7 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
 
     Raises: UserError when classes, channels or sizes do not fit, or published images are missing.
     """
-    published = open_published(options, model)
+    published = open_published(options)
     size = None if options.size is None else image_size(options.size)
     if source is None and published is None:
         raise UserError("give a source of clean images, or the folder of a published data set")
@@ -252,7 +256,8 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
         size = PUBLISHED_SIZE if imagenet and not fixed else evaluation_config(model)["input_size"][-2:]
         if published and not (imagenet or fixed or options.suite == "cifar-c"):
             corruption, severities = next(iter(options.wanted().items()))
-            size = published.cell(corruption, severities[0]).image(0).size[::-1]
+            width, height = published.cell(model, corruption, severities[0]).image(0).size
+            size = height, width
     config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
@@ -266,4 +271,4 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
         )
     if not published:
         corruption_functions()  # raises now, not after hours, if their package is missing
-    return RobustnessInputs(source, published, config, num_classes, options)
+    return RobustnessInputs(model, source, published, config, num_classes, options)

@@ -60,8 +60,8 @@ class SoftDistillationLoss(LogitDistillationTask):
     """
 
     def divergence(self, logits: Tensor, teacher: Tensor) -> Tensor:
-        logs = [(each / self.temperature).log_softmax(-1) for each in (logits, teacher)]
-        return F.kl_div(*logs, reduction="batchmean", log_target=True) * self.temperature**2
+        own, theirs = ((each / self.temperature).log_softmax(-1) for each in (logits, teacher))
+        return F.kl_div(own, theirs, reduction="batchmean", log_target=True) * self.temperature**2
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = named_logits(self.trainable_module(input))
