@@ -71,6 +71,12 @@ def test_splits_are_found_however_they_are_spelt(tmp_path, container, spelling):
             assert pixels(source) == EXPECTED
 
 
+def test_no_shard_is_for_training_and_for_testing(tmp_path):
+    for name in ("train-0000.tar", "val-0000.tar"):
+        write_tar(tmp_path / "train" / name, [("0.cls", b"0"), ("0.png", b"")])
+    refused("val-0000.tar is named for training and for testing", open_source, "webdataset", "train", tmp_path)
+
+
 def test_what_is_left_out_is_said(tmp_path):
     as_folder(tmp_path)
     top, elsewhere = tmp_path / "train", tmp_path / "elsewhere"

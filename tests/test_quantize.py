@@ -106,6 +106,11 @@ def test_chosen_layers_stay_in_float(vit, images, quantized, graphs, tmp_path, m
     report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx", float_layers=["blocks.*.mlp.*"])
     kept = {(layer.name, layer.precision) for layer in report.layers if layer.reason == "chosen by float_layers"}
     assert kept == {("blocks.0.mlp.fc1", "float"), ("blocks.0.mlp.fc2", "float")}
+    tied = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 48), torch.nn.Linear(48, 48))
+    tied[2].weight = tied[1].weight  # which ONNX stores under one name
+    monkeypatch.undo()
+    report = iso.quantize(tied, [torch.randn(4, 3, 4, 4)], tmp_path / "tied.onnx", size=4, float_layers=["1"])
+    assert [(layer.name, layer.precision) for layer in report.layers] == [("1", "float"), ("2", "int8")]
     assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
 
 

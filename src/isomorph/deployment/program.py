@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -182,10 +183,12 @@ def _name_parts(proto: "ModelProto", shapes: ExportShapes) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_param = pattern.sub(lambda match: symbols[match[0]], dim.dim_param)
+    read = Counter(name for node in proto.graph.node for name in node.input)
     for node in proto.graph.node:
         notes = {entry.key: entry.value for entry in node.metadata_props}
         scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
         weight = next((name for name in node.input[1:2] if name.endswith(".weight")), "")  # a folded norm has another
-        layer = weight.removesuffix(".weight") or (scopes[-2] if len(scopes) > 1 else "")
+        own = weight.removesuffix(".weight") if read[weight] == 1 else ""  # tied weights have one name
+        layer = own or (scopes[-2] if len(scopes) > 1 else "")
         node.name = f"{layer}/{node.name}"
         del node.metadata_props[:]

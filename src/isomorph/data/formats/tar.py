@@ -305,7 +305,7 @@ def webdataset(split: str, root: Path) -> Source:
     if labels.min() < 0:
         raise UserError(
             f"{images.name(int(labels.argmin()))} has no label: next to it must be a .cls file with the number of the "
-            'class, or a .json file with "label"'
+            'class, or a .json file with "label"; move shards without labels away'
         )
     largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
     if not classes:
@@ -324,6 +324,8 @@ def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     words = {path: {w for part in path.relative_to(root).parts for w in split_words(part)} for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}
+    if both := [path for path in shards if len({word in SPLITS["train"] for word in words[path]}) > 1]:
+        raise UserError(f"{both[0]} is named for training and for testing; name its folder and file for one of them")
     named = {word: [path for path in shards if word in words[path]] for known in SPLITS.values() for word in known}
     return {split: next((named[word] for word in known if named[word]), []) for split, known in SPLITS.items()}
 

@@ -83,7 +83,7 @@ class Confusion:
         values = {
             "miou": self.ious().nanmean(),
             "mean_accuracy": self.recalls().nanmean(),
-            "pixel_accuracy": self.counts.diagonal().sum() / self.counts.sum(),
+            "pixel_accuracy": self.counts.diagonal().double().sum() / self.counts.sum(),
         }
         return {name: 100 * float(value) for name, value in values.items()}
 
