@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
-from isomorph.surgery.calls import Inputs
+from isomorph.surgery.calls import Inputs, own_inputs
 
 # What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing.
 DYNAMIC = ("batch", "batch,size", "size", "none")
@@ -86,7 +86,7 @@ def plan_shapes(
             raise UserError(f"the model takes no images of {height} x {width}: sides must be multiples of {step}")
         far = _far(step) if side_axes else 0
         sides = ((height, width), (height, width + far), (height + far, width))
-        checks = tuple(model.example_inputs(b, hw) for b, hw in zip(batches, sides, strict=True))
+        checks: Any = tuple(own_inputs(model, b, hw) for b, hw in zip(batches, sides, strict=True))
         axes = {"x": batch_axis | side_axes, "t": batch_axis}
         return ExportShapes(dynamic, checks, axes, "noise", step if far else None)
     channels, height, width = evaluation_config(model, size)["input_size"]
@@ -145,7 +145,7 @@ def _plan_text(
     checks = []
     for batch, length in zip(batches, (longest // 2, longest // 3, longest - 1), strict=True):
         N = length if "size" in dynamic else longest
-        inputs: NamedTensors = model.example_inputs(batch, (1, N))
+        inputs: Any = own_inputs(model, batch, (1, N))
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = (torch.arange(N) >= N // 2).long() * inputs["attention_mask"]  # (batch, N)
         checks.append(inputs)

@@ -15,7 +15,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import class_logits
 from isomorph.layers.modes import eval_mode
-from isomorph.surgery.calls import Inputs, run_model
+from isomorph.surgery.calls import Inputs, own_inputs, run_model
 from isomorph.surgery.rule import record
 
 ImageSize = tuple[int, int]
@@ -141,8 +141,8 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
     Patches must fill the image, since timm drops the edge that they leave out; not at the model's native size.
     """
     parameter = next(model.parameters())
-    if inputs := getattr(model, "example_inputs", None):
-        return f"its inputs are {' and '.join(inputs(1))}, not images alone"
+    if inputs := own_inputs(model, 1):
+        return f"its inputs are {' and '.join(inputs)}, not images alone"
     if problem := _uncovered_edge(model, size):
         return problem
     try:
@@ -181,8 +181,8 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
     """Return the model's own `example_inputs(batch, size)`, else standard normal noise, the same at every call."""
     if batch < 1:
         raise UserError(f"a batch of {batch} has no inputs; give at least 1")
-    if own := getattr(model, "example_inputs", None):
-        return own(batch, size)
+    if own := own_inputs(model, batch, size):
+        return own
     shape = training_config(model, size)["input_size"]
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
 
@@ -190,12 +190,10 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:
     """Return inputs of (channels, height, width) for timing and counting, of the model's dtype, on a device."""
     dtype = next(model.parameters()).dtype
-    own = getattr(model, "example_inputs", None)
-    if own is None:
+    if (own := own_inputs(model, batch, (input_size[-2], input_size[-1]))) is None:
         images = torch.empty if torch.device(device).type == "meta" else torch.randn
         return images(batch, *input_size, device=device, dtype=dtype)
-    pairs = own(batch, tuple(input_size[-2:])).items()
-    return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in pairs}
+    return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in own.items()}
 
 
 def label_names(model: nn.Module) -> list[str]:

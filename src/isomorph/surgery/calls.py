@@ -17,6 +17,15 @@ from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 Inputs = Tensor | Mapping[str, Any]
 
 
+def own_inputs(model: nn.Module, batch: int, size: tuple[int, int] | None = None) -> dict[str, Any] | None:
+    """Return a model's `example_inputs`, on the CPU whatever the default device is; None of a model without."""
+    if (own := getattr(model, "example_inputs", None)) is None:
+        return None
+    with torch.device("cpu"):
+        inputs: dict[str, Any] = own(batch, size)
+    return inputs
+
+
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
     """Return a model's output for a tensor or arguments by name. Raises: UserError for others, DoesNotRun."""
     check_inputs(inputs)

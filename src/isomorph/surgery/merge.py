@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_map
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
-from isomorph.surgery.calls import Inputs, cast_floats, describe_shape, other_inputs, relative_difference, run_model
+from isomorph.surgery.calls import (
+    Inputs,
+    cast_floats,
+    describe_shape,
+    other_inputs,
+    own_inputs,
+    relative_difference,
+    run_model,
+)
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
 
@@ -123,10 +131,8 @@ class FuseReport:
 def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
     parameter = next(model.parameters(), torch.zeros(()))
-    if own := getattr(model, "example_inputs", None):
-        with torch.device("cpu"):  # whatever the default device is
-            drawn = own(1, None)
-        return {name: value.to(parameter.device) for name, value in drawn.items()}
+    if own := own_inputs(model, 1):
+        return {name: value.to(parameter.device) for name, value in own.items()}
     if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return None
     size = get_model_input_config(model)["input_size"]
