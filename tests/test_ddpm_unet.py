@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
+from isomorph.evaluation.input_sizes import random_inputs
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
 
 SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)
@@ -100,6 +101,13 @@ class ReleasedUNet(nn.Module):
         for block in self.upblocks:
             h = block(h if isinstance(block, Resample) else torch.cat([h, skips.pop()], 1), time)
         return self.tail(h)
+
+
+def test_its_inputs_are_drawn_on_the_cpu_whatever_the_default_device_is():
+    model = timm.create_model("ddpm_unet", **SMALL)
+    with torch.device("meta"):
+        found = random_inputs(2, model)
+    assert all(torch.equal(found[name], x) for name, x in random_inputs(2, model).items())
 
 
 def test_it_has_the_published_size_with_and_without_pyramids():
