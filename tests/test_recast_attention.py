@@ -10,6 +10,7 @@ from timm.layers import Attention
 from torch import nn
 
 import isomorph as iso
+from isomorph.layers import ViTRelativeAttention
 
 WHERE = "blocks.[01].attn"
 
@@ -103,3 +104,15 @@ def test_relative_scores_are_those_of_the_slow_formula():
         scores[:, :, 2 + i, 2 + j] += table[:, rows + 2, columns + 3]
     torch.testing.assert_close(new.attention(x), scores.softmax(-1))
     torch.testing.assert_close(new(x), layer.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+
+def test_the_table_of_relative_scores_follows_the_image():
+    new = iso.recast(vit(dynamic_img_size=True), iso.AttentionToRelative(), WHERE)
+    for layer in (module for module in new.modules() if isinstance(module, ViTRelativeAttention)):
+        nn.init.normal_(layer.relative_bias)
+    small, large = torch.randn(1, 3, 32, 48), torch.randn(1, 3, 64, 80)
+    first = new(small)
+    assert iso.attention_maps(new, large)["blocks.1.attn"].shape == (1, 3, 21, 21)
+    torch.testing.assert_close(new(small), first)
+    assert new.no_weight_decay() >= {"pos_embed"}
+    assert "relative_bias" in new.blocks[0].attn.no_weight_decay()

@@ -260,6 +260,8 @@ def arrays(tmp_path):
 
 def test_the_published_arrays(arrays):
     wanted = dict(suite="cifar-c", folder=arrays, corruptions=["fog", "saturate"])
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 2))  # which does not say how many classes it has
+    assert iso.robustness(flat, **wanted, size=32)["size"] == [32, 32]
     found = iso.robustness(Brightness(2, 32), **wanted, workers=1)
     top1 = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in found["cells"]}
     assert [top1["fog", s] for s in range(1, 6)] == [100, 100, 100, 100, 50]

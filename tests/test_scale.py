@@ -86,7 +86,7 @@ def test_two_processes_equal_one(parallel, one, tmp_path):
 
 @pytest.mark.slow
 def test_averages_of_batch_norms_in_a_sharded_run(tmp_path):
-    """Sharded parameters beside statistics that are not."""
+    """Sharded parameters next to statistics that are not sharded."""
     small = dict(model=dict(name="cifar_resnet20"), epochs=1, drop_path=0.0)
     found = launch(tmp_path / "run", **small, scale=dict(parallel="fsdp"))
     assert found.returncode == 0, found.stderr

@@ -187,7 +187,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_commands(hub, trained, capsys):
+def test_commands(hub, trained, capsys, tmp_path):
     """A run is pushed; its name on the hub is a model for every command."""
     code, out, err = run(capsys, "push", trained, "me/tiny")
     assert (code, out) == (0, f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n"), err
@@ -198,7 +198,9 @@ def test_commands(hub, trained, capsys):
     assert yaml.safe_load(recipe)["model"]["name"] == "convit_ti"
     head = yaml.safe_load(card.split("---")[1])
     assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == round(top1, 2)
-    iso.push(model := iso.load(trained / "model.safetensors"), "me/tiny")  # no run: the recipe is not this model's
+    iso.save_for_hub(model := iso.load(trained / "model.safetensors"), tmp_path, run=trained)
+    refused("has a recipe.yaml, and no run is given", iso.save_for_hub, model, tmp_path)
+    iso.push(model, "me/tiny")  # no run: the recipe is not this model's
     assert "recipe.yaml" not in hub.files("me/tiny")
     refused("results must be numbers by name; top1 is not", iso.push, model, "me/x", results={"top1": "9"})
     measured = run(capsys, "evaluate", "hf-hub:me/tiny", "--no-cost", "--json", "--max-images", 40)

@@ -127,7 +127,7 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     rank, world, local = torchrun_place()
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        target = torch.device(name, local) if name == "cuda" else torch.device(name)  # of several GPUs that of its rank
+        target = torch.device(name, local) if name == "cuda" else torch.device(name)  # that of its rank
         torch.ones(1, device=target).item()  # which the meta device refuses
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} is not available ({first_line(error)}); try device=cpu") from None

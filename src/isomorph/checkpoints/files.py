@@ -305,7 +305,7 @@ class _EditSchema(_StrictModel):
 
 
 class _DataSchema(_StrictModel):
-    """The images that the model expects, larger ones in tests; `source` names the data set, `label_names` its classes.
+    """The images that the model expects, in tests `test_*`; `source` names the data set, `label_names` its classes.
 
     `split` is the fraction of a folder that training left out for testing, and the number of images in the folder.
     `task` is what the model was trained for, with its options, if that is not image classification.

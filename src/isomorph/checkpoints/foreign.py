@@ -11,7 +11,7 @@ import torch
 from timm.data import resolve_data_config
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import Contents, check_foreign_kwargs, strip_wrappers
+from isomorph.checkpoints.files import Contents, check_foreign_kwargs, parse_data, strip_wrappers
 from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
 from isomorph.errors import UserError
@@ -111,8 +111,8 @@ def _image_settings(settings: Mapping[str, Any], model: nn.Module, path: Path) -
     if "img_size" not in given:
         given.setdefault("input_size", training_config(model)["input_size"])
     try:
-        of_tests = {key: value for key, value in settings.items() if key in ("test_input_size", "test_crop_pct")}
-        return resolve_data_config(given, model=model) | of_tests
+        of_tests = {key: settings[key] for key in ("test_input_size", "test_crop_pct") if settings.get(key) is not None}
+        return resolve_data_config(given, model=model) | parse_data(of_tests, path)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"{path}: its args have no valid image settings ({error or type(error).__name__})") from None
 

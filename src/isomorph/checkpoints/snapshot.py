@@ -147,7 +147,7 @@ def write_snapshot(
             file.flush()
             os.fsync(file.fileno())
         _flush_folder(partial)
-        with suppress(OSError):  # one of the same step, if the run was stopped in the last step of an epoch
+        with suppress(OSError):  # there is one of this step if the run was stopped in the last step of an epoch
             path.rename(folder / f".{path.name}.old")
         os.replace(partial, path)
         _flush_folder(folder)
@@ -161,6 +161,7 @@ def write_snapshot(
     except OSError as error:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
+            restore_replaced(folder)
         raise UserError(f"cannot write {path}: {error}; the snapshots before it are intact") from None
     if runtime.is_main:
         _delete_older(folder)
@@ -196,7 +197,7 @@ def _delete_older(folder: Path) -> None:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give a snapshot its name again whose replacement was killed before it had the name."""
+    """Rename a snapshot back if the run was killed while it replaced it."""
     for path in folder.glob(".step-*.old"):
         with suppress(OSError):  # the new one is there
             path.rename(folder / path.name[1:].removesuffix(".old"))

@@ -153,7 +153,7 @@ Examples = TypeVar("Examples")
 
 
 def with_changes(examples: Examples, **changes: Any) -> Examples:
-    """Return a copy of examples, whatever their class, with other values of some attributes; it shares the rest."""
+    """Return a shallow copy of an object with other values of some attributes."""
     changed = copy.copy(examples)
     vars(changed).update(changes)
     return changed

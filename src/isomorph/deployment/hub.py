@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def push(
     """Upload a model to the Hugging Face hub as OWNER/NAME, from where `iso.load` loads it, and return its address.
 
     The files are those of `save_for_hub`, in one commit. The repository is created if there is none; a model card that
-    is there already is kept, as it may have been edited. The token is that of `hf auth login`, or $HF_TOKEN.
+    is there already is kept, as it may have been edited; without a `run`, a recipe.yaml that is there is deleted. The
+    token is that of `hf auth login`, or $HF_TOKEN.
 
     Args:
         run: Folder or checkpoint of the run that trained the model: its recipe and last metrics go into the model card.
@@ -78,7 +80,7 @@ def push(
         api.create_repo(name, private=private, exist_ok=True)
         kept = CARD if api.file_exists(name, CARD) else None
         message = "Add a model of isomorph"
-        api.upload_folder(  # without a recipe, an older one goes
+        api.upload_folder(  # a push without a run deletes the recipe of an earlier one
             repo_id=name, folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE, commit_message=message
         )
     return f"{constants.ENDPOINT}/{name}"
@@ -143,7 +145,7 @@ def save_for_hub(
     3
     """
     folder = Path(folder)
-    if wrong := [key for key, value in (results or {}).items() if not isinstance(value, int | float)]:
+    if wrong := [key for key, value in (results or {}).items() if not isinstance(value, Real)]:
         raise UserError(f"results must be numbers by name; {wrong[0]} is not one")
     recipe, metrics = read_training(Path(run)) if run else (None, {})
     with tempfile.TemporaryDirectory() as draft:
@@ -155,8 +157,8 @@ def save_for_hub(
         (written / CARD).write_text(card, encoding="utf-8")
         if recipe:
             (written / RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
-        else:
-            (folder / RECIPE).unlink(missing_ok=True)  # of the model that was here before
+        elif (folder / RECIPE).is_file():
+            raise UserError(f"{folder} has a {RECIPE}, and no run is given; give the run, or another folder")
         for path in sorted(written.iterdir()):
             write_atomically(folder / path.name, partial(shutil.copyfile, path))
 

@@ -188,7 +188,7 @@ def _name_parts(proto: "ModelProto", shapes: ExportShapes) -> None:
         notes = {entry.key: entry.value for entry in node.metadata_props}
         scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
         weight = next((name for name in node.input[1:2] if name.endswith(".weight")), "")  # a folded norm has another
-        own = weight.removesuffix(".weight") if read[weight] == 1 else ""  # tied weights have one name
+        own = weight.removesuffix(".weight") if read[weight] == 1 else ""  # tied layers share the name of one weight
         layer = own or (scopes[-2] if len(scopes) > 1 else "")
         node.name = f"{layer}/{node.name}"
         del node.metadata_props[:]

@@ -153,7 +153,7 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
         return with_changes(source, labels=labels, classes=own)
     known = len(unknown) < len(source.classes)
     if known or isinstance(getattr(source.images, "images", source.images), ImageFiles | TarImages):
-        todo = "give images of the model's classes; classnames.txt names those of shards, one a line"
+        todo = "give images of the model's classes (classnames.txt names those of shards, one a line)"
         todo = f"rename the folders that differ ({shorten(unknown)})" if known else todo
         raise UserError(
             f"the model has {len(own)} classes ({shorten(own)}), the data has {len(source.classes)} "

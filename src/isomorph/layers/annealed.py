@@ -147,7 +147,10 @@ def _merge(layers: Iterable[nn.Module]) -> nn.Conv2d | nn.Linear:
         raise UserError(NEEDS_EVAL)
     weight, bias = fold(chain)
     merged = copy.deepcopy(chain[0])
-    setattr(merged, "out_features" if isinstance(merged, nn.Linear) else "out_channels", bias.numel())
+    if isinstance(merged, nn.Linear):
+        merged.out_features = bias.numel()
+    else:
+        merged.out_channels = bias.numel()
     merged.weight = nn.Parameter(weight.reshape(-1, *merged.weight.shape[1:]))
     merged.bias = nn.Parameter(bias.flatten())
     return merged.to(next(iter(layers)).weight.dtype)

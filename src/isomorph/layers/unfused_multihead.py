@@ -15,7 +15,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
     """
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Shape: three of (B, N, C) -> three of (B, nh, N, hd)"""
+        """Shape: three of (B, N, C) -> the same"""
         return [F.linear(x, *each) for x, each in zip((query, key, value), projections(self), strict=True)]
 
     def forward(

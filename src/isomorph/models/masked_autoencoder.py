@@ -215,7 +215,10 @@ class MaskedAutoencoder(nn.Module):
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)
         Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)
         """
-        return self.decode(images, noise, block or len(self.decoder_blocks))[0]
+        last = len(self.decoder_blocks)
+        if block is not None and not 1 <= block <= last:
+            raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
+        return self.decode(images, noise, block or last)[0]
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         features, mask = self.decode(images, noise, len(self.decoder_blocks))

@@ -65,8 +65,8 @@ class Anneal:
             return
         gated, others = annealed_layers(model)
         for other in others:
-            share = max(step / self.steps, 0.0)
-            other.set_share(1 - share) if isinstance(other, WindowAttention) else other.set_slope(share)
+            t = max(step / self.steps, 0.0)
+            other.set_share(1 - t) if isinstance(other, WindowAttention) else other.set_slope(t)
         for layer in gated:
             if self.start is None and type(layer) is GPSA:
                 raise UserError("the model was not recast, so it has no exact initialisation; give the anneal a start")

@@ -18,7 +18,7 @@ Inputs = Tensor | Mapping[str, Any]
 
 
 def own_inputs(model: nn.Module, batch: int, size: tuple[int, int] | None = None) -> dict[str, Any] | None:
-    """Return a model's `example_inputs`, on the CPU whatever the default device is; None of a model without."""
+    """Return the inputs that a model itself makes (`example_inputs`), on the CPU; None if it has no such method."""
     if (own := getattr(model, "example_inputs", None)) is None:
         return None
     with torch.device("cpu"):

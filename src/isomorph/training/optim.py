@@ -163,7 +163,7 @@ def build_scheduler(
         epochs, steps_per_epoch = iterations, 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
-    # timm's milestones take effect a step before they are reached; half a step later, rounding decides nothing
+    # timm applies a milestone one step early; the half step keeps rounding from deciding
     reached = [(round(milestone * steps_per_epoch) + 0.5) / steps_per_epoch for milestone in optim.milestones]
     scheduler, _ = create_scheduler_v2(
         optimizer,

@@ -73,7 +73,8 @@ class Objective:
     result: Callable[[nn.Module], nn.Module] = lambda trained: trained
     """Returns the model to evaluate and save, given the trained module."""
     accuracy: Callable[[Any, Any], torch.Tensor] | None = None
-    """Returns the share of training samples classified as labelled, given the loss's output and the targets."""
+    """Returns the share of training samples classified as labelled, given the loss's output and its `target`, or the
+    targets of the batch."""
     autoencoder: Callable[[nn.Module], MaskedAutoencoder] | None = None
     """Returns the autoencoder, which pre-training saves too, given the trained module."""
 

@@ -305,7 +305,7 @@ def webdataset(split: str, root: Path) -> Source:
     if labels.min() < 0:
         raise UserError(
             f"{images.name(int(labels.argmin()))} has no label: next to it must be a .cls file with the number of the "
-            'class, or a .json file with "label"; move shards without labels away'
+            'class, or a .json file with "label"; add it, or move the shards without labels away'
         )
     largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
     if not classes:

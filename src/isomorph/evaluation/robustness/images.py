@@ -32,6 +32,7 @@ from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError, first_line
 from isomorph.evaluation.input_sizes import (
+    ImageSize,
     built_size,
     check_own_classes,
     class_count,
@@ -86,10 +87,10 @@ class RobustnessOptions:
 class Published(NamedTuple):
     """A published data set. Its texts are part of the identity of saved results: they must not change.
 
-    `cell` returns the images of a corruption and severity with the labels of a model: of (model, corruption, severity).
+    `cell(model, size, corruption, severity)` returns its images, with the labels of the model.
     """
 
-    cell: Callable[[nn.Module, str, int], Source]
+    cell: Callable[[nn.Module, ImageSize | None, str, int], Source]
     pictures: str
     constants: str
 
@@ -122,16 +123,16 @@ def open_published(options: RobustnessOptions) -> Published | None:
     for corruption, severities in options.wanted().items():
         for severity in severities:
             _imagenet_c_folder(root, corruption, severity)
-    return Published(partial(_imagenet_c, root), "published pictures, as they are, not cropped", SEVERITY_SCALE)
+    return Published(partial(_imagenet_c, root), "published images, not cropped", SEVERITY_SCALE)
 
 
-def _imagenet_c(root: Path, model: nn.Module, corruption: str, severity: int) -> Source:
+def _imagenet_c(root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int) -> Source:
     """For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the model's classes."""
     folder = _imagenet_c_folder(root, corruption, severity)
     source = imagefolder("test", folder)
-    if class_count(model) == 1000:
+    if class_count(model, size) == 1000:
         return with_imagenet_labels(source, str(folder))
-    check_own_classes(model, source.classes, f" in {folder}")
+    check_own_classes(model, source.classes, f" in {folder}", size=size)
     return with_model_labels(source, model)
 
 
@@ -143,9 +144,9 @@ def _imagenet_c_folder(root: Path, corruption: str, severity: int) -> Path:
     raise UserError(f"{root} has no folder {corruption}/{severity}; unpack it, or choose others with --corruption")
 
 
-def _cifar_c(root: Path, model: nn.Module, corruption: str, severity: int) -> Source:
+def _cifar_c(root: Path, model: nn.Module, size: ImageSize | None, corruption: str, severity: int) -> Source:
     images, labels = _cifar_c_arrays(root, corruption)
-    present, count, num_classes = int(labels.max()) + 1, len(labels) // len(SEVERITIES), class_count(model)
+    present, count, num_classes = int(labels.max()) + 1, len(labels) // len(SEVERITIES), class_count(model, size)
     if present != num_classes:
         raise UserError(f"the images in {root} have {present} classes, the model has {num_classes}")
     part = slice((severity - 1) * count, severity * count)
@@ -167,8 +168,8 @@ def _cifar_c_arrays(root: Path, corruption: str) -> tuple[np.ndarray, np.ndarray
             raise UserError(f"{reason}; unpack CIFAR-10-C or CIFAR-100-C there") from None
     images, labels = arrays
     fits = images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels) and len(images) % 5 == 0
-    if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
-        raise UserError(f"{root}/labels.npy has not one class index from 0 for each image; unpack it again")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels) or labels.min() < 0:
+        raise UserError(f"{root}/labels.npy must hold one class index, from 0, for each image; unpack it again")
     if not fits or images.dtype != np.uint8:
         found = f"{root / corruption}.npy has shape {' x '.join(map(str, images.shape))} of {images.dtype}"
         wanted = f"N x height x width x 3 of uint8, with N a multiple of 5 and equal to the {len(labels)} labels"
@@ -228,7 +229,7 @@ class RobustnessInputs:
                 yield CorruptedImages(self.source, crop, applied, severities, self.options.seed)
             return
         for severity in severities:
-            cell = spaced_images(self.published.cell(self.model, corruption, severity), self.options.limit)
+            cell = spaced_images(self.published.cell(self.model, self.size, corruption, severity), self.options.limit)
             yield CorruptedImages(cell, image_transform(whole), None, (severity,))
 
 
@@ -256,7 +257,7 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
         size = PUBLISHED_SIZE if imagenet and not fixed else evaluation_config(model)["input_size"][-2:]
         if published and not (imagenet or fixed or options.suite == "cifar-c"):
             corruption, severities = next(iter(options.wanted().items()))
-            width, height = published.cell(model, corruption, severities[0]).image(0).size
+            width, height = published.cell(model, None, corruption, severities[0]).image(0).size
             size = height, width
     config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:

@@ -73,11 +73,11 @@ class _Form(NamedTuple):
     rest: float
     eps: float
     # Chains that reach each level.
-    chains: list[int]
+    chains: tuple[int, ...]
     # Branches whose last layer reads each level.
-    ended: list[int]
+    ended: tuple[int, ...]
     # Rows that are normalised at each level, the rectified sums last.
-    rows: list[int]
+    rows: tuple[int, ...]
 
 
 def _full(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -157,7 +157,7 @@ def _each(blocks: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right; a compiler fuses a product with a vector with what is next to it."""
+    """Return left @ right; for a compiler a product with a vector is a sum, which it can fuse."""
     if is_eager() or min(left.shape[-1], right.shape[-1]) > 1:
         return torch.bmm(left, right)
     return (left * right.mT).sum(-1, keepdim=True) if right.shape[-1] == 1 else left * right
@@ -447,12 +447,12 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     widths = tuple(len(level[-1][0]) // G for level in levels)
     rest = pyramids[-1].scale / first.scale if rectifiers else 1.0
     out, last = len(weights[-1]) // G, len(lasts) > 0
-    ended = [depths.count(level + 1) * last for level in range(len(levels))]
-    rows = [len(level) * width for level, width in zip(levels, widths, strict=True)]
-    rows += [len(rectifiers) * out] if rectifiers else []
+    ended = tuple(depths.count(level + 1) * last for level in range(len(levels)))
+    rows = tuple(len(level) * width for level, width in zip(levels, widths, strict=True))
+    rows += (len(rectifiers) * out,) if rectifiers else ()
     form = _Form(
         len(pyramids), len(rectifiers), G, C, tuple(depths), widths, out, last, len(skips) > 0, first.scale, rest,
-        norms[0].eps, [len(level) for level in levels], ended, rows,
+        norms[0].eps, tuple(map(len, levels)), ended, rows,
     )  # fmt: skip
     tensors = (*weights, *biases, *gammas, *betas)
     weight, bias, variances, *means = _Collapse.apply(form, moments.centred, mean, moments.covariance, *tensors)

@@ -269,8 +269,8 @@ class DetectionSource(ImageSet[ImageRecord]):
         chosen = [i for i, record in enumerate(self.samples) if any(not each["iscrowd"] for each in record.objects)]
         if not chosen:
             raise UserError(
-                f"{self.annotations} has no objects, or crowds only, in {len(self)} images; give a file or more images "
-                "with objects"
+                f"{self.annotations} has no objects, or crowds only, in {len(self)} images; give a file with "
+                "objects, or use more images"
             )
         return self.subset(chosen)
 

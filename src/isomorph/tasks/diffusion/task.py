@@ -47,8 +47,8 @@ class DiffusionPart(Part):
 class DenoisingLoss(LossModule):
     """Noise prediction: the sum over a batch and its pixels of (predicted - noise)^2 / 1000, at uniform time steps.
 
-    The mean over the `parts` of a batch, which processes and accumulation steps take, is the sum of the whole batch:
-    the effect of gradient clipping depends on its size.
+    The losses of the `parts` of a batch (processes times accumulation steps) are averaged, and the average is the sum
+    over the whole batch: the effect of gradient clipping depends on its size.
 
     Source: Ho et al. (2020) eq. 14, as a sum like in the code that TDRL names
     """

@@ -71,8 +71,10 @@ class SegmentationLoss(ClassificationTask):
     ) -> None:
         super().__init__(model, criterion=pixel_cross_entropy, device=device, verbose=False)
         self.part = part
-        configs: Any = [model.pretrained_cfg, getattr(teacher, "pretrained_cfg", None)]
-        self.teacher = None if teacher is None else FrozenTeacher(teacher, configs[0], configs[1], device)
+        self.teacher: FrozenTeacher | None = None
+        if teacher is not None:
+            own: Any = model.pretrained_cfg
+            self.teacher = FrozenTeacher(teacher, own, teacher.pretrained_cfg, device)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)

@@ -66,7 +66,8 @@ class SoftDistillationLoss(LogitDistillationTask):
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = named_logits(self.trainable_module(input))
         with torch.no_grad():
-            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            # timm's normalize_input compares tensors, for which a GPU must be waited for
+            images = (input * self.student_std + self.student_mean - self.teacher.mean_kd) / self.teacher.std_kd
             teacher = named_logits(self.teacher(images))
         label, distance = self.criterion(logits, target), self.divergence(logits, teacher)
         loss = self.task_loss_weight * label + self.distill_loss_weight * distance

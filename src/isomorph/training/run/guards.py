@@ -57,6 +57,7 @@ def _create_and_lock(folder: Path) -> tuple[int, str]:
         os.close(handle)
         raise held from None
     except OSError:
+        restore_replaced(folder)
         return handle, f"the file system of {folder} has no locks; do not start a second run in it"
     if not folder.exists():  # removed meanwhile by another run, which failed to start
         os.close(handle)

@@ -189,7 +189,7 @@ def train_step(run: Run) -> tuple[float, Any]:
     recipe, step, parts = run.recipe, run.progress.step, run.share.own
     since = step - recipe.model.recast_epoch * run.order.steps
     anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
-    if anneal:
+    if anneal and not since:  # later steps begin where the one before has set it
         anneal.apply(run.trained, since)
     run.scheduler.step_update(step)
     run.optimizer.zero_grad()
@@ -270,8 +270,9 @@ class StepMonitor:
 
     def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
         self.run, self.journal, self.request = run, journal, request
-        self.saved = self.agreed = time.perf_counter()
-        self.step, self.slow = run.progress.step, True  # whether a step takes more than a second, at first unknown
+        self.saved = self.agreed_at = time.perf_counter()
+        self.agreed_step = run.progress.step
+        self.slow = True  # a step takes more than a second, which is assumed until it is measured
         self._begin_row()
 
     def _begin_row(self) -> None:
@@ -293,10 +294,10 @@ class StepMonitor:
             return  # processes agree on the steps above whether to save or stop
         _check_unreadable(run)
         due = (time.perf_counter() - self.saved) / 60 >= recipe.checkpoint_minutes and run.runtime.is_main and not last
-        since, self.agreed = self.agreed, time.perf_counter()
-        taken = (self.agreed - since) / (step - self.step)
+        since, self.agreed_at = self.agreed_at, time.perf_counter()
+        taken = (self.agreed_at - since) / (step - self.agreed_step)
         number, anywhere_due, slowest = run.runtime.maximum(self.request.number, due, taken)
-        self.step, self.slow = step, slowest > 1
+        self.agreed_step, self.slow = step, slowest > 1
         if number or anywhere_due:
             _finite_total(run)
             check_weights(run)

@@ -146,8 +146,8 @@ class Run:
         self.header = describe_model(model)
         self.objective = self.task.objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
         if recipe.ema:
-            mixed = recipe.scale.parallel == "fsdp"  # sharded parameters and plain buffers
-            self.loss_module.setup_ema(decay=recipe.ema, foreach=not mixed)
+            sharded = recipe.scale.parallel == "fsdp"  # foreach cannot mix these parameters with plain buffers
+            self.loss_module.setup_ema(decay=recipe.ema, foreach=not sharded)
         distribute(self.loss_module, recipe.scale, runtime)
         self.optimizer = build_optimizer(self.trained, recipe.optim)
         self.scheduler = build_scheduler(
