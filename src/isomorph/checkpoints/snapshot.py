@@ -147,10 +147,7 @@ def write_snapshot(
             file.flush()
             os.fsync(file.fileno())
         _flush_folder(partial)
-        with suppress(OSError):  # there is one of this step if the run was stopped in the last step of an epoch
-            path.rename(folder / f".{path.name}.old")
-        os.replace(partial, path)
-        _flush_folder(folder)
+        _replace(path, partial)
 
     try:
         _run_on_all_processes(make_empty, runtime, runtime.is_main)
@@ -194,6 +191,14 @@ def _delete_older(folder: Path) -> None:
             path.rename(folder / f".{path.name}.partial")
     for path in (*folder.glob(".step-*.partial"), *folder.glob(".step-*.old")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _replace(path: Path, partial: Path) -> None:
+    """Give a complete snapshot its name, and keep one of the same step until it has it."""
+    with suppress(OSError):  # there is one if the run was stopped in the last step of an epoch
+        path.rename(path.with_name(f".{path.name}.old"))
+    os.replace(partial, path)
+    _flush_folder(path.parent)
 
 
 def restore_replaced(folder: Path) -> None:
