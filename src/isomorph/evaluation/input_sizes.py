@@ -190,7 +190,7 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:
     """Return inputs of (channels, height, width) for timing and counting, of the model's dtype, on a device."""
     dtype = next(model.parameters()).dtype
-    if (own := own_inputs(model, batch, (input_size[-2], input_size[-1]))) is None:
+    if (own := own_inputs(model, batch, input_size[-2:])) is None:
         images = torch.empty if torch.device(device).type == "meta" else torch.randn
         return images(batch, *input_size, device=device, dtype=dtype)
     return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in own.items()}

@@ -17,7 +17,7 @@ from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 Inputs = Tensor | Mapping[str, Any]
 
 
-def own_inputs(model: nn.Module, batch: int, size: tuple[int, int] | None = None) -> dict[str, Any] | None:
+def own_inputs(model: nn.Module, batch: int, size: tuple[int, ...] | None = None) -> dict[str, Any] | None:
     """Return the inputs that a model itself makes (`example_inputs`), on the CPU; None if it has no such method."""
     if (own := getattr(model, "example_inputs", None)) is None:
         return None
