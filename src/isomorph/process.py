@@ -18,6 +18,12 @@ _MMAP_LIMITS = (2**30, 2**25)  # bytes up to which memory is kept; older glibc a
 _SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 
 
+def is_main_process() -> bool:
+    """True if this is the first, or the only, of the processes that a launcher such as torchrun has started."""
+    rank = os.environ.get("RANK", "")
+    return not (rank.isdecimal() and int(rank))
+
+
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process, so that the next training step does not ask the system for it again.
 

@@ -25,10 +25,10 @@ from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenO
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
-from isomorph.distributed import torchrun_place
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config, random_inputs, training_config
 from isomorph.evaluation.model_data import record_root
+from isomorph.process import is_main_process
 from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.rule import add_notes
@@ -132,7 +132,7 @@ def library_options(given: CheckpointOptions) -> ModelOptions:
 
 
 def _print_notes(model: nn.Module) -> nn.Module:
-    for note in notes(model) if torchrun_place()[0] == 0 else ():
+    for note in notes(model) if is_main_process() else ():
         say(f"isomorph: {note}", sys.stderr)
     return model
 

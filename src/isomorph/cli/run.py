@@ -26,7 +26,7 @@ from isomorph.cli.messages import explain_parse_error, explain_shape_error, name
 from isomorph.cli.options import app
 from isomorph.cli.output import COMMAND
 from isomorph.errors import DataWarning, Stopped, UserError, is_out_of_memory
-from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, was_interrupted
+from isomorph.process import INTERRUPTED, SafeChildProcesses, ignore_interrupts, is_main_process, was_interrupted
 from isomorph.terminal_tables import say
 
 _ANOTHER_ENDED = "another process of this run has ended; its error message says why"
@@ -63,13 +63,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: objec
     """Print a warning about the data in a line, and others as Python does."""
     if not issubclass(category, DataWarning):
         _PYTHON_SHOWS(message, category, *place)  # type: ignore[arg-type]
-    elif _is_main_process():
+    elif is_main_process():
         _print_error(str(message))
-
-
-def _is_main_process() -> bool:
-    rank = os.environ.get("RANK", "")
-    return not (rank.isdecimal() and int(rank))
 
 
 def _flush() -> None:
@@ -93,7 +88,7 @@ def _end(status: int) -> NoReturn:
 
 def _end_with_error(text: str, status: int) -> NoReturn:
     """Print an error and exit; of several processes the others wait, and are ended by torchrun before they print it."""
-    if not _is_main_process() or text == _ANOTHER_ENDED:
+    if not is_main_process() or text == _ANOTHER_ENDED:
         time.sleep(_PATIENCE)
     _print_error(text)
     _end(status)
@@ -102,7 +97,7 @@ def _end_with_error(text: str, status: int) -> NoReturn:
 def _end_interrupted(command: str) -> NoReturn:
     ignore_interrupts()  # torchrun sends another one
     resumes = "; the same command resumes from the last checkpoint, if there is one" * (command == "train")
-    if _is_main_process():
+    if is_main_process():
         _print_error(f"interrupted{resumes}")
     sys.exit(INTERRUPTED)
 
@@ -117,7 +112,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
             COMMAND[:] = tokens
             app(tokens)
     except Stopped as stopped:
-        if _is_main_process():
+        if is_main_process():
             _print_error(str(stopped))
         sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
