@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isomorph as iso
 import references
-from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear, patches
 from isomorph.layers.pyramid import moments
 from isomorph.layers.pyramid.base import Layout
 from refusals import refused
@@ -24,6 +24,8 @@ CONVS = {
     "patchify": dict(kernel_size=4, stride=4),
     "3x3 strided": dict(kernel_size=3, stride=2, padding=1),
     "grouped, dilated": dict(kernel_size=(3, 5), padding=(1, 2), groups=3, dilation=(1, 2)),
+    "3x3": dict(kernel_size=3, padding=1),
+    "even, wider than its map": dict(kernel_size=(4, 9), padding=(4, 1), groups=3),
     "depthwise": dict(kernel_size=3, padding=1, groups=6),
     "depthwise, 1x1": dict(kernel_size=1, groups=6),
 }
@@ -86,6 +88,24 @@ def test_conv_equals_the_branches(name, layout):
     out = 6 if "depthwise" in name else 12
     layer = PyramidConv2d(6, out, **CONVS[name], layout=layout, rectify="batchnorm")
     agree(layer, (3, 6, 8, 12), rtol=1e-10, atol=1e-8)
+
+
+@pytest.mark.parametrize("window", [((3, 3), (1, 1)), ((2, 5), (0, 1)), ((5, 4), (2, 6)), ((7, 1), (3, 0))])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_sums_over_patches_by_lag(window, groups):
+    """As with the patches formed; and the variance of a tap that only reads zeros is not what rounding leaves."""
+    window = patches.Window(window[0], (1, 1), window[1], (1, 1), groups)
+    x = torch.randn(3, 6, 8, 7, dtype=torch.float64) + 2
+    tokens = patches.read_tokens(x, window)
+    slope = torch.randn(groups, *2 * [tokens.shape[-1]], dtype=torch.float64)
+    slope = slope + slope.mT
+    assert patches.is_summed_by_lag(x, window)
+    torch.testing.assert_close(patches.sum_products(x, window), tokens.mT @ tokens)
+    applied = patches.apply_to_patches(x, slope, window)
+    torch.testing.assert_close(applied, patches.scatter_tokens(tokens @ slope, x.shape, window))
+    x[:, :, 1:] = 0
+    variances = moments.measure_moments(x.float() * 1e3, window).covariance.diagonal(dim1=1, dim2=2)
+    assert (variances > 0).all()
 
 
 @pytest.mark.parametrize("bias", [True, False])

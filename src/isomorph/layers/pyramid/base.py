@@ -19,11 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch
+from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
 from isomorph.layers.pyramid.moments import (
     Moments,
-    Window,
     autocast_dtype,
     cast_clamped,
     measure_moments,

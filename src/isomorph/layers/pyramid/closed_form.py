@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import constant, is_eager, without_autocast
+from isomorph.layers.patches import saves_work
 from isomorph.layers.pyramid.batchnorm import update_statistics
-from isomorph.layers.pyramid.moments import Moments, saves_work, symmetric_product
+from isomorph.layers.pyramid.moments import Moments, symmetric_product
 
 # Channels from which P is kept for the backward pass; narrower ones are computed again.
 KEPT_FROM = 512

@@ -6,10 +6,11 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.modes import disable_autocast
+from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.base import Computed, Pyramid, Rectify, apply_map, is_altered
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
-from isomorph.layers.pyramid.moments import Window, measure_moments, sync_group
+from isomorph.layers.pyramid.moments import measure_moments, sync_group
 
 
 class PyramidConv2d(Pyramid):

@@ -1,74 +1,30 @@
-"""The tokens that a layer reads, and their moments, from which all BatchNorm statistics of linear chains follow.
+"""The moments of the tokens that a layer reads, from which all BatchNorm statistics of linear chains follow.
 
 Letters: M tokens, G groups (linear maps on disjoint channels) of C channels each.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, on_cpu, without_autocast
+from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, without_autocast
+from isomorph.layers.patches import (
+    Window,
+    apply_to_patches,
+    count_tokens,
+    is_summed_by_lag,
+    measure_patches,
+    read_tokens,
+    saves_work,
+    scatter_tokens,
+)
 
 # Rounding units by which variances of channels are raised: more than a variance that cancels can lack in them.
 #
 # Without them, units that cancel almost exactly would get a variance of 0 or below, and BatchNorm would amplify them.
 RIDGE_ULPS = 8
-
-
-class Window(NamedTuple):
-    """The window of a convolution: the patches that it reads as its tokens."""
-
-    kernel_size: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
-
-    @property
-    def is_pointwise(self) -> bool:
-        """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
-        return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
-
-    def output_size(self, x: Tensor) -> tuple[int, int]:
-        sizes = zip(x.shape[-2:], *self[:4], strict=True)
-        height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-        return height, width
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """Return patches. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
-        return F.unfold(x, self.kernel_size, self.dilation, self.padding, self.stride)
-
-
-def saves_work(x: Tensor) -> bool:
-    """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
-    return on_cpu(x) or x.is_meta
-
-
-def read_tokens(x: Tensor, window: Window | None) -> Tensor:
-    """Shape: x (*, C) -> (1, M, C); with a window x (B, C, H, W) -> (G, M, C k k / G)"""
-    if window is None:
-        return x.flatten(0, -2).unsqueeze(0)
-    patches = x.flatten(2) if window.is_pointwise else window.unfold(x)
-    return patches.permute(1, 0, 2).flatten(1).unflatten(0, (window.groups, -1)).mT
-
-
-def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
-    """Add every token's values where they were read: the adjoint of `read_tokens`."""
-    if window is None:
-        return tokens.view(shape)
-    patches = tokens.mT.flatten(0, 1).unflatten(1, (shape[0], -1 if shape[0] else 0)).permute(1, 0, 2)  # (B, C k k, L)
-    if window.is_pointwise or not shape[0]:
-        return patches.reshape(shape)  # torch's fold does not accept an empty batch
-    return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
-
-
-def count_tokens(x: Tensor, window: Window | None) -> int:
-    """Return the number of tokens that `read_tokens` gives in each group."""
-    return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))
 
 
 # Smallest width of the blocks of a symmetric product.
@@ -120,6 +76,38 @@ class Moments(NamedTuple):
     total: int | Tensor
 
 
+def _measure_tokens(
+    x: Tensor, dtype: torch.dtype, window: Window | None, centring: bool, group: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the input, less its mean if `centring`, the mean and covariance of its tokens, and how many in a group."""
+    tokens, work = read_tokens(x, window), torch.promote_types(x.dtype, torch.float32)
+    count, total = tokens.shape[1], None
+    if group is None:
+        mean = tokens.mean(1, dtype=work) if count else tokens.sum(1, dtype=work)
+    else:
+        sums = torch.cat([tokens.sum(1, dtype=work).flatten(), tokens.new_full((1,), count, dtype=work)])
+        dist.all_reduce(sums, group=group)
+        total = sums[-1:].clamp(min=1)
+        mean = (sums[:-1] / total).view(len(tokens), -1)
+    written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None  # a compiler fuses the cast
+    centred = torch.sub(tokens, mean.unsqueeze(1), out=written).to(dtype)
+    source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
+    if dtype != work and not (x.is_cuda or x.is_meta):
+        centred = centred.to(work)
+    if total is None and count and centred.dtype == work and not saves_work(x):  # divided by the same operation
+        covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
+    else:
+        covariance = (
+            symmetric_product(centred, centred)
+            if centred.dtype == work
+            else torch.bmm(centred.mT, centred, out_dtype=work)  # sums in float32 of products in half precision
+        )
+        if total is not None:
+            dist.all_reduce(covariance, group=group)
+        covariance = covariance / (max(count, 1) if total is None else total)
+    return source, mean, covariance, total
+
+
 class MeasureMoments(torch.autograd.Function):
     """Compute mean and covariance of the tokens of x, centred in `dtype`; also x, minus its mean if `centring`.
 
@@ -130,34 +118,15 @@ class MeasureMoments(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, window: Window | None, centring: bool, group: Any
     ) -> tuple[Tensor, ...]:
-        tokens, work = read_tokens(x, window), torch.promote_types(x.dtype, torch.float32)
-        count, total = tokens.shape[1], None
-        if group is None:
-            mean = tokens.mean(1, dtype=work) if count else tokens.sum(1, dtype=work)
+        by_lag = window if window and group is None and is_summed_by_lag(x, window) else None
+        work = torch.promote_types(x.dtype, torch.float32)
+        if by_lag:
+            source, total, (mean, covariance) = x.view_as(x), None, measure_patches(x.to(work), by_lag)
         else:
-            sums = torch.cat([tokens.sum(1, dtype=work).flatten(), tokens.new_full((1,), count, dtype=work)])
-            dist.all_reduce(sums, group=group)
-            total = sums[-1:].clamp(min=1)
-            mean = (sums[:-1] / total).view(len(tokens), -1)
-        written = torch.empty_like(tokens, dtype=dtype) if is_eager() else None  # a compiler fuses the cast
-        centred = torch.sub(tokens, mean.unsqueeze(1), out=written).to(dtype)
-        source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
-        if dtype != work and not (x.is_cuda or x.is_meta):
-            centred = centred.to(work)
-        if total is None and count and centred.dtype == work and not saves_work(x):  # divided by the same operation
-            covariance = torch.baddbmm(mean.unsqueeze(1), centred.mT, centred, beta=0, alpha=1 / count)
-        else:
-            covariance = (
-                symmetric_product(centred, centred)
-                if centred.dtype == work
-                else torch.bmm(centred.mT, centred, out_dtype=work)  # sums in float32 of products in half precision
-            )
-            if total is not None:
-                dist.all_reduce(covariance, group=group)
-            covariance = covariance / (max(count, 1) if total is None else total)
+            source, mean, covariance, total = _measure_tokens(x, dtype, window, centring, group)
         covariance.diagonal(dim1=1, dim2=2).mul_(1 + RIDGE_ULPS * torch.finfo(work).eps)
-        ctx.window, ctx.centring, ctx.count, ctx.group, ctx.dtype = window, centring, count, group, x.dtype
-        numbers = () if total is None else (total,)
+        ctx.window, ctx.by_lag, ctx.centring, ctx.group, ctx.dtype = window, by_lag, centring, group, x.dtype
+        ctx.count, numbers = count_tokens(x, window), () if total is None else (total,)
         ctx.save_for_backward(source, mean, *numbers)
         ctx.mark_non_differentiable(*numbers)
         return source, mean, covariance, *numbers
@@ -186,9 +155,14 @@ class MeasureMoments(torch.autograd.Function):
         level = mean - mean.detach() if ctx.centring else mean
         if not ctx.centring or torch.is_grad_enabled():
             shift = shift - (level.unsqueeze(1) @ slope).squeeze(1)
-        tokens = read_tokens(source, ctx.window).to(slope.dtype)
-        d_tokens = torch.baddbmm(shift.unsqueeze(1), tokens, slope).to(d_source.dtype)
-        d_x = d_source + scatter_tokens(d_tokens, d_source.shape, ctx.window)
+        if ctx.by_lag:
+            d_x = apply_to_patches(source.to(slope.dtype), slope, ctx.by_lag)
+            everywhere = shift.unsqueeze(1).expand(-1, ctx.count // len(source), -1)
+            d_x = d_source + (d_x + scatter_tokens(everywhere, source[:1].shape, ctx.window)).to(d_source.dtype)
+        else:
+            tokens = read_tokens(source, ctx.window).to(slope.dtype)
+            d_tokens = torch.baddbmm(shift.unsqueeze(1), tokens, slope).to(d_source.dtype)
+            d_x = d_source + scatter_tokens(d_tokens, d_source.shape, ctx.window)
         return d_x.to(ctx.dtype), None, None, None, None
 
 

@@ -1,0 +1,148 @@
+"""The patches that a convolution reads, as tokens of a linear layer, and sums over patches that overlap.
+
+Taps a and b of a patch at p read x[p + a] and x[p + b]. Their product, summed over all positions p, depends on the taps
+by the lag b - a alone, but for what the border cuts off. So one weight gradient of a convolution gives the sums of all
+pairs of taps, without the patches, which are as many times the map as a kernel has taps:
+
+    T[d] = sum_u x[u] x[u + d]^T
+    sum_p p p^T [a, b] = T[b - a] - (positions beyond the outputs, from which both taps read the map)
+
+Letters: M tokens, or L positions in each image; G groups of c channels, C = G c; kernels of h x w taps.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from isomorph.layers.modes import on_cpu
+
+
+def saves_work(x: Tensor) -> bool:
+    """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
+    return on_cpu(x) or x.is_meta
+
+
+class Window(NamedTuple):
+    """The window of a convolution: the patches that it reads as its tokens."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    @property
+    def is_pointwise(self) -> bool:
+        """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
+        return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+
+    def output_size(self, x: Tensor) -> tuple[int, int]:
+        sizes = zip(x.shape[-2:], *self[:4], strict=True)
+        height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        return height, width
+
+
+def read_tokens(x: Tensor, window: Window | None) -> Tensor:
+    """Shape: x (*, C) -> (1, M, C); with a window x (B, C, H, W) -> (G, M, C k k / G)"""
+    if window is None:
+        return x.flatten(0, -2).unsqueeze(0)
+    kernel_size, stride, padding, dilation, _ = window
+    patches = x.flatten(2) if window.is_pointwise else F.unfold(x, kernel_size, dilation, padding, stride)
+    return patches.permute(1, 0, 2).flatten(1).unflatten(0, (window.groups, -1)).mT
+
+
+def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
+    """Add every token's values where they were read: the adjoint of `read_tokens`."""
+    if window is None:
+        return tokens.view(shape)
+    patches = tokens.mT.flatten(0, 1).unflatten(1, (shape[0], -1 if shape[0] else 0)).permute(1, 0, 2)  # (B, C k k, L)
+    if window.is_pointwise or not shape[0]:
+        return patches.reshape(shape)  # torch's fold does not accept an empty batch
+    return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
+
+
+def count_tokens(x: Tensor, window: Window | None) -> int:
+    """Return the number of tokens that `read_tokens` gives in each group."""
+    return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))
+
+
+# Least variance of a tap, in rounding units of what cancels in it: where a tap reads one value alone, what the others of
+# its channel read must not leave a variance below 0.
+FLOOR_ULPS = 1024
+
+
+def is_summed_by_lag(x: Tensor, window: Window) -> bool:
+    """True where sums over patches come from lags: for a GPU these are more operations, for which it pays."""
+    sizes = (*x.shape[-2:], len(x) * math.prod(window.kernel_size))
+    fits = all(size >= least for size, least in zip(sizes, (*window.kernel_size, 2), strict=True))
+    return saves_work(x) and fits and window.stride == window.dilation == (1, 1) != window.kernel_size
+
+
+def _beyond(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, ...], Window]]:
+    """Return strips of a map that are read from positions beyond the outputs: as views, with their taps and window."""
+    (h, w), (top, side), groups, every = window.kernel_size, window.padding, window.groups, slice(None)
+    strips = []
+    for n in range(1, h - top):  # n rows of a patch are inside the map
+        across = Window((n, w), (1, 1), (0, w - 1), (1, 1), groups)
+        strips += [(x[:, :, :n], (slice(h - n, h), every), across), (x[:, :, -n:], (slice(n), every), across)]
+    for n in range(1, w - side):
+        along = Window((h, n), (1, 1), (top, 0), (1, 1), groups)
+        strips += [(x[..., :n], (every, slice(w - n, w)), along), (x[..., -n:], (every, slice(n)), along)]
+    return strips
+
+
+def sum_products(x: Tensor, window: Window) -> Tensor:
+    """Return the sum of p p^T over all patches p. Shape: x (B, C, H, W) -> (G, c h w, c h w)"""
+    (h, w), groups, channels = window.kernel_size, window.groups, x.shape[1]
+    size = (channels, channels // groups, h, 2 * w - 1)
+    few = -(-len(x) // 16)  # images at a time, as long sums lose digits
+    pairs_of_maps = zip(F.pad(x, (w - 1, w - 1, 0, h - 1)).split(few), x.split(few), strict=True)
+    parts = [conv2d_weight(around, size, each, groups=groups) for around, each in pairs_of_maps]
+    half = torch.stack(parts).sum(0).unflatten(0, (groups, -1))
+    lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # T[-d] = T[d]^T
+    pairs = lags.unfold(-2, h, 1).unfold(-2, w, 1).flip(3, 4)  # T[b - a]: (G, c, c, a, b)
+    sums = pairs.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, a, c, b), taps a and b (h, w)
+    for strip, (rows, columns), own in _beyond(x, window):
+        tokens, block = read_tokens(strip, own), sums[:, :, rows, columns, :, rows, columns]
+        block -= torch.bmm(tokens.mT, tokens).view(block.shape)
+    return sums.flatten(4).flatten(1, 3)
+
+
+def apply_to_patches(x: Tensor, slope: Tensor, window: Window) -> Tensor:
+    """Add slope p, for every patch p, where p was read: half the gradient of sums of products, if slope is symmetric.
+
+    Shape: x (B, C, H, W), slope (G, c h w, c h w) -> (B, C, H, W)
+    """
+    (h, w), groups = window.kernel_size, window.groups
+    pairs = slope.unflatten(2, (-1, h, w)).unflatten(1, (-1, h, w))
+    taps = ((i, j) for i in range(h) for j in range(w))
+    lags = torch.stack([F.pad(pairs[:, :, i, j], (w - 1 - j, j, h - 1 - i, i)) for i, j in taps]).sum(0)
+    added = F.conv2d(x, lags.flatten(0, 1), padding=(h - 1, w - 1), groups=groups)
+    for (strip, (rows, columns), own), (part, *_) in zip(_beyond(x, window), _beyond(added, window), strict=True):
+        block = pairs[:, :, rows, columns, :, rows, columns].flatten(4).flatten(1, 3)
+        part -= apply_to_patches(strip, block, own)
+    return added
+
+
+def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of all patches, less a level of each channel: any is exact, the mean keeps digits.
+
+    Shape: x (B, C, H, W) -> (G, c h w), (G, c h w, c h w)
+    """
+    average = x.mean(0, keepdim=True)
+    level = average.mean((2, 3), keepdim=True)
+    inside = read_tokens(average - level, window)  # (G, L, c h w): 0 outside the map
+    levels = read_tokens(level.expand(-1, -1, *window.kernel_size), window._replace(padding=(0, 0)))  # (G, 1, c h w)
+    patches = read_tokens(average, window) - levels
+    mean, positions = patches.mean(1, keepdim=True), patches.shape[1]
+    border = (torch.bmm(patches.mT, patches) - torch.bmm(inside.mT, inside)) / positions
+    products, taps = sum_products(x - level, window) / (len(x) * positions), math.prod(window.kernel_size)
+    covariance = products + border - mean.mT * mean
+    largest = products.diagonal(dim1=1, dim2=2).unflatten(1, (-1, taps)).amax(2).repeat_interleave(taps, 1)
+    least = (largest + patches.square().mean(1)) * (FLOOR_ULPS * torch.finfo(x.dtype).eps)
+    covariance.diagonal(dim1=1, dim2=2).clamp_(min=least)
+    return (mean + levels).squeeze(1), covariance
