@@ -88,16 +88,11 @@ class Runtime:
 
     def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Return a loader's batches; a process with fewer than others repeats an example with the label -1."""
-        if self.world == 1:
-            return loader
-        return self._pad_batches(iter(loader))
+        return loader if self.world == 1 else self._pad_batches(iter(loader))
 
     def _pad_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         latest = None
-        while True:
-            batch = next(batches, None)
-            if not self.maximum(batch is not None)[0]:
-                return
+        while self.maximum((batch := next(batches, None)) is not None)[0]:
             if batch is None and latest is None:
                 raise UserError("there are fewer test images than processes; start fewer processes")
             latest = batch if batch is not None else _repeat_first(*latest[:2])  # type: ignore[index]

@@ -193,17 +193,9 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
 
 def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, sampler: TrainSampler) -> DataLoader[Any]:
     augment, data = recipe.augment, recipe.data
-    transform = train_transform(
-        config,
-        augment.padding_at(*config["input_size"][-2:]),
-        scale=augment.scale,
-        ratio=(3 / 4, 4 / 3),
-        hflip=augment.hflip,
-        auto_augment=augment.auto_augment,
-        color_jitter=augment.color_jitter,
-        re_prob=augment.erasing,
-        re_mode="pixel",
-    )
+    options = augment.model_dump(include={"scale", "hflip", "auto_augment", "color_jitter"})
+    options |= dict(ratio=(3 / 4, 4 / 3), re_prob=augment.erasing, re_mode="pixel")
+    transform = train_transform(config, augment.padding_at(*config["input_size"][-2:]), **options)
     if isinstance(train, Stream):
         return stream_loader(train, transform, sampler, data.workers, data.unreadable)
     return train_loader(transformed(train, transform), sampler, data.workers, data.unreadable)

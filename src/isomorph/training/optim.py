@@ -84,10 +84,8 @@ def parameter_groups(
     >>> optimizer = torch.optim.AdamW(groups)
     """
     rates = dict(lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr, gamma_lr=gamma_lr)
-    optim = check_part(
-        OptimPart, "parameter_groups", {**rates, "weight_decay": weight_decay, "layer_decay": layer_decay}
-    )
-    groups = scaled_groups(model, optim)
+    decays = dict(weight_decay=weight_decay, layer_decay=layer_decay)
+    groups = scaled_groups(model, check_part(OptimPart, "parameter_groups", rates | decays))
     for group in groups:  # without lr_scale, by which timm's schedulers would multiply the rate again
         group["lr"] = lr * group.pop("lr_scale")
     return groups
@@ -102,14 +100,13 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
     gates, positions = _gating_names(model)
     branches = _normalised_names(model) if optim.branch_lr else set()
     gammas = {f"{name}.gamma" for name, module in model.named_modules() if isinstance(module, InsertedBlock)}
+    named = {"branches": branches, "gates": gates, "positions": positions, "gammas": gammas}
+    special = {name: kind for kind, names in named.items() for name in names}
     scales = learning_rate_scales(model, optim.layer_decay)
     members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed"
-            kind = "branches" if name in branches else kind
-            kind = "gates" if name in gates else "positions" if name in positions else kind
-            kind = "gammas" if name in gammas else kind
+            kind = special.get(name, "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed")
             members.setdefault((scales[name], kind), []).append(parameter)
     rates = {"gates": optim.gate_lr, "positions": optim.position_lr, "gammas": optim.gamma_lr}
     rates["branches"] = optim.branch_lr or optim.lr

@@ -164,9 +164,7 @@ def task_of(model: nn.Module) -> Task | None:
     A model of a task derived from `Classification` is one too, unless the task has an `evaluate` of its own.
     """
     task = recorded_task(model)
-    if task and task.classifies and type(task).evaluate is Task.evaluate:
-        return None
-    return task
+    return None if task and task.classifies and type(task).evaluate is Task.evaluate else task
 
 
 def task_record(model: nn.Module) -> dict[str, Any]:

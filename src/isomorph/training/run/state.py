@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from isomorph.analysis import logit_stats
 from isomorph.checkpoints.autoencoder import save_autoencoder
@@ -55,7 +53,6 @@ from isomorph.training.classification import recipe_task
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.parallel import distribute, gathered_state_dict, prepare_model
 from isomorph.training.recipe.recipe import Recipe, changed_fields, identity_json
-from isomorph.training.task import Objective
 
 _TOTALS = "progress.totals"
 
@@ -73,11 +70,6 @@ class Run:
 
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
-
-    objective: Objective
-    optimizer: Optimizer
-    scheduler: Scheduler
-    header: dict[str, str]
 
     def __init__(self, recipe: Recipe, runtime: Runtime | None = None) -> None:
         runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
@@ -240,11 +232,8 @@ class Run:
         values["state"] = {name: value for name, value in values["state"].items() if name in kept}
         load_optimizer(self.trained, self.optimizer, owned, values)
         self.progress.recast = True
-        message = (
-            f"recast after epoch {self.progress.closed}: {len(kept)} parameter tensors are unchanged, "
-            f"{len(parameters) - len(kept)} are new"
-        )
-        return "; ".join((message, *notes(self.trained)))
+        counts = f"{len(kept)} parameter tensors are unchanged, {len(parameters) - len(kept)} are new"
+        return "; ".join((f"recast after epoch {self.progress.closed}: {counts}", *notes(self.trained)))
 
     def _recast_copy(self, model: nn.Module) -> nn.Module:
         seed_everything("recast", self.recipe.seed)
@@ -366,8 +355,6 @@ def find_snapshot(recipe: Recipe) -> IntactSnapshot | None:
     if recipe.optim.schedule == "constant" and recipe.iterations is None and old.get("epochs", 0) < recipe.epochs:
         old["epochs"] = recipe.epochs  # at a constant rate, both runs are the same until then
     if changed := changed_fields(old, new):
-        hint = (
-            f"give `out` another folder (model.weights={folder / 'model.safetensors'} starts from this run's weights)"
-        )
-        raise UserError(f"{folder} has another run ({'; '.join(changed)}); {hint}")
+        start = f"model.weights={folder / 'model.safetensors'} starts from this run's weights"
+        raise UserError(f"{folder} has another run ({'; '.join(changed)}); give `out` another folder ({start})")
     return found
