@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
 from isomorph.checkpoints.files import write_atomically
@@ -200,7 +200,7 @@ def denoise(
 def write_grid(images: Tensor, path: Path) -> None:
     """Write images as one PNG, in rows of a square. Shape: (N, C, H, W) uint8. Raises: UserError when it cannot."""
     grid = make_grid(images, nrow=math.ceil(math.sqrt(len(images))), padding=2, pad_value=255)  # (3, H, W)
-    write_atomically(path, lambda file: to_image(grid).save(file, format="PNG"))
+    write_atomically(path, lambda file: to_pil_image(grid).save(file, format="PNG"))
 
 
 def write_folder(images: Tensor, folder: Path) -> None:
@@ -213,7 +213,7 @@ def write_folder(images: Tensor, folder: Path) -> None:
     try:
         partial.mkdir(parents=True)
         for number, image in enumerate(images):
-            to_image(image).save(partial / f"{number:06d}.png")
+            to_pil_image(image).save(partial / f"{number:06d}.png")
         if folder.exists() and not must_be_new(folder):
             shutil.rmtree(folder)
         move_into_place(partial, folder)
@@ -229,9 +229,3 @@ def check_replaceable(folder: Path) -> None:
     others = [name for name in names if not re.fullmatch(r"\d{6,}\.png", name)]
     if others:
         raise UserError(f"{folder} holds other files, such as {others[0]}, and is not replaced; give another folder")
-
-
-def to_image(image: Tensor) -> Image.Image:
-    """Return an image as Pillow's, in grey or RGB. Shape: (C, H, W) uint8"""
-    pixels = image.movedim(0, -1).numpy()
-    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

@@ -144,10 +144,9 @@ class Diffusion(Task):
 
     def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
         """Return the size of images, by default the model's own; images have values from -1 to 1."""
-        crop = {"crop_pct": 1.0, "crop_mode": "center"}
-        config = super().data_config(recipe, model) | crop
+        config = super().data_config(recipe, model)
         half = (0.5,) * config["input_size"][0]
-        return config | dict(mean=half, std=half)
+        return config | dict(crop_pct=1.0, crop_mode="center", mean=half, std=half)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         require_denoiser(model, recipe.model.name or str(recipe.model.weights))

@@ -89,8 +89,7 @@ def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> Non
     words, rows = len(tokenizer), model.table.shape[0]
     padding, own = getattr(model.body.config, "pad_token_id", None), tokenizer.pad_token_id
     if not rows - UNUSED_EMBEDDINGS <= words <= rows:
-        what = f"it has {words:,} tokens, and the network {rows:,} word embeddings"
-        instead = f"vocab_size {words}"
+        what, instead = f"it has {words:,} tokens, and the network {rows:,} word embeddings", f"vocab_size {words}"
     elif padding not in (None, own):
         what, instead = f"its padding is token {own}, the network's {padding}", "pad_token_id"
     else:
@@ -181,6 +180,5 @@ class LanguageTask(Task):
         source = options.data if options.data in self.sources else recorded or self.sources[0]
         folder = options.data if options.data not in self.sources else None
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
-        test = self.open_test(model, source, data_root(options.root or folder))
-        test = drawn_once(test, options.max_images)
+        test = drawn_once(self.open_test(model, source, data_root(options.root or folder)), options.max_images)
         return [self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)]

@@ -73,8 +73,7 @@ class SegmentationLoss(ClassificationTask):
         self.part = part
         self.teacher: FrozenTeacher | None = None
         if teacher is not None:
-            own: Any = model.pretrained_cfg
-            self.teacher = FrozenTeacher(teacher, own, teacher.pretrained_cfg, device)  # type: ignore[arg-type]
+            self.teacher = FrozenTeacher(teacher, model.pretrained_cfg, teacher.pretrained_cfg, device)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         coarse: CoarseLogits = self.trainable_module(input, coarse=True)
