@@ -79,8 +79,8 @@ def analyze(
         raise UserError("--evolution compares features of test images; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
-        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, evolution_table
-        from isomorph.report.charts import Dots
+        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections
+        from isomorph.report.charts import Dots, series_table
         from isomorph.report.html import write_page
         from isomorph.report.page_images import open_images
     models = _open_models([model, *([against] if against else [])], opening, device, size)
@@ -92,7 +92,7 @@ def analyze(
     written = write_page(out, " and ".join(m.name for m in models), sections[0].finding, sections, page_footer())
     measured = {"out": str(out), "bytes": written} | ({"evolution": evolutions} if evolutions else {})
     measured |= {"heads": {c.title: c.series for s in sections for c in s.charts if isinstance(c, Dots)}}
-    show(json_, measured, *([evolution_table(evolutions), ""] if evolutions else []), page_line(out, written))
+    show(json_, measured, *([series_table("F_k", evolutions), ""] if evolutions else []), page_line(out, written))
 
 
 def _open_models(

@@ -41,7 +41,6 @@ def _equality_section(demo: Demo) -> Section:
 
 
 def _attention_section(demo: Demo) -> Section:
-    viewer = _viewer(demo, {"T-CNN": demo.tcnn})
     return Section(
         "What each head attends to",
         "Point at a patch of the digit, or choose another layer.",
@@ -49,7 +48,7 @@ def _attention_section(demo: Demo) -> Section:
         "(mean over layers, heads and patches).",
         guide="A 3 x 3 convolution is attention with nine heads: each attends to one neighbour of the patch, or to the "
         "patch itself. Gate 1.00 means that a head attends by position only.",
-        viewer=viewer,
+        viewer=_viewer(demo, {"T-CNN": demo.tcnn}),
     )
 
 

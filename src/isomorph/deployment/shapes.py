@@ -61,9 +61,7 @@ def plan_export(model: nn.Module, dynamic: str, size: int | ImageSize | None) ->
     return model, plan_shapes(model, dynamic, sides)
 
 
-def plan_shapes(
-    model: Any, dynamic: str = "batch", size: ImageSize | None = None, least_multiple: int = 1
-) -> ExportShapes:
+def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_multiple: int = 1) -> ExportShapes:
     """Choose the inputs to trace and check a model on: images at the given size (height, width) or the model's own.
 
     For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they

@@ -354,9 +354,7 @@ def check_num_classes(num_classes: int | None, expected: int | None) -> None:
         )
 
 
-def measure_costs(
-    model: nn.Module, sizes: Sequence[Size], images: int = 32, exported: bool = False
-) -> list[dict[str, Any]]:
+def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> list[dict[str, Any]]:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
     Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.

@@ -121,9 +121,7 @@ def open_suites(
     return open_located(find_suites(wanted, root, form), partial)
 
 
-def find_suites(
-    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
-) -> dict[Location, list[Suite]]:
+def find_suites(wanted: Sequence[str], root: str | Path | None, form: str | None) -> dict[Location, list[Suite]]:
     """Find the folders of suites; imagenet and real share one. Raises: UserError if unknown, missing, or doubled."""
     pairs = [item.strip().partition("=")[::2] for text in wanted for item in text.split(",")]
     folders = dict(pairs)

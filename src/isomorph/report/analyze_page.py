@@ -22,7 +22,7 @@ from isomorph.report.attention_viewer import (
     build_viewer,
     capture_layer_maps,
 )
-from isomorph.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number, series_table
+from isomorph.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
 from isomorph.report.html import Details, ImageCard, Section
 from isomorph.report.page_images import PageImage, normalise_images
 from isomorph.report.page_models import (
@@ -65,11 +65,6 @@ GATING = (
 GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas)
 PREFIX = HeadMeasure("Attention to class token and registers", "share", prefix_attention, 1.0)
 STATISTICS = (*MEASURES.values(), PREFIX, HeadMeasure("Largest attention logit", "logit", _largest_logits))
-
-
-def evolution_table(evolution: Evolution) -> Table:
-    """Return a table with a row for each layer: F_k of each model, a dash where it has no layer of that name."""
-    return series_table("F_k", evolution)
 
 
 def _mebibytes(count: int | None) -> str:

@@ -21,12 +21,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import PredictionCounts, class_logits, sum_counts
 from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.robustness.images import PUBLISHED_SIZE, RobustnessInputs, RobustnessOptions, open_inputs
-from isomorph.evaluation.robustness.scores import (
-    Cell,
-    Cells,
-    compare_to_baseline,
-    robustness_summary,
-)
+from isomorph.evaluation.robustness.scores import Cell, Cells, compare_to_baseline, robustness_summary
 from isomorph.layers.modes import eval_mode
 
 _KIND = "isomorph robustness"
