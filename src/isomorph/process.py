@@ -37,9 +37,7 @@ def keep_freed_memory() -> bool:
     >>> iso.keep_freed_memory() in (True, False)
     True
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+    if platform.libc_ver()[0] != "glibc" or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)

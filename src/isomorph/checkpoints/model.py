@@ -324,11 +324,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
 
 def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
     """Warn if a tensor has NaN or infinity (but -inf, of masks), which is saved or loaded (`done`)."""
-    held = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and not tensor.is_meta}
-    dense = {
-        name: tensor for name, tensor in held.items() if tensor.layout == torch.strided and not tensor.is_quantized
-    }
-    real = {name: tensor for name, tensor in dense.items() if tensor.is_floating_point()}
+    real = {name: tensor for name, tensor in tensors.items() if _is_real(tensor) and not tensor.is_meta}
     if wrong := [name for name, tensor in real.items() if not (tensor < torch.inf).all()]:
         warnings.warn(f"{wrong[0]} is not finite (NaN or infinite), and is {done} as it is", DataWarning, stacklevel=3)
 

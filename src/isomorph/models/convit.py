@@ -139,10 +139,9 @@ class ConViT(BlockwiseViT):
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its positions from a square grid."""
-    state_dict = unwrap_state_dict(state_dict)
     state = {  # `pos_proj.bias`, constant along the softmax, has no effect
         name.replace("gating_param", "gate").replace("pos_proj.weight", "position"): tensor
-        for name, tensor in state_dict.items()
+        for name, tensor in unwrap_state_dict(state_dict).items()
         if not name.endswith("pos_proj.bias")
     }
     return vision_transformer.checkpoint_filter_fn(state, model)

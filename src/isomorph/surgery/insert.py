@@ -92,8 +92,7 @@ def change_entry(output: Any, entry: int | str | None, change: Callable[[Tensor]
         return changed
     values = list(output)
     values[entry] = change(values[entry])  # type: ignore[index]
-    named = hasattr(output, "_fields")
-    return type(output)(*values) if named else type(output)(values)
+    return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
 
 
 @dataclass(frozen=True)

@@ -310,9 +310,8 @@ def _apply(model: nn.Module, group: Group) -> list[tuple[Merge, str]]:
         edits.append((rule, name))
         return new
 
-    written: list[tuple[Tensor, Tensor | None]]
     if group.kind == "chain":
-        written = [_product(*layers)]
+        written: list[tuple[Tensor, Tensor | None]] = [_product(*layers)]
     elif group.kind == "readers":
         written = [_after_scale(layer, window, group) for layer, window in zip(layers, group.windows, strict=True)]
     else:

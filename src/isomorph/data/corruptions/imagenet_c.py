@@ -100,9 +100,7 @@ def zoom_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarra
     end, step = _ZOOM[severity - 1]
     sharp = np.ascontiguousarray((image / 255).astype(np.float32).transpose(2, 0, 1))
     factors = np.arange(1, end, step)
-    total = sharp.copy()
-    for factor in factors:
-        total += zoom_centre(sharp, factor)
+    total = sum((zoom_centre(sharp, factor) for factor in factors), sharp)
     return to_uint8(total.transpose(1, 2, 0) / (len(factors) + 1))
 
 

@@ -203,9 +203,8 @@ class LinearToPyramid(Rule):
         if rectify == "paper":
             rectify = "batchnorm" if name in _LOGIT_PROJECTIONS or name in JOINT_PARTS else "rescale"
         options: Any = dict(rectify=rectify, layout=self.layout, rescale_by=self.rescale_by, form=self.form)
-        pyramid: PyramidLinear | PyramidConv2d
         if isinstance(layer, nn.Linear):
-            pyramid = PyramidLinear(layer.in_features, layer.out_features, **options)
+            pyramid: PyramidLinear | PyramidConv2d = PyramidLinear(layer.in_features, layer.out_features, **options)
         else:
             window: Any = (layer.kernel_size, layer.stride, conv_padding(layer), layer.dilation, layer.groups)
             pyramid = PyramidConv2d(layer.in_channels, layer.out_channels, *window, **options)
