@@ -70,8 +70,8 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
     return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))
 
 
-# Least variance of a tap, in rounding units of what cancels in it: where a tap reads one value alone, what the others of
-# its channel read must not leave a variance below 0.
+# Least variance of a tap, in rounding units of what cancels in it: where a tap reads one value alone, what the others
+# of its channel read must not leave a variance below 0.
 FLOOR_ULPS = 1024
 
 
