@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Of 21,000 files the few that are imported are compiled then, which saves a minute.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 # One thread per worker: two test processes share two cores. Keep freed memory: activations are large and alike.
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000

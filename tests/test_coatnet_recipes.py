@@ -95,6 +95,8 @@ def test_sigmoids_sum_over_classes():
     for given, hot in ((labels, F.one_hot(labels, 7).float()), (soft := torch.rand(4, 7), soft)):
         wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
         torch.testing.assert_close(loss(logits, given), wanted)
+    smooth, few = build_criterion(AugmentPart(smoothing=1e-4), "sigmoid"), logits.bfloat16()
+    torch.testing.assert_close(smooth(few, labels), smooth(few.float(), labels), rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize(("crop", "mode"), [("whole", "squash"), ("center", "center")])

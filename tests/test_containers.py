@@ -75,6 +75,10 @@ def test_no_shard_is_for_training_and_for_testing(tmp_path):
     for name in ("train-0000.tar", "val-0000.tar"):
         write_tar(tmp_path / "train" / name, [("0.cls", b"0"), ("0.png", b"")])
     refused("val-0000.tar is named for training and for testing", open_source, "webdataset", "train", tmp_path)
+    as_shards(tmp_path / "named")
+    (tmp_path / "named/train-0000.tar").rename(tmp_path / "named/more.tar")
+    with pytest.warns(DataWarning, match=r"^1 file in .*named left out \(1 without train, val or test in the name\)"):
+        open_source(tmp_path / "named", "train")
 
 
 def test_what_is_left_out_is_said(tmp_path):

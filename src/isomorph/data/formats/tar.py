@@ -326,6 +326,7 @@ def _shards_by_split(root: Path) -> dict[str, list[Path]]:
         return {"train": [], "test": shards}
     if both := [path for path in shards if len({word in SPLITS["train"] for word in words[path]}) > 1]:
         raise UserError(f"{both[0]} is named for training and for testing; name its folder and file for one of them")
+    report_left_out(root, {"without train, val or test in the name": sum(not words[path] for path in shards)})
     named = {word: [path for path in shards if word in words[path]] for known in SPLITS.values() for word in known}
     return {split: next((named[word] for word in known if named[word]), []) for split, known in SPLITS.items()}
 

@@ -17,10 +17,17 @@ from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart
 MIN_LENGTH = 1e-8
 
 
+class SigmoidLoss(BinaryCrossEntropy):
+    """Sigmoid cross-entropy summed over classes, in float32 at least: in bfloat16 a target of 1 - 1e-4 would be 1."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(x.to(torch.promote_types(x.dtype, torch.float32)), target)
+
+
 def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
     """Return softmax or sigmoid cross-entropy, with label smoothing, or soft targets for mixed images."""
     if loss == "sigmoid":
-        return BinaryCrossEntropy(augment.smoothing, sum_classes=True)
+        return SigmoidLoss(augment.smoothing, sum_classes=True)
     return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
