@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Of 21,000 files the few that are imported are compiled then, which saves a minute.
+# pip compiles nothing: Python compiles the few of 21,000 files that it imports, which saves a minute.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 # One thread per worker: two test processes share two cores. Keep freed memory: activations are large and alike.

@@ -24,6 +24,11 @@ def on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == CPU_DEVICE
 
 
+def saves_work(x: Tensor) -> bool:
+    """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
+    return on_cpu(x) or x.is_meta
+
+
 def is_eager() -> bool:
     """True if torch runs eagerly: nothing is compiling, exporting or tracing this call."""
     return not torch.compiler.is_compiling() and not torch.jit.is_tracing()

@@ -1,16 +1,17 @@
 """The patches that a convolution reads, as tokens of a linear layer, and sums over patches that overlap.
 
 Taps a and b of a patch at p read x[p + a] and x[p + b]. Their product, summed over all positions p, depends on the taps
-by the lag b - a alone, but for what the border cuts off. So one weight gradient of a convolution gives the sums of all
-pairs of taps, without the patches, which are as many times the map as a kernel has taps:
+by the lag b - a alone, but for what the border cuts off. So the weight gradient of one convolution gives the sums of
+all pairs of taps. The patches, h w times as large as the map, are not formed:
 
     T[d] = sum_u x[u] x[u + d]^T
-    sum_p p p^T [a, b] = T[b - a] - (positions beyond the outputs, from which both taps read the map)
+    (sum_p p p^T)[a, b] = T[b - a] - (positions that are no outputs, but from which both taps read the map)
 
 Letters: M tokens, or L positions in each image; G groups of c channels, C = G c; kernels of h x w taps.
 """
 
 import math
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from isomorph.layers.modes import on_cpu
-
-
-def saves_work(x: Tensor) -> bool:
-    """True where arithmetic is what takes the time: on a CPU, and on the meta device, on which it is counted."""
-    return on_cpu(x) or x.is_meta
+from isomorph.layers.modes import saves_work
 
 
 class Window(NamedTuple):
@@ -70,20 +66,24 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
     return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))
 
 
-# Least variance of a tap, in rounding units of what cancels in it: where a tap reads one value alone, what the others
-# of its channel read must not leave a variance below 0.
+# Least variance of a tap, in rounding units of the largest sum of squares of its channel. A tap that reads almost only
+# zeros would otherwise have the rounding error of the other taps, which may be negative.
 FLOOR_ULPS = 1024
 
 
 def is_summed_by_lag(x: Tensor, window: Window) -> bool:
-    """True where sums over patches come from lags: for a GPU these are more operations, for which it pays."""
-    sizes = (*x.shape[-2:], len(x) * math.prod(window.kernel_size))
-    fits = all(size >= least for size, least in zip(sizes, (*window.kernel_size, 2), strict=True))
-    return saves_work(x) and fits and window.stride == window.dilation == (1, 1) != window.kernel_size
+    """True if sums over patches are computed by lag: on a CPU, as a GPU takes longer for the additional operations.
+
+    The kernel is padded by half its size or more: elsewhere the border is most of the map.
+    """
+    padded = all(k <= 2 * p + 1 for k, p in zip(window.kernel_size, window.padding, strict=True))
+    fits = all(size >= k for size, k in zip(x.shape[-2:], window.kernel_size, strict=True))
+    dense = window.stride == window.dilation == (1, 1) != window.kernel_size
+    return saves_work(x) and len(x) > 0 and padded and fits and dense
 
 
-def _beyond(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, ...], Window]]:
-    """Return strips of a map that are read from positions beyond the outputs: as views, with their taps and window."""
+def _border_strips(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, ...], Window]]:
+    """Return the strips of a map that are read from positions that are no outputs, with the taps and the window."""
     (h, w), (top, side), groups, every = window.kernel_size, window.padding, window.groups, slice(None)
     strips = []
     for n in range(1, h - top):  # n rows of a patch are inside the map
@@ -99,37 +99,42 @@ def sum_products(x: Tensor, window: Window) -> Tensor:
     """Return the sum of p p^T over all patches p. Shape: x (B, C, H, W) -> (G, c h w, c h w)"""
     (h, w), groups, channels = window.kernel_size, window.groups, x.shape[1]
     size = (channels, channels // groups, h, 2 * w - 1)
-    few = -(-len(x) // 16)  # images at a time, as long sums lose digits
-    pairs_of_maps = zip(F.pad(x, (w - 1, w - 1, 0, h - 1)).split(few), x.split(few), strict=True)
-    parts = [conv2d_weight(around, size, each, groups=groups) for around, each in pairs_of_maps]
-    half = torch.stack(parts).sum(0).unflatten(0, (groups, -1))
+    chunk = max(1, min(-(-len(x) // 16), 8192 // x.shape[-2:].numel()))  # images at a time: long sums lose digits
+    padded = F.pad(x, (w - 1, w - 1, 0, h - 1)).split(chunk)
+    parts = (conv2d_weight(p, size, own, groups=groups) for p, own in zip(padded, x.split(chunk), strict=True))
+    half = reduce(torch.add, parts).unflatten(0, (groups, -1))
     lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # T[-d] = T[d]^T
     pairs = lags.unfold(-2, h, 1).unfold(-2, w, 1).flip(3, 4)  # T[b - a]: (G, c, c, a, b)
     sums = pairs.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, a, c, b), taps a and b (h, w)
-    for strip, (rows, columns), own in _beyond(x, window):
-        tokens, block = read_tokens(strip, own), sums[:, :, rows, columns, :, rows, columns]
+    for strip, (rows, columns), strip_window in _border_strips(x, window):
+        tokens, block = read_tokens(strip, strip_window), sums[:, :, rows, columns, :, rows, columns]
         block -= torch.bmm(tokens.mT, tokens).view(block.shape)
     return sums.flatten(4).flatten(1, 3)
 
 
 def apply_to_patches(x: Tensor, slope: Tensor, window: Window) -> Tensor:
-    """Add slope p, for every patch p, where p was read: half the gradient of sums of products, if slope is symmetric.
+    """Return the sum of slope p over all patches p, each added where p was read, for a symmetric slope.
+
+    It is half the gradient of the sum of p^T slope p.
 
     Shape: x (B, C, H, W), slope (G, c h w, c h w) -> (B, C, H, W)
     """
     (h, w), groups = window.kernel_size, window.groups
     pairs = slope.unflatten(2, (-1, h, w)).unflatten(1, (-1, h, w))
     taps = ((i, j) for i in range(h) for j in range(w))
-    lags = torch.stack([F.pad(pairs[:, :, i, j], (w - 1 - j, j, h - 1 - i, i)) for i, j in taps]).sum(0)
+    lags = reduce(torch.add, (F.pad(pairs[:, :, i, j], (w - 1 - j, j, h - 1 - i, i)) for i, j in taps))
     added = F.conv2d(x, lags.flatten(0, 1), padding=(h - 1, w - 1), groups=groups)
-    for (strip, (rows, columns), own), (part, *_) in zip(_beyond(x, window), _beyond(added, window), strict=True):
+    strips = zip(_border_strips(x, window), _border_strips(added, window), strict=True)
+    for (strip, (rows, columns), strip_window), (part, *_) in strips:
         block = pairs[:, :, rows, columns, :, rows, columns].flatten(4).flatten(1, 3)
-        part -= apply_to_patches(strip, block, own)
+        part -= scatter_tokens(torch.bmm(read_tokens(strip, strip_window), block), strip.shape, strip_window)
     return added
 
 
 def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-    """Return mean and covariance of all patches, less a level of each channel: any is exact, the mean keeps digits.
+    """Return the mean and covariance of all patches.
+
+    A level of each channel is subtracted first: the result is the same for any, and its mean loses the fewest digits.
 
     Shape: x (B, C, H, W) -> (G, c h w), (G, c h w, c h w)
     """

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import constant, is_eager, without_autocast
-from isomorph.layers.patches import saves_work
+from isomorph.layers.modes import constant, is_eager, saves_work, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 

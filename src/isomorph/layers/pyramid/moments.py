@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, without_autocast
+from isomorph.layers.modes import can_write_into, disable_autocast, is_eager, saves_work, without_autocast
 from isomorph.layers.patches import (
     Window,
     apply_to_patches,
@@ -17,7 +17,6 @@ from isomorph.layers.patches import (
     is_summed_by_lag,
     measure_patches,
     read_tokens,
-    saves_work,
     scatter_tokens,
 )
 
@@ -79,7 +78,10 @@ class Moments(NamedTuple):
 def _measure_tokens(
     x: Tensor, dtype: torch.dtype, window: Window | None, centring: bool, group: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the input, less its mean if `centring`, the mean and covariance of its tokens, and how many in a group."""
+    """Return the input, less its mean if `centring`, the mean and covariance of its tokens.
+
+    In a group of processes also the number of tokens of all of them.
+    """
     tokens, work = read_tokens(x, window), torch.promote_types(x.dtype, torch.float32)
     count, total = tokens.shape[1], None
     if group is None:
