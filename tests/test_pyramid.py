@@ -98,8 +98,7 @@ def test_sums_over_patches_by_lag(window, groups):
     window = patches.Window(window[0], (1, 1), window[1], (1, 1), groups)
     x = torch.randn(19, 6, 8, 7, dtype=torch.float64) + 2
     tokens = patches.read_tokens(x, window)
-    slope = torch.randn(groups, *2 * [tokens.shape[-1]], dtype=torch.float64)
-    slope = slope + slope.mT
+    slope = (half := torch.randn(groups, *2 * [tokens.shape[-1]], dtype=torch.float64)) + half.mT
     assert patches.is_summed_by_lag(x, window)
     torch.testing.assert_close(patches.sum_products(x, window), tokens.mT @ tokens)
     applied = patches.apply_to_patches(x, slope, window)

@@ -18,7 +18,10 @@ def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
     empty = True
     for batch in [data] if isinstance(data, Tensor) else data:
         empty = False
-        yield batch[0] if isinstance(batch, tuple | list) else batch
+        images = batch[0] if isinstance(batch, tuple | list) else batch
+        if not isinstance(images, Tensor):
+            raise UserError(f"a batch is of type {type(images).__name__}; give tensors of images, for one input alone")
+        yield images
     if empty:
         raise UserError("no batch was given; give a batch of images, or a loader with at least one")
 

@@ -141,7 +141,8 @@ class RefinedMap(nn.Module):
             return self.refine(maps)
         real = _real_tokens(allowed)
         if real is None:
-            return convolve_within(maps, self.refine.kernel(), allowed)
+            own = torch.diagonal(allowed, 0, -2, -1)[..., None]  # padding may not attend to itself
+            return torch.where(own, convolve_within(maps, self.refine.kernel(), allowed), maps)
         queries, pairs = real[..., None], real[..., None] & real[..., None, :]
         refined = self.refine(maps.masked_fill(~pairs, 0)).masked_fill(~pairs, 0)
         return torch.where(queries, refined, maps)

@@ -136,6 +136,8 @@ class MaskedAutoencoder(nn.Module):
         super().__init__()
         _check_encoder(encoder)
         _visible_count(encoder.patch_embed.num_patches, mask)
+        if width % 4 or width % heads:
+            raise UserError(f"the decoder's width {width} is no multiple of 4 and of its {heads} heads; change one")
         self.encoder, self.ratio, self.normalise, self.width, self.heads = encoder, mask, normalise, width, heads
         self.patch_size: tuple[int, int] = encoder.patch_embed.patch_size
         self.grad_checkpointing = False

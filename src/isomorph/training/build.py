@@ -138,7 +138,8 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
         for name in selected:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError("model.freeze freezes every parameter; leave some to train")
+        which = "model.freeze freezes every parameter" if globs else "no parameter of the model requires a gradient"
+        raise UserError(f"{which}; leave some to train")
     return model
 
 
