@@ -160,7 +160,8 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        return self.encoder.pretrained_cfg
+        own = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
+        return {**(self.encoder.pretrained_cfg or {}), **own}
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""
