@@ -452,8 +452,8 @@ COATNET_STUDY = Study(
     "convolution generalises better from few images, attention has more capacity, C-C-T-T has both",
     lambda cell, images: timm.create_model("coatnet_0", num_classes=10, **COATNET | COATNET_ARMS[cell.arm]),
     (
-        Setting(tuple(COATNET_ARMS), 2_000, 30, (1e-3, 2e-3, 4e-3)),
-        Setting(tuple(COATNET_ARMS), 10_000, 10, (1e-3, 2e-3, 4e-3)),
+        Setting(tuple(COATNET_ARMS), 2_000, 30, (2e-3, 4e-3, 8e-3)),
+        Setting(tuple(COATNET_ARMS), 10_000, 10, (2e-3, 4e-3, 8e-3)),
         Setting(tuple(COATNET_ARMS), 45_000, 4, (1e-3, 2e-3, 4e-3)),
     ),
     "C-C-C-C",
