@@ -82,7 +82,7 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
     """
     rows, columns = axes
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
-    scores = (position[:, None] * features).sum(-1)  # not a product of matrices, which may be in low precision
+    scores = (position.unsqueeze(1) * features).sum(-1)  # not a product of matrices, which may be in low precision
     by_row, by_column = scores.split([rows[0] * rows[1], columns[0] * columns[1]], dim=1)
     return by_row.unflatten(1, rows[:2]), by_column.unflatten(1, columns[:2])
 

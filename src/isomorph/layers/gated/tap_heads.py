@@ -128,7 +128,7 @@ class TapHeads(PositionHeads):
         return x[:, :, ::sh, ::sw].contiguous()
 
     def with_bias(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
+        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
 
     def extra_repr(self) -> str:
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"

@@ -29,7 +29,8 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     if all(known_true(current == wanted) for current, wanted in zip(table.shape[1:], size, strict=True)):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
-    return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
+    exact = exact.unsqueeze(0)  # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
+    return F.interpolate(exact, size, mode="bilinear", align_corners=False)[0].to(table.dtype)
 
 
 def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
