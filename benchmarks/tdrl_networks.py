@@ -13,8 +13,7 @@ CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": BLOCKS}
 def build(network: str, form: str, size: int = 32) -> nn.Module:
     """Return an untrained network for images of this height and width.
 
-    `form` is "plain", "repvgg" (of MobileOne: its own branches), or a layout of
-    `LinearToPyramid`.
+    `form` is "plain", "repvgg" (of MobileOne: its own branches), or a layout of `LinearToPyramid`.
     """
     branched, model = network == "mobileone_s0", timm.create_model(network, num_classes=10)
     if branched and size == 32:

@@ -20,7 +20,7 @@ def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         empty = False
         images = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(images, Tensor):
-            raise UserError(f"a batch is of type {type(images).__name__}; give tensors of images, for one input alone")
+            raise UserError(f"a batch is a {type(images).__name__}; give a tensor of images, or a loader of them")
         yield images
     if empty:
         raise UserError("no batch was given; give a batch of images, or a loader with at least one")
