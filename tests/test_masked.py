@@ -199,6 +199,8 @@ def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     assert (back.ratio, back.normalise, back.heads, back.training) == (0.5, False, 4, False)
     assert not back.encoder.pos_embed.requires_grad
     assert edits(back.encoder) == edits(model.encoder)
+    whole = iso.recast(model, iso.LinearToPyramid(), "decoder_blocks.0.mlp.fc1")
+    refused("edit model.encoder", save_autoencoder, whole, tmp_path / "whole.safetensors")
 
 
 def test_the_published_size():
@@ -211,6 +213,8 @@ def test_the_published_size():
 def test_pre_training_starts_a_fine_tuning_run(tmp_path):
     model = autoencoder("pyramids").eval()
     save_autoencoder(model, tmp_path / "autoencoder.safetensors")
+    plain = timm.create_model(PLAIN, **SMALL)
+    refused("it has a decoder", iso.load_weights, plain, tmp_path / "autoencoder.safetensors")
     iso.save(model.encoder, tmp_path / "encoder.safetensors")
     name, sizes = ENCODERS["pyramids"]
     images = torch.randn(2, 3, 16, 16)

@@ -125,6 +125,11 @@ class TestDamage:
             assert f"using the one before it {NAME}: resuming after step {step} of 8" in said
             same_weights(run, whole)
 
+    def test_a_log_that_lacks_epochs_is_said(self, run, capsys):
+        (run / "log.jsonl").unlink()
+        iso.train(tiny(run))
+        assert "log.jsonl lacks 1 epoch before the snapshot" in " ".join(capsys.readouterr().out.split())
+
     def test_every_byte_counts(self, run):
         """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
         path, found = state_of(run), newest_snapshot(run).values

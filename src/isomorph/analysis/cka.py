@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import batches
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
+from isomorph.layers.modes import first_float
 from isomorph.surgery.modules import Where
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
@@ -121,7 +122,7 @@ def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module],
         x = x - x.mean(0)  # HSIC does not depend on the mean; removing it reduces rounding errors
         return (x @ x.T).fill_diagonal_(0.0)
 
-    matrices = features(model, batch.to(next(model.parameters())), layers, gram)
+    matrices = features(model, batch.to(first_float(model)), layers, gram)
     if missing := [name for name in layers if name not in matrices]:
         raise UserError(f"the forward of the model does not call {missing[0]}, so it has no features")
     return torch.stack([value.cpu() for value in matrices.values()])

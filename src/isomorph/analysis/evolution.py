@@ -12,6 +12,7 @@ from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
+from isomorph.layers.modes import first_float
 from isomorph.surgery.modules import Where
 
 # Number and size of the random batches over which the paper averages F_k.
@@ -51,7 +52,7 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     for batch in batches(data):
         if len(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
-        batch = batch.to(next(model.parameters()))
+        batch = batch.to(first_float(model))
         outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float().clone()).items())
         final = outputs[-1][1]
         first = linear_cka(outputs[0][1], final)

@@ -22,6 +22,7 @@ from isomorph.checkpoints.model import (
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
+from isomorph.surgery.rule import edits
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
 
@@ -37,8 +38,11 @@ def save_autoencoder(
     Tensor names are those of MAE's published checkpoints, so `load_weights` loads the file into a `tdrl_vit_*`; for any
     other ViT, save the encoder with `save(model.encoder, path)`. A run gives the encoder's header and gathered tensors.
 
-    Raises: UserError when the encoder cannot be rebuilt, or the file cannot be written.
+    Raises: UserError when the encoder cannot be rebuilt, the file cannot be written, or the autoencoder was edited as a
+    whole (`iso.recast(model, rule)`) and not its encoder.
     """
+    if edits(model):
+        raise UserError("the autoencoder was edited as a whole; edit model.encoder, as by iso.recast, alone")
     decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
     settings = {**decoder, "mask": model.ratio, "normalise": model.normalise}
     header = {**(encoder_header or describe_model(model.encoder)), "autoencoder": json.dumps(settings)}

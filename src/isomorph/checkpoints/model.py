@@ -411,6 +411,12 @@ def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+_HINTS = {
+    "fc_norm.": "comes from a model that averages tokens: create the model with global_pool='avg'",
+    "decoder_blocks.": "has a decoder: isomorph.checkpoints.autoencoder.load_autoencoder reads it; take .encoder",
+}
+
+
 def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     """Raise UserError unless the state has exactly the model's tensors and shapes, and real numbers for real ones."""
     own = model.state_dict()
@@ -429,9 +435,10 @@ def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> Non
         if names
     ]
     if parts:
-        pooled = any(name.startswith("fc_norm.") for name in unexpected)
-        hint = "; it comes from a model that averages tokens: create the model with global_pool='avg'" if pooled else ""
-        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
+        hints = [
+            f"; it {hint}" for prefix, hint in _HINTS.items() if any(name.startswith(prefix) for name in unexpected)
+        ]
+        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{''.join(hints)}")
 
 
 def _is_real(tensor: Any) -> bool:

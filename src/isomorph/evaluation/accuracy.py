@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isomorph.data.sources import with_changes
 from isomorph.errors import UserError
-from isomorph.layers.modes import eval_mode, require_finite
+from isomorph.layers.modes import eval_mode, first_float, require_finite
 
 _ECE_BINS = 15
 # Losses and confidences are rounded to multiples of this, so their float64 sums are exact up to 2**25 in any order.
@@ -145,11 +145,11 @@ def class_logits(outputs: Any) -> Tensor:
 @torch.no_grad()
 def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]) -> None:
     """Call `handle(logits, labels)` for every batch, in eval mode, which is then undone. Raises: as `class_logits`."""
-    parameter = next(model.parameters())
+    like = first_float(model)
     with eval_mode(model):
         for batch in loader:
             images, labels = _check_batch(batch)
-            handle(class_logits(model(images.to(parameter, non_blocking=True))), labels)
+            handle(class_logits(model(images.to(like, non_blocking=True))), labels)
 
 
 def _check_batch(batch: Any) -> tuple[Tensor, Tensor]:

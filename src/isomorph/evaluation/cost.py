@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_like
 from isomorph.evaluation.speed import Step, measure_speeds, propagate_back, restored_afterwards, stepped_module
+from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.surgery.calls import run_model
 
@@ -117,7 +118,7 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    inputs = inputs_like(model, batch_size, input_size, next(model.parameters()).device)
+    inputs = inputs_like(model, batch_size, input_size)
     with (
         restored_afterwards(model),
         torch.enable_grad(),
@@ -142,10 +143,10 @@ def peak_bytes(
     >>> peak_bytes(torch.nn.Conv2d(3, 8, 1), (3, 10, 10), batch_size=2)  # of the output, (2, 8, 10, 10) in float32
     6400
     """
-    device = next(model.parameters()).device
+    device = first_float(model).device
     if device.type not in ("cpu", "cuda"):
         return None
-    inputs = inputs_like(model, batch_size, input_size, device)
+    inputs = inputs_like(model, batch_size, input_size)
 
     def run() -> None:
         model.zero_grad(set_to_none=True)

@@ -14,8 +14,8 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import class_logits
-from isomorph.layers.modes import eval_mode
-from isomorph.surgery.calls import Inputs, own_inputs, run_model
+from isomorph.layers.modes import eval_mode, first_float
+from isomorph.surgery.calls import Inputs, cast, own_inputs, run_model
 from isomorph.surgery.rule import record
 
 ImageSize = tuple[int, int]
@@ -140,14 +140,13 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
 
     Patches must fill the image, since timm drops the edge that they leave out; not at the model's native size.
     """
-    parameter = next(model.parameters())
     if inputs := own_inputs(model, 1):
         return f"its inputs are {' and '.join(inputs)}, not images alone"
     if problem := _uncovered_edge(model, size):
         return problem
     try:
         with eval_mode(model):
-            model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
+            model(first_float(model).new_zeros(1, *size))
     except (RuntimeError, AssertionError, ValueError) as error:
         return " ".join(str(error).split()) or type(error).__name__
     return ""
@@ -187,13 +186,13 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
-def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:
-    """Return inputs of (channels, height, width) for timing and counting, of the model's dtype, on a device."""
-    dtype = next(model.parameters()).dtype
+def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: str | None = None) -> Inputs:
+    """Return inputs of (channels, height, width) for timing and counting, as the model reads them."""
+    like = first_float(model)
     if (own := own_inputs(model, batch, input_size[-2:])) is None:
-        images = torch.empty if torch.device(device).type == "meta" else torch.randn
-        return images(batch, *input_size, device=device, dtype=dtype)
-    return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in own.items()}
+        images = torch.empty if device == "meta" else torch.randn
+        return images(batch, *input_size, device=device or like.device, dtype=like.dtype)
+    return {name: cast(x, like.dtype).to(device or like.device) for name, x in own.items()}
 
 
 def label_names(model: nn.Module) -> list[str]:
@@ -216,7 +215,7 @@ def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
         return known
     shape = evaluation_config(model, size)["input_size"]
     with eval_mode(model):
-        return class_logits(run_model(model, inputs_like(model, 1, shape, next(model.parameters()).device))).shape[1]
+        return class_logits(run_model(model, inputs_like(model, 1, shape))).shape[1]
 
 
 def check_own_classes(

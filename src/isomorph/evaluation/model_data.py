@@ -34,6 +34,7 @@ from isomorph.evaluation.input_sizes import (
     shorten,
 )
 from isomorph.evaluation.speed import throughput
+from isomorph.layers.modes import first_float
 from isomorph.surgery.rule import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
@@ -175,8 +176,8 @@ def sample_images(source: Source, samples: int) -> Source:
 
 def images_on_device(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
     """Iterate over the image batches of a loader, on the device and in the precision of the model."""
-    parameter = next(model.parameters())
-    return (images.to(parameter) for images, _ in loader)
+    like = first_float(model)
+    return (images.to(like) for images, _ in loader)
 
 
 def evaluation_data(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import inputs_like
-from isomorph.layers.modes import eval_mode
+from isomorph.layers.modes import eval_mode, first_float
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.operations import tensors_in
 from isomorph.surgery.calls import Inputs, run_model
@@ -129,13 +129,12 @@ def measure_speeds(
         passes = {}
         for name, model in models.items():
             stack.enter_context(restored_afterwards(model))
-            device = next(model.parameters()).device
-            inputs = inputs_like(model, batch_size, sizes[name], device)
+            inputs = inputs_like(model, batch_size, sizes[name])
             work: Callable[[], object] = partial(run_model, model, inputs)
             if training:
                 trained = [p for p in model.parameters() if p.requires_grad]
                 work = partial(_training_step, model, torch.optim.AdamW(trained, lr=0.0), inputs)
-            passes[name] = partial(_seconds, work, device)
+            passes[name] = partial(_seconds, work, first_float(model).device)
             if passes[name]() <= seconds:  # a warm-up: one pass of a slow model
                 passes[name]()
         rounds = 0

@@ -1,6 +1,7 @@
 """How a layer may compute in this call (eager, traced, under functorch), and what it keeps in eval mode."""
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
@@ -167,6 +168,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def first_float(model: nn.Module) -> Tensor:
+    """Return the first weight, else buffer, else a new tensor: a model's inputs have its device and precision."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((x for x in tensors if x.is_floating_point()), torch.zeros((), device="cpu"))
 
 
 def require_finite(outputs: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.layers.grid import GridSize
 from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
+from isomorph.layers.modes import first_float
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
@@ -204,7 +205,7 @@ def edit_map(
     edited = alter(layer, EditedAttention, grid_size, prefix_tokens, False if facts and facts.plain else None)
     edited.recompute = recompute
     edited.edited_heads = heads_of(layer, edited.facts)
-    like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
+    like = first_float(layer)
     edited.map_edit = make_edit(edited.edited_heads, device=like.device, dtype=like.dtype)
     return edited
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isomorph.errors import DoesNotRun, UserError, first_line
 from isomorph.layers import MapAttention
 from isomorph.layers.map_attention import InsertedBlock, Layout
-from isomorph.layers.modes import eval_mode
+from isomorph.layers.modes import eval_mode, first_float
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.calls import Inputs, cast_floats, other_inputs, run_model
@@ -168,7 +168,7 @@ def insert(
     example = own_example(model) if example is None else example
     if example is None:
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
-    example = cast_floats(example, next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32))
+    example = cast_floats(example, first_float(model).dtype)
     name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
     hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
     before = _run(model, example, hooks)

@@ -10,6 +10,7 @@ from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.model_data import evaluate_classifier
+from isomorph.layers.modes import first_float
 from isomorph.operations import unwrap
 from isomorph.training.task import EvaluationOptions, task_of
 
@@ -55,4 +56,4 @@ def evaluate(
     if not (data is None or isinstance(data, str | Path)) or test_fraction is not None or size is not None:
         raise UserError("give the data of this model's task as a folder or the name of a data source, nothing else")
     options = EvaluationOptions(str(data) if data else None, batch_size=batch_size, workers=workers)
-    return task.evaluate(model, options, open_runtime(str(next(model.parameters()).device)))[0]
+    return task.evaluate(model, options, open_runtime(str(first_float(model).device)))[0]

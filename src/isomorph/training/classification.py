@@ -16,7 +16,7 @@ from isomorph.data.streams import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.evaluation.accuracy import class_logits, count_predictions, sum_counts
 from isomorph.evaluation.input_sizes import check_image_size, class_count, class_namer, evaluation_config
-from isomorph.layers.modes import eval_mode
+from isomorph.layers.modes import eval_mode, first_float
 from isomorph.training.build import build_test_loader, build_train_loader, data_config, open_sources
 from isomorph.training.objectives.distillation import build_distillation
 from isomorph.training.objectives.masked import pretraining_objective
@@ -76,9 +76,9 @@ class Classification(Task):
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         image = read_image(path)
-        parameter, config = next(model.parameters()), evaluation_config(model)
+        like, config = first_float(model), evaluation_config(model)
         with eval_mode(model):
-            x = eval_transform(config)(image)[None].to(parameter.device, parameter.dtype)
+            x = eval_transform(config)(image)[None].to(like)
             logits = class_logits(model(x))
         name_of = class_namer(model, logits.shape[1])
         likeliest = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))

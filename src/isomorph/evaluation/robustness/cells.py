@@ -22,7 +22,7 @@ from isomorph.evaluation.accuracy import PredictionCounts, class_logits, sum_cou
 from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.robustness.images import PUBLISHED_SIZE, RobustnessInputs, RobustnessOptions, open_inputs
 from isomorph.evaluation.robustness.scores import Cell, Cells, compare_to_baseline, robustness_summary
-from isomorph.layers.modes import eval_mode
+from isomorph.layers.modes import eval_mode, first_float
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
@@ -100,12 +100,12 @@ def _predict(model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any])
 
     Shape: (B, severities, 3, H, W) uint8 -> (B, severities, K), (B,)
     """
-    parameter = next(model.parameters())
-    mean, std = (torch.tensor(config[key], device=parameter.device)[:, None, None] for key in ("mean", "std"))
+    like = first_float(model)
+    mean, std = (torch.tensor(config[key], device=like.device)[:, None, None] for key in ("mean", "std"))
     with eval_mode(model):
         for images, labels in loader:
-            pixels = images.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
-            logits = class_logits(model(((pixels / 255 - mean) / std).to(parameter.dtype)))
+            pixels = images.flatten(0, 1).to(like.device, non_blocking=True)  # (B * severities, 3, H, W)
+            logits = class_logits(model(((pixels / 255 - mean) / std).to(like.dtype)))
             yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)
 
 

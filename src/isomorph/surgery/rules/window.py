@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid
+from isomorph.layers.modes import first_float
 from isomorph.layers.window import Windows, attend_in_padded_windows, attend_in_windows, attend_with_share, limit_bias
 from isomorph.operations import FollowMaps, FusedCall, Value, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
@@ -169,8 +170,7 @@ class AttentionToWindow(GridRule):
         """Return the layer, with share 1. Raises: UserError with the reason if the module is not accepted."""
         self.check(module)
         layer = alter(module, WindowAttention, self.grid_size, self.prefix_tokens, True)
-        like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
-        layer.register_buffer("share", torch.ones((), device=like.device))
+        layer.register_buffer("share", torch.ones((), device=first_float(module).device))
         layer.window, layer._is_global, layer._is_checked, layer.pruned = self.window, True, False, False
         layer._share_seen = (0, 0)
         return layer

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError, optional_module
-from isomorph.terminal_tables import printable
+from isomorph.terminal_tables import count_of, printable
 from isomorph.training.recipe.recipe import Recipe
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
@@ -47,6 +47,11 @@ class Journal:
             return
         for name in LOGS:
             _truncate_log(self.folder / name, epoch, step)
+        if missing := set(range(1, epoch + 1)) - {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}:
+            self.say(
+                f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot, as in a folder copied while "
+                "it trained; best.safetensors may be as old: copy both again"
+            )
         if self.tensorboard:
             self.curves = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
         text = self.recipe.model_dump_json(indent=2)
