@@ -6,7 +6,7 @@ import torch
 
 import isomorph as iso
 from command_line import isomorph, refusal
-from isomorph.deployment.shapes import plan_shapes
+from isomorph.deployment.shapes import DYNAMIC, plan_shapes
 from refusals import refused
 
 pytest.importorskip("transformers")
@@ -31,6 +31,13 @@ def text():
 def sequences(lengths):
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     return dict(input_ids=torch.randint(1, 60, mask.shape) * mask, attention_mask=mask, token_type_ids=mask // 2)
+
+
+@pytest.mark.parametrize("dynamic", DYNAMIC)
+def test_texts_are_compared_with_and_without_padding(text, dynamic):
+    full = torch.cat([inputs["attention_mask"].bool().all(1) for inputs in plan_shapes(text, dynamic).checks])
+    assert full.any()
+    assert not full.all()
 
 
 @pytest.mark.slow

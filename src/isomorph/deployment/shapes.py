@@ -136,14 +136,14 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
 def _plan_text(
     model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
 ) -> ExportShapes:
-    """Return sequences of unequal lengths, with padding in every batch, and the types of their tokens if they count."""
+    """Return sequences of unequal lengths, in all batches but the first with padding at their ends, and the types of their tokens if they count."""
     if size:
         raise UserError("--size is for images; leave it out for a text network")
     longest = min(int(model.max_length), _MAX_LENGTH)
     checks = []
-    for batch, length in zip(batches, (longest // 2, longest // 3, longest - 1), strict=True):
+    for more, batch, length in zip(range(3), batches, (longest // 2, longest // 3, longest - 1), strict=True):
         N = length if "size" in dynamic else longest
-        inputs: Any = own_inputs(model, batch, (1, N))
+        inputs: Any = {name: x[more:] for name, x in (own_inputs(model, batch + more, (1, N)) or {}).items()}
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = (torch.arange(N) >= N // 2).long() * inputs["attention_mask"]  # (batch, N)
         checks.append(inputs)
