@@ -102,7 +102,7 @@ class TestSummaries:
         torch.testing.assert_close(found.max_logit, (q @ k.mT).amax((2, 3)).mean(0))
 
     def test_a_loader_is_the_mean_over_its_images(self):
-        model, x = vit(), torch.randn(10, 3, 32, 32)
+        model, x = vit().double(), torch.randn(10, 3, 32, 32)
         loader = [(x[:4], torch.zeros(4)), (x[4:8], torch.zeros(4)), (x[8:], torch.zeros(2))]
         assert entropy(torch.eye(9)).abs().max() == 0
         assert entropy(torch.tensor([1.5, -0.5])).isnan()

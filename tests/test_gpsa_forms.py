@@ -6,7 +6,7 @@ from torch import nn
 
 import isomorph as iso
 import references
-from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
+from isomorph.layers import GPSA2d, PositionalAttention, PositionalConv2d, WindowGPSA2d
 from isomorph.layers.gated import tap_heads, taps, window_gpsa2d
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
@@ -74,6 +74,8 @@ def test_positions_as_one_convolution_are_the_formula(grid, locality, monkeypatc
 CITIZENS = {
     "window, few channels": (lambda: WindowGPSA2d(3, 6, 5, 2, 2), (2, 3, 12, 9)),
     "positions, depthwise": (lambda: PositionalConv2d(20, 20, 3, 1, 1, groups=20), (2, 20, 10, 9)),
+    "positions, convolution": (lambda: PositionalConv2d(20, 6, 3, 1, 1), (2, 20, 6, 5)),
+    "positions, attention": (lambda: PositionalAttention(32, 4, (6, 5), prefix_tokens=1), (2, 31, 32)),
 }
 
 

@@ -212,18 +212,16 @@ def test_the_published_size():
 
 def test_pre_training_starts_a_fine_tuning_run(tmp_path):
     model = autoencoder("pyramids").eval()
-    save_autoencoder(model, tmp_path / "autoencoder.safetensors")
-    plain = timm.create_model(PLAIN, **SMALL)
-    refused("it has a decoder", iso.load_weights, plain, tmp_path / "autoencoder.safetensors")
+    save_autoencoder(model, path := tmp_path / "autoencoder.safetensors")
+    refused("it has a decoder", iso.load_weights, timm.create_model(PLAIN, **SMALL), path)
     iso.save(model.encoder, tmp_path / "encoder.safetensors")
-    name, sizes = ENCODERS["pyramids"]
-    images = torch.randn(2, 3, 16, 16)
+    (name, sizes), images = ENCODERS["pyramids"], torch.randn(2, 3, 16, 16)
     for file in ("encoder.safetensors", "autoencoder.safetensors"):
         fresh = timm.create_model(name, **{**sizes, "num_classes": 7}).eval()
         iso.load_weights(fresh, tmp_path / file, fresh_head=True)
         assert torch.equal(fresh.forward_features(images), model.encoder.forward_features(images))
         assert all(p.requires_grad for p in fresh.parameters())
-    assert torch.equal(iso.load(tmp_path / "autoencoder.safetensors")(images), model.encoder(images))
+    assert torch.equal(iso.load(path)(images), model.encoder(images))
 
 
 def published(model):

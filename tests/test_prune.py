@@ -14,7 +14,6 @@ from isomorph.layers import GPSA, GPSA2d, PositionalAttention, PositionalConv2d,
 from isomorph.layers.grid import window_centres
 from isomorph.surgery.prune import Prune
 from test_gpsa import perturbed
-from torch_citizens import TorchCitizens
 
 WHOLE = {
     "map": (lambda: GPSA2d(20, 6, 3, 2, 0), (2, 20, 9, 8), PositionalConv2d),
@@ -69,20 +68,6 @@ def test_a_layer_on_its_taps_becomes_the_convolution():
     assert becomes(0.2) == "convolution"  # 0.82 of the attention at locality 3 is on the tap
     layer.gate.data[4] = 0.0
     assert becomes(0.2) is None
-
-
-CITIZENS = {
-    "PositionalConv2d": (lambda: PositionalConv2d(20, 6, 3, 1, 1), (2, 20, 6, 5)),
-    "PositionalAttention": (lambda: PositionalAttention(32, 4, (6, 5), prefix_tokens=1), (2, 31, 32)),
-}
-
-
-@pytest.mark.parametrize("name", CITIZENS)
-class TestTorchCitizens(TorchCitizens):
-    @pytest.fixture(autouse=True)
-    def prepare(self, name):
-        make, shape = CITIZENS[name]
-        self.layer, self.x = perturbed(make()), torch.randn(shape)
 
 
 def small_tcnn(gate=9.0, locality=5.0):

@@ -125,7 +125,7 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
 
         return _measure_on_grid(model, batch, measure, where, windows)
 
-    return mean_over(data, measure_batch)
+    return mean_over(model, data, measure_batch)
 
 
 def prefix_attention(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
@@ -148,4 +148,4 @@ def prefix_attention(model: nn.Module, data: Tensor | Iterable[Any], where: Wher
         chunks = (maps.float() for maps in attention.chunks())
         return torch.cat([maps[:, :, grid.prefix :, : grid.prefix].sum(-1).mean(-1) for maps in chunks]).mean(0)
 
-    return mean_over(data, lambda batch: _measure_on_grid(model, batch, measure, where))
+    return mean_over(model, data, lambda batch: _measure_on_grid(model, batch, measure, where))

@@ -53,7 +53,7 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
             raise UserError("the model has no attention layer whose queries and keys are known")
         return stats
 
-    return {name: LogitStats(*values) for name, values in mean_over(data, measure).items()}
+    return {name: LogitStats(*values) for name, values in mean_over(model, data, measure).items()}
 
 
 def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.modes import first_float
 
 
 def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
@@ -26,12 +27,20 @@ def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         raise UserError("no batch was given; give a batch of images, or a loader with at least one")
 
 
-def mean_over(data: Tensor | Iterable[Any], measure: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+def on_model(batch: Tensor, model: nn.Module) -> Tensor:
+    """Return a batch on the device of the model, images in its precision."""
+    like = first_float(model)
+    return batch.to(like.device, like.dtype if batch.is_floating_point() else batch.dtype)
+
+
+def mean_over(
+    model: nn.Module, data: Tensor | Iterable[Any], measure: Callable[[Tensor], dict[str, Tensor]]
+) -> dict[str, Tensor]:
     """Return the mean over all images of `measure(batch)`, which is a mean over a batch; summed in float64."""
     sums, images = dict[str, Tensor](), Counter[str]()  # a layer may run for some batches only
     dtypes = dict[str, torch.dtype]()
     for batch in batches(data):
-        for name, value in measure(batch).items():
+        for name, value in measure(on_model(batch, model)).items():
             dtypes[name] = value.dtype
             sums[name] = sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double() * len(batch)
             images[name] += len(batch)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.attention import attention_maps
-from isomorph.analysis.batches import batches, mean_over
+from isomorph.analysis.batches import batches, mean_over, on_model
 from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
-from isomorph.layers.modes import first_float
 from isomorph.surgery.modules import Where
 
 # Number and size of the random batches over which the paper averages F_k.
@@ -52,7 +51,7 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     for batch in batches(data):
         if len(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
-        batch = batch.to(first_float(model))
+        batch = on_model(batch, model)
         outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float().clone()).items())
         final = outputs[-1][1]
         first = linear_cka(outputs[0][1], final)
@@ -81,4 +80,4 @@ def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
         rows = [[(a * b).sum(-1).mean() if a.shape == b.shape else nan for b in maps] for a in maps]
         return {"": torch.stack([torch.stack(row) for row in rows])}
 
-    return mean_over((image for batch in batches(data) for image in batch.split(1)), measure)[""]
+    return mean_over(model, (image for batch in batches(data) for image in batch.split(1)), measure)[""]

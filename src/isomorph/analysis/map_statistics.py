@@ -25,7 +25,7 @@ def _mean_of_maps(
             images += len(maps)
         return total / images
 
-    return mean_over(data, lambda batch: capture_attention(model, batch, mean, where))
+    return mean_over(model, data, lambda batch: capture_attention(model, batch, mean, where))
 
 
 def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def open_test_loaders(
     """
     from isomorph.analysis import feature_evolution
     from isomorph.analysis.evolution import random_draw_indices
-    from isomorph.evaluation.model_data import default_data, images_on_device, open_test_images, sample_images
+    from isomorph.evaluation.model_data import default_data, open_test_images, sample_images
 
     if not (test.data or test.root):
         return {}, "", {}
@@ -159,7 +159,7 @@ def open_test_loaders(
     sampled = f"{len(chosen)} images of {test.data or default_data(models[0].model)}, drawn at random"
     if test.evolution:
         batches = _same_image_loaders(models, source.subset(random_draw_indices(len(source)).tolist()))
-        evolutions = {m.name: feature_evolution(m.model, images_on_device(batches[m.name], m.model)) for m in models}
+        evolutions = {m.name: feature_evolution(m.model, batches[m.name]) for m in models}
     return _same_image_loaders(models, chosen), sampled, evolutions
 
 

@@ -136,7 +136,7 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
 def _plan_text(
     model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
 ) -> ExportShapes:
-    """Return sequences of unequal lengths, in all batches but the first with padding at their ends, and the types of their tokens if they count."""
+    """Return sequences, those of later batches with padding, and the types of their tokens if they count."""
     if size:
         raise UserError("--size is for images; leave it out for a text network")
     longest = min(int(model.max_length), _MAX_LENGTH)

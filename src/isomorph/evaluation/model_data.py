@@ -2,7 +2,7 @@
 
 import csv
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -34,7 +34,6 @@ from isomorph.evaluation.input_sizes import (
     shorten,
 )
 from isomorph.evaluation.speed import throughput
-from isomorph.layers.modes import first_float
 from isomorph.surgery.rule import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
@@ -172,12 +171,6 @@ def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...
 def sample_images(source: Source, samples: int) -> Source:
     """Return random images of a source in random order, the same ones at every call."""
     return source.subset(random_indices(len(source), samples))
-
-
-def images_on_device(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
-    """Iterate over the image batches of a loader, on the device and in the precision of the model."""
-    like = first_float(model)
-    return (images.to(like) for images, _ in loader)
 
 
 def evaluation_data(

@@ -18,7 +18,6 @@ from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.model_data import images_on_device
 from isomorph.training.run.log import read_log
 
 
@@ -116,7 +115,7 @@ def attention_history(
 
     def measure_heads(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         loader = eval_loader(source, evaluation_config(model.to(device)), 32)
-        found = {key: measure(model, images_on_device(loader, model)) for key, measure in measures.items()}
+        found = {key: measure(model, loader) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
     epochs, values = track(saved_models(folder, damaged, options), measure_heads)
