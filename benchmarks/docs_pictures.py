@@ -1,18 +1,24 @@
-"""The pictures of the documentation, made from real images, real layers and the stored results.
+"""The pictures of the documentation and the README, made from real images, real layers and the stored results.
 
     python benchmarks/docs_pictures.py [NAME ...] [--runs runs/docs]
 
 Without names all pictures are made. Needs ISOMORPH_DATA with imagenet_samples, cifar10 and weights. The pictures of
-T-CNN train a short run (some minutes on two cores); it resumes, and a second call only draws.
+T-CNN train short runs (some minutes on two cores); they resume, and a second call only draws. That of the page of
+`isomorph analyze` needs Chromium.
 """
 
 import argparse
+import copy
 import io
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -24,11 +30,13 @@ from torch import Tensor, nn
 
 import isomorph as iso
 from docs_diagrams import INK, LINEAR, NORM, PLAIN, coatnet_diagram, pyramid_diagram
+from evidence import STUDIES, tested
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 RESULTS = Path(__file__).parent / "results"
 PELICAN = ("imagenet_samples-000.tar", "0144_n02051845_pelican.jpg")
-QUERY = (0.42, 0.62)
+Place = tuple[float, float]
+QUERY: Place = (0.42, 0.62)
 """The query of all maps, as fractions of height and width: the pelican's neck."""
 STYLE: dict[str, Any] = {
     **dict.fromkeys(
@@ -126,11 +134,11 @@ def tcnn_maps(model: nn.Module, layer: str, image: np.ndarray) -> QueryMaps:
     return maps_from_query(inner.flatten(-2), (side, side))
 
 
-def trained_run(runs: Path, recipe: str = "cifar_paper") -> Path:
-    """Fine-tune a T-CNN for a few minutes, if it is not there yet, and return its folder."""
-    changes = ["epochs=4", "data.fraction=0.05", "keep_every=1", "evaluate_every=4", f"out={runs / recipe}"]
-    iso.train(iso.load_recipe(recipe, changes))
-    return runs / recipe
+def trained_run(runs: Path, fraction: float = 0.05) -> Path:
+    """Fine-tune a T-CNN from the paper's start on a part of CIFAR-10, if it is not there yet; return its folder."""
+    changes = ["epochs=4", f"data.fraction={fraction}", "keep_every=1", "evaluate_every=4"]
+    iso.train(iso.load_recipe("cifar_paper", [*changes, f"out={runs / f'cifar_paper_{fraction}'}"]))
+    return runs / f"cifar_paper_{fraction}"
 
 
 def tcnn_heads(runs: Path) -> Any:
@@ -144,6 +152,48 @@ def tcnn_heads(runs: Path) -> Any:
         "after fine-tuning": iso.load(trained_run(runs) / "model.safetensors"),
     }
     return maps_figure(image, {title: tcnn_maps(model, layer, image) for title, model in models.items()})
+
+
+@torch.no_grad()
+def readme_heads(runs: Path) -> Any:
+    """Return the maps of two heads (rows): of a convolution, and both halves of those of the fine-tuned T-CNN."""
+    layer, query, cnn = "layer3.0.conv1", (0.32, 0.68), timm.create_model("cifar_resnet20", pretrained=True).eval()
+    tcnn, batch = iso.load(trained_run(runs, 0.2) / "model.safetensors").eval(), as_batch(read_image(64), cnn)
+    halves = [copy.deepcopy(tcnn), copy.deepcopy(tcnn)]
+    for half, gate_value in zip(halves, (20.0, -20.0), strict=True):
+        nn.init.constant_(half.get_submodule(layer).gate, gate_value)  # type: ignore[arg-type]
+    models = [iso.recast(cnn, iso.ConvToGPSA(), where="layer3.*.conv?"), *halves]
+    maps = [iso.analysis.attention_from(model, batch, query, where=layer)[layer][0].numpy() for model in models]
+    figure, axes = plt.subplots(2, 4, figsize=(7.6, 4.0))
+    for line, (name, head) in zip(axes, {"head 2 (up)": 1, "head 4 (left)": 3}.items(), strict=True):
+        share = iso.gates(tcnn)[layer][head].item()
+        titles = ("", "convolution", f"T-CNN, position: {share:.0%}", f"T-CNN, content: {1 - share:.0%}")
+        pictures = [read_image(256), *(each[head] for each in maps)]
+        for cell, values, title in zip(line, pictures, titles, strict=True):
+            draw_map(cell, values, title, (16, 16), query)
+        line[0].set_ylabel(name, fontsize=8)
+    figure.subplots_adjust(wspace=0.06, hspace=0.2)
+    return figure
+
+
+def analyze_page(runs: Path) -> Image.Image:
+    """Return a photograph of the page of `isomorph analyze`: the exact recast against the fine-tuned T-CNN."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        raise SystemExit("needs Chromium for the picture of the page; on Debian: apt-get install chromium")
+    cnn, tuned = timm.create_model("cifar_resnet20", pretrained=True).eval(), trained_run(runs, 0.2)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        Image.fromarray((read_image(256) * 255).astype(np.uint8)).save(folder / "pelican.png")
+        iso.save(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.*.conv?"), folder / "recast.safetensors")
+        shutil.copy(tuned / "model.safetensors", folder / "fine-tuned.safetensors")
+        models = ["recast.safetensors", "--against", "fine-tuned.safetensors", "--size", "96"]
+        command = [sys.executable, "-m", "isomorph", "analyze", *models, "--image", "pelican.png", "--out", "page.html"]
+        subprocess.run(command, check=True, cwd=folder)
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
+        picture = [f"--screenshot={folder / 'page.png'}", "--window-size=1100,1500", (folder / "page.html").as_uri()]
+        subprocess.run([browser, *options, *picture], check=True, capture_output=True)
+        return Image.open(folder / "page.png").convert("RGBA").quantize(160, Image.Quantize.FASTOCTREE)
 
 
 def gates_and_spans(runs: Path) -> Any:
@@ -202,11 +252,11 @@ def remove_ticks(cell: Any) -> None:
     cell.spines[:].set_visible(False)
 
 
-def draw_map(cell: Any, values: np.ndarray, title: str, grid: tuple[int, int]) -> None:
-    """Draw one map with the query framed."""
-    cell.imshow(values, cmap="magma", vmin=0, interpolation="nearest")
-    row, column = int(QUERY[0] * grid[0]), int(QUERY[1] * grid[1])
-    cell.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
+def draw_map(cell: Any, values: np.ndarray, title: str, grid: tuple[int, int], query: Place = QUERY) -> None:
+    """Draw a map or an image with the query framed, one position of a grid."""
+    cell.imshow(values, cmap="magma", vmin=0, interpolation="nearest", extent=(0, grid[1], grid[0], 0))
+    row, column = (int(part * size) for part, size in zip(query, grid, strict=True))
+    cell.add_patch(plt.Rectangle((column, row), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
     cell.set_title(title, fontsize=8)
     remove_ticks(cell)
 
@@ -308,7 +358,36 @@ def robustness(runs: Path) -> Any:
     return bars_figure("CIFAR-10, mean over five severities", "top-1 (%)", series)
 
 
+def studies(runs: Path) -> Any:
+    """Return test accuracy in the studies of docs/evidence.md: a dot a seed, each arm at its best rate."""
+    panels: dict[str, dict[str, list[float]]] = {}
+    for method, study in STUDIES.items():
+        rows, epochs = json.loads((RESULTS / f"evidence_{method}.json").read_text())["rows"], study.settings[0].epochs
+        for setting in study.settings:
+            found = {arm: [row["test"] for row in tested(setting, arm, rows).values()] for arm in setting.arms}
+            longer = "" if setting.epochs == epochs else f", {setting.epochs} epochs"
+            arms = {arm + longer: tests for arm, tests in found.items() if tests}
+            panels.setdefault(f"{method}: {setting.images:,} images, {epochs} epochs", {}).update(arms)
+    panels = {title: arms for title, arms in panels.items() if arms}
+    heights = [len(arms) for arms in panels.values()]
+    size = (4.2, 0.2 * sum(heights) + 0.55 * len(panels))
+    figure, axes = plt.subplots(len(panels), figsize=size, height_ratios=heights, layout="constrained")
+    for cell, (title, arms) in zip(axes, panels.items(), strict=True):
+        for line, tests in enumerate(arms.values()):
+            cell.plot(tests, [line] * len(tests), "o", ms=4, alpha=0.7, color=LINEAR)
+            cell.plot(np.mean(tests), line, "|", ms=11, color=INK)
+        cell.set_yticks(range(len(arms)), list(arms), fontsize=7)
+        cell.tick_params(axis="x", labelsize=7)
+        cell.set(ylim=(len(arms) - 0.4, -0.6))
+        cell.set_title(title, loc="left")
+        cell.grid()
+    axes[-1].set_xlabel("test top-1 (%), a dot a seed; a bar is the mean")
+    return figure
+
+
 PICTURES: dict[str, Callable[[Path], Any]] = {
+    "heads.png": readme_heads,
+    "analyze.png": analyze_page,
     "pyramid.svg": lambda runs: pyramid_diagram(),
     "coatnet.svg": lambda runs: coatnet_diagram(),
     "tcnn-heads.png": tcnn_heads,
@@ -319,6 +398,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "refiner.png": refiner,
     "cost.svg": cost,
     "robustness.svg": robustness,
+    "studies.svg": studies,
 }
 
 
@@ -329,9 +409,11 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.names or PICTURES:
         with plt.style.context(STYLE):
-            figure = PICTURES[name](options.runs)
-            figure.savefig(FOLDER / name, dpi=110, bbox_inches="tight")
-            plt.close(figure)
+            picture = PICTURES[name](options.runs)
+            if isinstance(picture, Image.Image):
+                picture.save(FOLDER / name, optimize=True)
+            else:
+                picture.savefig(FOLDER / name, dpi=110, bbox_inches="tight")
         print(f"wrote {FOLDER / name}, {(FOLDER / name).stat().st_size / 1024:.0f} KB")
 
 

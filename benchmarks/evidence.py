@@ -367,19 +367,20 @@ def best_rate(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> float:
     return max(grid, key=lambda row: row["val"])["rate"]
 
 
+def tested(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The rows of an arm at its best rate, by seed."""
+    if not (found := of_setting(setting, arm, rows)):
+        return {}
+    rate = best_rate(setting, arm, rows)
+    return {row["seed"]: row for row in found if row["rate"] == rate and "test" in row}
+
+
 def table(study: Study, setting: Setting, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row an arm: test accuracy at the rate chosen, and its difference to the control, seed by seed."""
-
-    def tests(arm: str) -> dict[int, dict[str, Any]]:
-        if not (found := of_setting(setting, arm, rows)):
-            return {}
-        rate = best_rate(setting, arm, rows)
-        return {row["seed"]: row for row in found if row["rate"] == rate and "test" in row}
-
     name = next((arm for arm in setting.arms if arm.startswith(study.control)), study.control)
-    control, lines = tests(name), []
+    control, lines = tested(setting, name, rows), []
     for arm in setting.arms:
-        if not (found := tests(arm)):
+        if not (found := tested(setting, arm, rows)):
             continue
         scores = [row["test"] for row in found.values()]
         paired = [row["test"] - control[seed]["test"] for seed, row in found.items() if seed in control]
@@ -648,13 +649,13 @@ WINDOW = Study(
 )
 
 STUDIES = {
-    "insert": INSERT,
-    "window": WINDOW,
     "tcnn": TCNN,
     "convit": CONVIT,
     "tdrl": TDRL,
     "refiner": REFINER,
     "coatnet": COATNET_STUDY,
+    "insert": INSERT,
+    "window": WINDOW,
 }
 
 
