@@ -69,8 +69,7 @@ def test_the_unet_as_a_program_takes_images_and_times(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(artefact(x=x, t=t), unet(x, t), atol=1e-4, rtol=1e-4)
     refused("x has the size 3x9x8; sides differ from 3x8x8 by multiples of 2", artefact, x=x[..., :9, :8], t=t)
-    small = "takes no images of 9 x 8: sides must be multiples of 2"
-    refused(small, iso.export, unet, tmp_path / "x.pt2", size=(9, 8))
+    refused("9 x 8: sides must be multiples of 2", iso.export, unet, tmp_path / "x.pt2", size=(9, 8))
 
 
 def test_what_is_not_open_is_said(text, tmp_path):
@@ -79,6 +78,7 @@ def test_what_is_not_open_is_said(text, tmp_path):
     assert iso.export(text, tmp_path / "text.pt2").axes == ("batch",)
     artefact = iso.deployment.open_artefact(tmp_path / "text.pt2")
     refused("input_ids has the size 7, and the artefact takes 32; export it", artefact, **sequences([7, 3]))
+    refused("export model.backbone alone", iso.export, timm.create_model("mask_rcnn"), tmp_path / "x.pt2")
     refused("size is for images", iso.export, text, tmp_path / "x.pt2", size=(8, 8))
     named = f"takes {' and '.join(NAMES)}, not images"
     refused(named, iso.quantize, text, [torch.randn(1, 3, 8, 8)], tmp_path / "x.onnx")

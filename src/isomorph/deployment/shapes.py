@@ -72,6 +72,8 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
     """
     if dynamic not in DYNAMIC:
         raise UserError(f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}")
+    if hasattr(model, "detect"):
+        raise UserError("the number of objects that a detector finds depends on the image; export model.backbone alone")
     batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
     batch_axis = {0: "batch"} if "batch" in dynamic else {}
     side_axes = {2: "height", 3: "width"} if "size" in dynamic else {}

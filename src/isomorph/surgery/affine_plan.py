@@ -446,8 +446,8 @@ class Plan:
         """Add a group unless the code that connects its modules branches on the numbers of a batch."""
         names = [*group.carriers, *(name for _, name in group.gone)]
         for change in group.gone if group.kind != "chain" else ():
-            last = self._own[change[1]][-1:]  # of an identity, whose steps are all followed
-            if change[0] == "identity" and not any(change in self._gone(each.outputs[0]) for each in last):
+            ends = [self._values.get(each.outputs[0]) for each in self._own[change[1]][-1:]]  # of what is all followed
+            if change[0] == "identity" and not any(end and change in end.gone for end in ends):
                 reason = "its module computes more than the norm"
                 self.left |= {name: reason for _, name in group.gone if name in self.norms}
                 return
@@ -459,9 +459,6 @@ class Plan:
         for _, name in group.gone:
             self.left.pop(name, None)
         self.groups.append(group)
-
-    def _gone(self, value: Value) -> tuple[Change, ...]:
-        return self._values[value].gone if value in self._values else ()
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
