@@ -276,7 +276,7 @@ REFUSED = [
       ("P-W0S", "P-2", "R-W2", "naive-W3S", "p-w2s", "", "R-D0W2", 3)),
     (lambda: PyramidLinear(4, 6, rectify="layernorm"), "'batchnorm', 'rescale' or 'none'"),
     (lambda: PyramidLinear(4, 6, rescale_by=-1), "above 0"),
-    (lambda: PyramidLinear(5, 9)(torch.randn(4, 6)), r"shape \(4, 6\); the pyramid needs \(\*, 5\)"),
+    (lambda: PyramidLinear(5, 9)(torch.randn(4, 6)), r"shape \(4, 6\); a pyramid needs \(\*, 5\)"),
     (lambda: PyramidConv2d(5, 9)(torch.randn(4, 4, 4)), r"needs \(B, 5, H, W\)"),
     (lambda: JointPyramid([PyramidLinear(5, 9), PyramidLinear(4, 9)]), r"input widths \[4, 5\]"),
     (lambda: JointPyramid([PyramidLinear(5, 9)]).fuse(), "eval mode"),

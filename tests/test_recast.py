@@ -46,8 +46,7 @@ def test_unstride_keeps_weights_modes_and_shortcuts():
     new, x = iso.unstride(cnn, "layer4"), torch.randn(1, 3, 64, 96)
     norms = new.layer4[1].bn1, new.layer4[1].bn2
     assert [(norm.training, norm.weight.requires_grad) for norm in norms] == [(True, True), (False, False)]
-    assert cnn.eval().forward_features(x).shape[-2:] == (2, 3)
-    assert new.eval().forward_features(x).shape[-2:] == (4, 6)
+    assert [net.eval().forward_features(x).shape[-2:] for net in (cnn, new)] == [(2, 3), (4, 6)]
     assert all(torch.equal(tensor, new.state_dict()[name]) for name, tensor in cnn.state_dict().items())
     assert isinstance(iso.edits(new)[0].rule, Unstride)
     flat = iso.unstride(resnet(), "layer3")  # its shortcuts are average pools
@@ -55,13 +54,14 @@ def test_unstride_keeps_weights_modes_and_shortcuts():
     iso.verify(flat, iso.recast(flat, CONV, "layer3.*.conv?"), torch.randn(1, 3, 32, 24))
     refused("BlurPool2d", iso.unstride, timm.create_model("resnetblur50"), "layer4")
     refused(r"layer1: .*no stride to remove", iso.unstride, resnet(), "layer1")
+    refused("a detector reads boxes", iso.unstride, timm.create_model("mask_rcnn"), "backbone.blocks.1")
+    refused("makes a map of", iso.unstride, timm.create_model("convnextv2_atto"), "stages.3")
+    refused("unstride before recast", iso.unstride, timm.create_model("hrnet_w18_small"), "stage3")
 
 
 def test_an_anneal_goes_from_exact_to_paper_then_lets_go():
     schedule = iso.Anneal(4)
-    assert schedule.at(0) == (20.0, 15.0)
-    assert schedule.at(2) == pytest.approx((20**0.5, 8.0))
-    assert schedule.at(4) == pytest.approx((1.0, 1.0))
+    assert [schedule.at(n) for n in (0, 2, 4)] == [(20.0, 15.0), pytest.approx((20**0.5, 8.0)), (1.0, 1.0)]
     model = iso.recast(resnet(), CONV, "conv1")
     schedule.apply(model, 2)
     torch.testing.assert_close(model.conv1.locality, torch.full((9,), 20**0.5))

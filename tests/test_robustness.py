@@ -183,7 +183,7 @@ def test_another_models_file_is_refused(net, tmp_path):
     net.pretrained_cfg = config
     nn.init.zeros_(net.conv1.weight)
     before = out.read_text()
-    refused(r"holds cells of .* with other weights; use another", iso.robustness, net, source, **one)
+    refused(r"has cells of .* with other weights; use another", iso.robustness, net, source, **one)
     assert out.read_text() == before
 
 

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -63,7 +64,7 @@ def models():
     return {
         "plain": (vit, True),
         "public": (cnn, True),  # an architecture whose public weights may be in $ISOMORPH_DATA
-        "ours": (timm.create_model("convit_ti", **KWARGS), True),
+        "ours": (timm.create_model("convit_ti", **KWARGS, drop_path_rate=0.1), True),
         "recast": (iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"), False),
         "unstride": (iso.unstride(cnn, "layer3"), False),  # the tensors of the base, and another function
         "pyramids": (pyramids, False),
@@ -80,7 +81,7 @@ def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
     """timm loads what it can build; it ends with an error for what it cannot, also with other classes (not strict)."""
     model, in_timm = models[name]
     model = model.eval()
-    iso.save_for_hub(model, tmp_path / "shared", f"me/{name}")
+    iso.save_for_hub(model, tmp_path / "shared", f"me/{name}", results={"top1": np.float64(90)})
     images = random_inputs(2, model).to(next(model.parameters()).dtype)
     loaded = iso.load(tmp_path / "shared" / "model.safetensors")
     with torch.no_grad():
@@ -119,9 +120,8 @@ class TestPush:
         assert hub.repositories["me/cnn"]["private"]
         (commit,) = hub.repositories["me/cnn"]["branches"]["main"]
         assert sorted(commit["files"]) == ["README.md", "config.json", "model.safetensors"]
-        config = json.loads(commit["files"]["config.json"])
-        assert config["isomorph"]["base"]["name"] == "cifar_resnet20"
-        assert [edit["rule"] for edit in config["isomorph"]["edits"]] == ["ConvToGPSA"]
+        own = json.loads(commit["files"]["config.json"])["isomorph"]
+        assert (own["base"]["name"], [edit["rule"] for edit in own["edits"]]) == ("cifar_resnet20", ["ConvToGPSA"])
         images = random_inputs(1, model)
         assert torch.equal(iso.load("hf-hub:me/cnn")(images), model(images))
 
@@ -202,7 +202,8 @@ def test_commands(hub, trained, capsys, tmp_path):
     refused("has a recipe.yaml, and no run is given", iso.save_for_hub, model, tmp_path)
     iso.push(model, "me/tiny")  # no run: the recipe is not this model's
     assert "recipe.yaml" not in hub.files("me/tiny")
-    refused("results must be numbers by name; top1 is not", iso.push, model, "me/x", results={"top1": "9"})
+    refused("is not a name for the hub", iso.push, model, "me/x.git")
+    refused("results must be finite numbers by name; top1 is not", iso.push, model, "me/x", results={"top1": "9"})
     measured = run(capsys, "evaluate", "hf-hub:me/tiny", "--no-cost", "--json", "--max-images", 40)
     own = run(capsys, "evaluate", trained, "--no-cost", "--json", "--max-images", 40)
     assert json.loads(measured[1]) | {"model": ""} == json.loads(own[1]) | {"model": ""}

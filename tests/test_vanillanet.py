@@ -149,7 +149,7 @@ def test_pairs_keep_the_padding_and_fuse_pyramids_inside():
     wide = iso.recast(nn.Sequential(pair).eval(), iso.LinearToPyramid(), "0.second")
     wide[0].second.skip.bias += 1
     torch.testing.assert_close(iso.fuse(wide)(x), wide(x), atol=1e-5, rtol=1e-5)
-    with pytest.raises(iso.UserError, match=r"second convolution, .* must have a 1x1 kernel"):
+    with pytest.raises(iso.UserError, match=r"second convolution, .* needs a 1x1 kernel"):
         AnnealedPair(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 3, padding=1))
 
 

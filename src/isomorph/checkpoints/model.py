@@ -216,9 +216,7 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
 def read_parts(contents: Contents) -> Header:
     """Return the checked parts of a file's header. Raises: UserError when isomorph of this version did not write it."""
     if contents.header.get("format") != FORMAT:
-        raise UserError(
-            f"{contents.path} was written by another version of isomorph; create the model and use load_weights"
-        )
+        raise UserError(f"{contents.path} is of another version of isomorph; create the model and use load_weights")
     return parse_header(contents.header, contents.path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from isomorph.errors import UserError
 
-_PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])"
+_PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])(?<!\.git)"
 _REPOSITORY = re.compile(f"{_PART}/{_PART}")
 HUB = ("hf-hub:", "hf_hub:")
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")  # or any file that exists

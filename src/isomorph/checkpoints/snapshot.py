@@ -267,9 +267,7 @@ def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     wanted = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     held = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if wanted > held:
-        raise DamagedSnapshot(
-            f"the snapshot {path} is damaged: it names {wanted:,} bytes of tensors and holds {held:,}"
-        )
+        raise DamagedSnapshot(f"{path} is damaged: it names {wanted:,} bytes of tensors and holds {held:,}")
     return layout
 
 

@@ -84,7 +84,7 @@ def evaluate_(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.model_data import default_data
+        from isomorph.evaluation.model_data import data_root, default_data
         from isomorph.evaluation.suites import find_suites
         from isomorph.training.task import EvaluationOptions, task_of
     locations = find_suites(of.suite, load.root, data) if of.suite else {}
@@ -94,7 +94,8 @@ def evaluate_(
     if task := task_of(net):
         if size and len(size) > 1:
             raise UserError("--size has several values; give this model one height and width")
-        evaluate_task(task, net, model, of, given._replace(size=size[0] if size else None), runtime, json_)
+        given = given._replace(size=size[0] if size else None, root=data_root(net, data, load.root))
+        evaluate_task(task, net, model, of, given, runtime, json_)
     else:
         exported = Path(model).suffix in opt.EXPORTED
         rows, costs = _measure(net, of, given, locations, tuple(size or ()), runtime, exported)

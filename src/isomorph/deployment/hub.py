@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import timm
 import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from timm.layers import DropPath
 from timm.models import PretrainedCfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
@@ -145,15 +147,16 @@ def save_for_hub(
     3
     """
     folder = Path(folder)
-    if wrong := [key for key, value in (results or {}).items() if not isinstance(value, Real)]:
-        raise UserError(f"results must be numbers by name; {wrong[0]} is not one")
+    if wrong := [key for key, value in (results or {}).items() if not (isinstance(value, Real) and isfinite(value))]:
+        raise UserError(f"results must be finite numbers by name; {wrong[0]} is not one")
+    numbers = {key: value if type(value) is int else float(value) for key, value in (results or {}).items()}
     recipe, metrics = read_training(Path(run)) if run else (None, {})
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
         net = unwrap(model)
         save(net, written / WEIGHTS, base)
         in_timm = _write_config(net, written, name)
-        card = model_card(net, name, recipe, metrics | dict(results or {}), in_timm)
+        card = model_card(net, name, recipe, metrics | numbers, in_timm)
         (written / CARD).write_text(card, encoding="utf-8")
         if recipe:
             (written / RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
@@ -198,12 +201,14 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     except Exception:  # timm raises many types for a network that it cannot build
         return False
-    ours, theirs = model.state_dict(), loaded.state_dict()
-    if find_difference(model, loaded) or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
-        return False
-    if not all(torch.equal(ours[name].cpu().to(tensor.dtype), tensor) for name, tensor in theirs.items()):
-        return False
     own = copy.deepcopy(model).cpu().float()
+    for name in [name for name, part in own.named_modules() if isinstance(part, DropPath)]:
+        own.set_submodule(name, nn.Identity())  # eval mode has none, and timm's config does not name its rate
+    if find_difference(own, loaded) or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
+        return False
+    ours, theirs = own.state_dict(), loaded.state_dict()
+    if not all(torch.equal(ours[name].to(tensor.dtype), tensor) for name, tensor in theirs.items()):
+        return False
     inputs = random_inputs(1, own)
     with torch.no_grad(), eval_mode(own), eval_mode(loaded):
         expected, found = run_model(own, inputs), run_model(loaded, inputs)

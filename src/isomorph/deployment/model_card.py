@@ -19,6 +19,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.surgery import edits
+from isomorph.surgery.calls import own_inputs
 from isomorph.terminal_tables import METRIC_FORMATS
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
@@ -66,7 +67,9 @@ def model_card(
     architecture = (config.get("architecture") or "").partition(".")[0]
     facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": version("isomorph")}
     facts |= {"parameters": count_parameters(model), "classes": getattr(model, "num_classes", None)}
-    sections = ["The model, and the images that it expects:", _block(recipe_text(facts | evaluation_config(model)))]
+    expected = evaluation_config(model) if config and own_inputs(model, 1) is None else {}
+    about = "The model, and the images that it expects:" if expected else "The model:"
+    sections = [about, _block(recipe_text(facts | expected))]
     if made:
         sections += ["## Changes to the architecture", _block(recipe_text(describe_edits(made)))]
     base = ")" if architecture else f", base=...)  # a {type(model).__name__} before its changes"
@@ -82,15 +85,16 @@ def model_card(
     if recipe:
         sections += ["## Training", "Save as recipe.yaml, for `isomorph train recipe.yaml`:"]
         sections.append(_block(recipe_text(recipe)))
-    head = f"---\n{_card_data(model, architecture, name, metrics, in_timm).to_yaml()}\n---"
+    classifies = config and not task_record(model) and architecture not in own_models.networks()
+    classifies = bool(classifies) and not (recipe or {}).get("mask")  # of which the head was not trained
+    head = f"---\n{_card_data(model, name, metrics, in_timm, classifies).to_yaml()}\n---"
     return "\n\n".join([head, f"# {name.rpartition('/')[2]}", *sections]) + "\n"
 
 
 def _card_data(
-    model: nn.Module, architecture: str, name: str, metrics: Mapping[str, Any], in_timm: bool
+    model: nn.Module, name: str, metrics: Mapping[str, Any], in_timm: bool, classifies: bool
 ) -> ModelCardData:
     task = "image-classification"
-    classifies = not task_record(model) and architecture not in own_models.networks()
     data, accuracy = describe_data(model).get("source") or "test images", None
     if "top1" in metrics and classifies:
         accuracy = [EvalResult(task, data, data, "accuracy", round(metrics["top1"], 2), metric_name="top-1 (%)")]

@@ -82,9 +82,7 @@ class AnnealedPair(nn.Sequential):
         self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
     ) -> None:
         if isinstance(second, nn.Conv2d) and not is_pointwise(second):
-            raise UserError(
-                f"the second convolution, {second}, must have a 1x1 kernel, stride 1 and no padding or groups"
-            )
+            raise UserError(f"the second convolution, {second}, needs a 1x1 kernel, stride 1 and no padding or groups")
         layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_batchnorm_for(first))
         layers |= dict(act=AnnealedReLU(slope), second=second)
         super().__init__(layers | (dict(norm2=_batchnorm_for(second)) if last_norm else {}))

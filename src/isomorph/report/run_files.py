@@ -68,9 +68,7 @@ def _read_run(folder: Path) -> RunLog:
     if not isinstance(recipe, dict):
         problems.append("recipe.json cannot be read" if path.is_file() else "no recipe.json")
     if not (epochs or steps or recipe):
-        raise UserError(
-            f"{folder} is not the folder of a run: it has no readable log.jsonl, steps.jsonl or recipe.json"
-        )
+        raise UserError(f"{folder} is not a run's folder: it has no readable log.jsonl, steps.jsonl or recipe.json")
     recipe = recipe if isinstance(recipe, dict) else {}
     return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
 

@@ -185,9 +185,7 @@ def insert(
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
     outputs = _check_blocks(new, counts, example)
     if not all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
-        raise UserError(
-            "the outputs differ after inserting: the model is random in eval mode, or a block is not finite"
-        )
+        raise UserError("the outputs differ afterwards: the model is random in eval mode, or a block is not finite")
     _note_dead_gammas(new, list(rules), outputs)
     return new
 

@@ -46,9 +46,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     if not norms:
         raise UserError("the model has no BatchNorm statistics to recalibrate")
     if keep_function and any(norm.weight is None for norm in norms):
-        raise UserError(
-            "one BatchNorm has no weights (affine=False), so the function cannot stay; give keep_function=False"
-        )
+        raise UserError("a BatchNorm without weights (affine=False) cannot keep the function; give keep_function=False")
     if isinstance(batches, Tensor):
         raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
     count, like = 0, first_float(model)

@@ -1,15 +1,22 @@
 """Remove the strides of a stage, as T-ResNets and BoTNet do; unlike `recast`, this changes the function."""
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from timm.layers import BlurPool2d
-from torch import nn
+from torch import Tensor, nn
 
+from isomorph.errors import DoesNotRun, UserError
+from isomorph.layers.modes import eval_mode, first_float
+from isomorph.surgery.calls import cast_floats, run_model
+from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
-from isomorph.surgery.rule import Rule, copy_model
+from isomorph.surgery.rule import Rule, copy_model, edits
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class Unstride(Rule):
     def reason(self, module: nn.Module) -> str | None:
         if not any(map(_is_strided, module.modules())):
             return "it has no stride to remove"
-        pools = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.MaxPool2d | BlurPool2d))
+        kinds = nn.MaxPool2d | BlurPool2d
+        pools = ((name, part) for name, part in module.named_modules() if _is_strided(part, kinds))
         return next((f"it cannot remove the stride of {name} ({type(part).__name__})" for name, part in pools), None)
 
     def build(self, module: nn.Module) -> nn.Module:
@@ -46,18 +54,19 @@ class Unstride(Rule):
         return stage
 
 
-def _is_strided(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d | nn.AvgPool2d) and module.stride not in (1, (1, 1))
+def _is_strided(module: nn.Module, kinds: Any = nn.Conv2d | nn.AvgPool2d) -> bool:
+    return isinstance(module, kinds) and module.stride not in (1, (1, 1))
 
 
 def unstride(model: nn.Module, where: Where) -> nn.Module:
     """Return a copy of the model in which the selected stages keep the resolution of their input.
 
     The weights stay, but it changes the function: evaluate the model before and after it. A T-ResNet is an unstrided
-    ResNet whose last stage is then recast.
+    ResNet whose last stage is then recast. timm's `feature_info` keeps the reductions of the strided model.
 
     Source: T-CNN section 3.2; BoTNet
-    Raises: UserError if `where` selects nothing or a stage without a stride, or if hooks on a pool would be lost.
+    Raises: UserError if `where` selects nothing or a stage without a stride, if hooks on a pool would be lost, for a
+        detector, and if at the model's own size, where known, a map gets smaller all the same or the model fails.
 
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> wide = iso.unstride(cnn, where="layer3")
@@ -65,4 +74,33 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     >>> tuple(cnn.forward_features(x).shape), tuple(wide.forward_features(x).shape)
     ((1, 64, 8, 8), (1, 64, 16, 16))
     """
-    return apply_rule(copy_model(model), Unstride(), where)
+    if hasattr(model, "detect"):
+        raise UserError("a detector reads boxes at the strides of its backbone; give it another one, like t_resnet50")
+    new = apply_rule(copy_model(model), Unstride(), where)
+    if (example := own_example(model)) is not None:
+        _check_resolution(model, new, cast_floats(example, first_float(model).dtype))
+    return new
+
+
+@torch.no_grad()
+def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
+    handles = [new.get_submodule(n).register_forward_hook(partial(_check_stage, n)) for n in edits(new)[-1].names]
+    try:
+        with eval_mode(model), eval_mode(new):
+            run_model(new, example)
+    except DoesNotRun as error:
+        with suppress(DoesNotRun):  # of a model that does not take the size in its config
+            run_model(model, example)
+            raise UserError(f"without these strides {error}; unstride before recast, or other stages") from None
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_stage(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    maps = [x.shape for x in (*args[:1], output) if isinstance(x, Tensor) and x.ndim == 4]  # (B, C, H, W), (B, H, W, C)
+    if len(maps) == 2 and maps[0][2:] != maps[1][2:] and maps[0][1:3] != maps[1][1:3]:
+        raise UserError(
+            f"{name} makes a map of {tuple(maps[0])} one of {tuple(maps[1])} without its stride too: a kernel of even "
+            "size without padding, or a strided layer that is neither a convolution nor an average pool"
+        )

@@ -9,7 +9,7 @@ from torch import nn
 from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.model_data import evaluate_classifier
+from isomorph.evaluation.model_data import data_root, evaluate_classifier
 from isomorph.layers.modes import first_float
 from isomorph.operations import unwrap
 from isomorph.training.task import EvaluationOptions, task_of
@@ -55,5 +55,6 @@ def evaluate(
         )
     if not (data is None or isinstance(data, str | Path)) or test_fraction is not None or size is not None:
         raise UserError("give the data of this model's task as a folder or the name of a data source, nothing else")
-    options = EvaluationOptions(str(data) if data else None, batch_size=batch_size, workers=workers)
+    named = str(data) if data else None
+    options = EvaluationOptions(named, data_root(model, named, None), batch_size, workers)
     return task.evaluate(model, options, open_runtime(str(first_float(model).device)))[0]

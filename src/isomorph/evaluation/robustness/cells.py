@@ -147,11 +147,9 @@ class CellFile:
         if path.exists() and path.is_file() and path.stat().st_size:
             saved = read_result(path)
             if saved.identity["weights"] != identity["weights"]:
-                raise UserError(
-                    f"{path} holds cells of {saved.identity['model']} with other weights; use another --out"
-                )
+                raise UserError(f"{path} has cells of {saved.identity['model']} with other weights; use another --out")
             if differences := _differences(saved.identity, identity):
-                raise UserError(f"{path} holds cells of other images: {differences}; use another --out")
+                raise UserError(f"{path} has cells of other images: {differences}; use another --out")
             self.cells.update(saved.cells)
             os.truncate(path, saved.complete)
         else:

@@ -105,9 +105,7 @@ def open_published(options: RobustnessOptions) -> Published | None:
         raise UserError(f"suite {suite!r} is unknown; choose one of imagenet-c, cifar-c")
     if not folder:
         if suite == "cifar-c":
-            raise UserError(
-                "the suite cifar-c needs the published images; give the folder of CIFAR-10-C or CIFAR-100-C"
-            )
+            raise UserError("the suite cifar-c needs published images; give the folder of CIFAR-10-C or CIFAR-100-C")
         return None
     root = Path(folder).expanduser()
     if not os.path.isdir(root):

@@ -22,13 +22,7 @@ from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch
 from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_batch_statistics
 from isomorph.layers.pyramid.closed_form import Chains, collapse
-from isomorph.layers.pyramid.moments import (
-    Moments,
-    autocast_dtype,
-    cast_clamped,
-    measure_moments,
-    sync_group,
-)
+from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 Computed = Literal["closed", "branches"]
@@ -112,9 +106,7 @@ class Parallel(KeepsInEval):
             return self.forward(x[None])[0]
         if x.shape[-1 if self.window is None else 1] != self.in_features or (self.window is not None and x.ndim != 4):
             wanted = "(*, {})" if self.window is None else "(B, {}, H, W)"
-            raise UserError(
-                f"the input has shape {tuple(x.shape)}; the pyramid needs {wanted.format(self.in_features)}"
-            )
+            raise UserError(f"the input has shape {tuple(x.shape)}; a pyramid needs {wanted.format(self.in_features)}")
         parts = self.parts
         if parts[0] is not self and any(map(_computes_otherwise, parts)):
             return self.run_branches(x)

@@ -322,6 +322,7 @@ class TextClassification(LanguageTask):
     def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
         root = open_root(root, [self.options.dataset])
         part, examples = recorded_split(model)
-        if part and len(train := self._read(root, "train")) == examples:
+        known = part and find_files(root, self.options.dataset, "train")
+        if part and known and len(train := self._read(root, "train")) == examples:
             return divide(train, part)[1]  # what training left out
         return self._read(root, "test")

@@ -144,9 +144,7 @@ class Segmentation(Task):
             instead = "give --model.name upernet, and the network inside it as --model.kwargs.backbone NAME"
             raise UserError(f"{type(model).__name__} does not classify pixels; {instead}")
         if reason := input_size_problem(model, config["input_size"]):
-            raise UserError(
-                f"the network cannot process crops of {self.options.crop}: {reason}; give another task.crop"
-            )
+            raise UserError(f"the network cannot take crops of {self.options.crop}: {reason}; give another task.crop")
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
         transform: Any = TrainTransform(self.options, config["mean"], config["std"])

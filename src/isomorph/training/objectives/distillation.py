@@ -47,9 +47,7 @@ class FrozenTeacher(nn.Module):
 
 def open_teacher(part: DistillPart) -> nn.Module:
     if part.kwargs and is_checkpoint_or_run(part.teacher):
-        raise UserError(
-            f"distill.teacher {part.teacher} is a checkpoint with its own arguments; leave distill.kwargs out"
-        )
+        raise UserError(f"distill.teacher {part.teacher} is a checkpoint with its own arguments; omit distill.kwargs")
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 

@@ -357,7 +357,7 @@ def _check_unreadable(run: Run) -> None:
     found, allowed = run.progress.unreadable, run.recipe.data.unreadable
     if len(found) > allowed:
         raise UserError(
-            f"{len(found)} images cannot be read, but data.unreadable allows {allowed}; the latest: {found[-1]}"
+            f"{len(found)} images cannot be read, data.unreadable allows {allowed}; the latest: {found[-1]}"
         )
 
 
