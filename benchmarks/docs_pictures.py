@@ -35,8 +35,7 @@ from evidence import STUDIES, tested
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 RESULTS = Path(__file__).parent / "results"
 PELICAN = ("imagenet_samples-000.tar", "0144_n02051845_pelican.jpg")
-Place = tuple[float, float]
-QUERY: Place = (0.42, 0.62)
+QUERY: tuple[float, float] = (0.42, 0.62)
 """The query of all maps, as fractions of height and width: the pelican's neck."""
 STYLE: dict[str, Any] = {
     **dict.fromkeys(
@@ -177,7 +176,7 @@ def readme_heads(runs: Path) -> Any:
 
 
 def analyze_page(runs: Path) -> Image.Image:
-    """Return a photograph of the page of `isomorph analyze`: the exact recast against the fine-tuned T-CNN."""
+    """Return a screenshot of the page of `isomorph analyze`: the exact recast against the fine-tuned T-CNN."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         raise SystemExit("needs Chromium for the picture of the page; on Debian: apt-get install chromium")
@@ -252,7 +251,9 @@ def remove_ticks(cell: Any) -> None:
     cell.spines[:].set_visible(False)
 
 
-def draw_map(cell: Any, values: np.ndarray, title: str, grid: tuple[int, int], query: Place = QUERY) -> None:
+def draw_map(
+    cell: Any, values: np.ndarray, title: str, grid: tuple[int, int], query: tuple[float, float] = QUERY
+) -> None:
     """Draw a map or an image with the query framed, one position of a grid."""
     cell.imshow(values, cmap="magma", vmin=0, interpolation="nearest", extent=(0, grid[1], grid[0], 0))
     row, column = (int(part * size) for part, size in zip(query, grid, strict=True))
@@ -359,15 +360,17 @@ def robustness(runs: Path) -> Any:
 
 
 def studies(runs: Path) -> Any:
-    """Return test accuracy in the studies of docs/evidence.md: a dot a seed, each arm at its best rate."""
+    """Return test accuracy in the studies of docs/evidence.md: one dot per seed, each arm at its best rate."""
     panels: dict[str, dict[str, list[float]]] = {}
     for method, study in STUDIES.items():
-        rows, epochs = json.loads((RESULTS / f"evidence_{method}.json").read_text())["rows"], study.settings[0].epochs
+        rows = json.loads((RESULTS / f"evidence_{method}.json").read_text())["rows"]
         for setting in study.settings:
+            epochs = next(each.epochs for each in study.settings if each.images == setting.images)
             found = {arm: [row["test"] for row in tested(setting, arm, rows).values()] for arm in setting.arms}
             longer = "" if setting.epochs == epochs else f", {setting.epochs} epochs"
             arms = {arm + longer: tests for arm, tests in found.items() if tests}
-            panels.setdefault(f"{method}: {setting.images:,} images, {epochs} epochs", {}).update(arms)
+            panel = panels.setdefault(f"{method}: {setting.images:,} images, {epochs} epochs", {})
+            panel.update({arm: tests for arm, tests in arms.items() if arm not in panel})  # first the rates' whole grid
     panels = {title: arms for title, arms in panels.items() if arms}
     heights = [len(arms) for arms in panels.values()]
     size = (4.2, 0.2 * sum(heights) + 0.55 * len(panels))
@@ -381,7 +384,7 @@ def studies(runs: Path) -> Any:
         cell.set(ylim=(len(arms) - 0.4, -0.6))
         cell.set_title(title, loc="left")
         cell.grid()
-    axes[-1].set_xlabel("test top-1 (%), a dot a seed; a bar is the mean")
+    axes[-1].set_xlabel("test top-1 (%), one dot per seed; a bar is the mean")
     return figure
 
 

@@ -6,8 +6,8 @@
 A cell is one network trained once: an arm, its number of training images and epochs, a learning rate, a seed. A
 finished cell is a row of benchmarks/results/evidence_METHOD.json, so a second call goes on where the first stopped; an
 unfinished one continues from its last epoch. The rate of an arm is the best of its grid on 5,000 validation images,
-which are cut from the training images and never trained on, with seed 0; rates further from the best than the next ones
-are not tried. No choice looks at the test images.
+which are cut from the training images and never trained on, with seed 0: the search begins in the middle of the grid
+and ends when both neighbours of the best rate have been tried. No choice looks at the test images.
 
 On a GPU (`--device cuda`) several cells train at once, each step as a CUDA graph on a stream of its own; a cell that is
 not finished when the time is up begins again. A cell draws the same numbers on every device.
@@ -368,7 +368,7 @@ def grid_of(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> list[dict
 
 
 def untried_rates(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> tuple[float, ...]:
-    """The rates to train with next: the middle of the grid, then those beside the best so far."""
+    """The rates to train with next: the middle of the grid, then those next to the best so far."""
     if not (tried := [row["rate"] for row in grid_of(setting, arm, rows)]):
         return setting.rates[len(setting.rates) // 2 :][:1]
     best = setting.rates.index(best_rate(setting, arm, rows))
@@ -376,7 +376,7 @@ def untried_rates(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> tup
 
 
 def best_rate(setting: Setting, arm: str, rows: list[dict[str, Any]]) -> float:
-    """The rate with the best validation accuracy; of several, the one with the lowest training loss."""
+    """The rate with the best validation accuracy; of equal ones, the one with the lowest training loss."""
     return max(grid_of(setting, arm, rows), key=lambda row: (row["val"], -row["curve"][-1][1]))["rate"]
 
 

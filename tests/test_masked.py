@@ -200,7 +200,7 @@ def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     assert not back.encoder.pos_embed.requires_grad
     assert edits(back.encoder) == edits(model.encoder)
     whole = iso.recast(model, iso.LinearToPyramid(), "decoder_blocks.0.mlp.fc1")
-    refused("edit model.encoder", save_autoencoder, whole, tmp_path / "whole.safetensors")
+    refused("edit its encoder", save_autoencoder, whole, tmp_path / "whole.safetensors")
 
 
 def test_the_published_size():

@@ -64,12 +64,12 @@ def models():
     return {
         "plain": (vit, True),
         "public": (cnn, True),  # an architecture whose public weights may be in $ISOMORPH_DATA
-        "ours": (timm.create_model("convit_ti", **KWARGS, drop_path_rate=0.1), True),
+        "ours": (timm.create_model("convit_ti", **KWARGS), True),
         "recast": (iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"), False),
         "unstride": (iso.unstride(cnn, "layer3"), False),  # the tensors of the base, and another function
         "pyramids": (pyramids, False),
         "fused": (iso.fuse(pyramids), True),
-        "half": (timm.create_model("convit_ti", **KWARGS).bfloat16(), True),
+        "half": (timm.create_model("resnet10t", num_classes=2, drop_path_rate=0.1).bfloat16(), True),
     }
 
 

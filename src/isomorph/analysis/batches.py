@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.modes import first_float
+from isomorph.surgery.calls import to_model
 
 
 def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
@@ -27,12 +27,6 @@ def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
         raise UserError("no batch was given; give a batch of images, or a loader with at least one")
 
 
-def on_model(batch: Tensor, model: nn.Module) -> Tensor:
-    """Return a batch on the device of the model, images in its precision."""
-    like = first_float(model)
-    return batch.to(like.device, like.dtype if batch.is_floating_point() else batch.dtype)
-
-
 def mean_over(
     model: nn.Module, data: Tensor | Iterable[Any], measure: Callable[[Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
@@ -40,7 +34,7 @@ def mean_over(
     sums, images = dict[str, Tensor](), Counter[str]()  # a layer may run for some batches only
     dtypes = dict[str, torch.dtype]()
     for batch in batches(data):
-        for name, value in measure(on_model(batch, model)).items():
+        for name, value in measure(to_model(batch, model)).items():
             dtypes[name] = value.dtype
             sums[name] = sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double() * len(batch)
             images[name] += len(batch)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.batches import batches, on_model
+from isomorph.analysis.batches import batches
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
+from isomorph.surgery.calls import to_model
 from isomorph.surgery.modules import Where
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
@@ -121,7 +122,7 @@ def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module],
         x = x - x.mean(0)  # HSIC does not depend on the mean; removing it reduces rounding errors
         return (x @ x.T).fill_diagonal_(0.0)
 
-    matrices = features(model, on_model(batch, model), layers, gram)
+    matrices = features(model, to_model(batch, model), layers, gram)
     if missing := [name for name in layers if name not in matrices]:
         raise UserError(f"the forward of the model does not call {missing[0]}, so it has no features")
     return torch.stack([value.cpu() for value in matrices.values()])

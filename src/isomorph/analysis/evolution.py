@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.attention import attention_maps
-from isomorph.analysis.batches import batches, mean_over, on_model
+from isomorph.analysis.batches import batches, mean_over
 from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
+from isomorph.surgery.calls import to_model
 from isomorph.surgery.modules import Where
 
 # Number and size of the random batches over which the paper averages F_k.
@@ -51,7 +52,7 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     for batch in batches(data):
         if len(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
-        batch = on_model(batch, model)
+        batch = to_model(batch, model)
         outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float().clone()).items())
         final = outputs[-1][1]
         first = linear_cka(outputs[0][1], final)

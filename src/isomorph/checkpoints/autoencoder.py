@@ -42,7 +42,7 @@ def save_autoencoder(
     whole (`iso.recast(model, rule)`) and not its encoder.
     """
     if edits(model):
-        raise UserError("the autoencoder was edited as a whole; edit model.encoder, as by iso.recast, alone")
+        raise UserError("edits of a whole autoencoder are not saved; edit its encoder: iso.recast(model.encoder, ...)")
     decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
     settings = {**decoder, "mask": model.ratio, "normalise": model.normalise}
     header = {**(encoder_header or describe_model(model.encoder)), "autoencoder": json.dumps(settings)}

@@ -216,7 +216,7 @@ def rebuild_from_header(contents: Contents) -> nn.Module:
 def read_parts(contents: Contents) -> Header:
     """Return the checked parts of a file's header. Raises: UserError when isomorph of this version did not write it."""
     if contents.header.get("format") != FORMAT:
-        raise UserError(f"{contents.path} is of another version of isomorph; create the model and use load_weights")
+        raise UserError(f"{contents.path} is from another version of isomorph; create the model and use load_weights")
     return parse_header(contents.header, contents.path)
 
 
@@ -411,7 +411,7 @@ def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
 
 _HINTS = {
     "fc_norm.": "comes from a model that averages tokens: create the model with global_pool='avg'",
-    "decoder_blocks.": "has a decoder: isomorph.checkpoints.autoencoder.load_autoencoder reads it; take .encoder",
+    "decoder_blocks.": "has a decoder: load_autoencoder (isomorph.checkpoints.autoencoder) reads it; save its encoder",
 }
 
 

@@ -87,7 +87,7 @@ class LabelMapSource(Source):
         """Return CLASS/IMAGE.pt: what follows the class in the image's name, or else the whole name."""
         name, owner = image_name(self.images, index), self.classes[int(self.labels[index])]
         if name is None:
-            raise UserError("token_labels.maps needs file names: data.source imagefolder, tar or webdataset")
+            raise UserError("token_labels.maps needs named files: data.source must be imagefolder, tar or webdataset")
         *folders, file = name.split("/")
         named = list(map(composed, folders))
         below = folders[named.index(owner) :] if owner in named else [owner, *folders]
@@ -125,5 +125,5 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
     classes = loaded[1].double()
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():
-        raise UserError(f"{path} has class {classes[wrong][0]:g}; classes are integers from 0 to {num_classes - 1}")
+        raise UserError(f"{path} has class {classes[wrong][0]:g}, not an integer from 0 to {num_classes - 1}")
     return loaded

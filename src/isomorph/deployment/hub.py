@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import isfinite
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ import timm
 import torch
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from timm.layers import DropPath
 from timm.models import PretrainedCfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
-from isomorph.checkpoints.model import find_difference, rebuild, save
+from isomorph.checkpoints.model import rebuild, save
 from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.model_card import model_card, read_training, recipe_text
 from isomorph.errors import UserError
@@ -149,7 +148,9 @@ def save_for_hub(
     folder = Path(folder)
     if wrong := [key for key, value in (results or {}).items() if not (isinstance(value, Real) and isfinite(value))]:
         raise UserError(f"results must be finite numbers by name; {wrong[0]} is not one")
-    numbers = {key: value if type(value) is int else float(value) for key, value in (results or {}).items()}
+    numbers = {
+        key: int(value) if isinstance(value, Integral) else float(value) for key, value in (results or {}).items()
+    }
     recipe, metrics = read_training(Path(run)) if run else (None, {})
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
@@ -196,17 +197,15 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
 
 
 def _timm_loads(model: nn.Module, folder: Path) -> bool:
-    """True if timm builds the same network from a folder: tensors, outputs, and the images that it expects."""
+    """True if timm builds a network of the same tensors, outputs and expected images from a folder, in eval mode."""
     try:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     except Exception:  # timm raises many types for a network that it cannot build
         return False
     own = copy.deepcopy(model).cpu().float()
-    for name in [name for name, part in own.named_modules() if isinstance(part, DropPath)]:
-        own.set_submodule(name, nn.Identity())  # eval mode has none, and timm's config does not name its rate
-    if find_difference(own, loaded) or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
-        return False
     ours, theirs = own.state_dict(), loaded.state_dict()
+    if ours.keys() != theirs.keys() or json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
+        return False
     if not all(torch.equal(ours[name].to(tensor.dtype), tensor) for name, tensor in theirs.items()):
         return False
     inputs = random_inputs(1, own)

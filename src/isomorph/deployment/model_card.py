@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.surgery import edits
-from isomorph.surgery.calls import own_inputs
 from isomorph.terminal_tables import METRIC_FORMATS
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
@@ -60,14 +58,14 @@ def _block(text: str, language: str = "yaml") -> str:
 
 
 def model_card(
-    model: nn.Module, name: str, recipe: Mapping[str, Any] | None, metrics: Mapping[str, Any], in_timm: bool
+    model: nn.Module, name: str, recipe: dict[str, Any] | None, metrics: dict[str, Any], in_timm: bool
 ) -> str:
     """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
     config, made = getattr(model, "pretrained_cfg", None) or {}, edits(model)
     architecture = (config.get("architecture") or "").partition(".")[0]
     facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": version("isomorph")}
     facts |= {"parameters": count_parameters(model), "classes": getattr(model, "num_classes", None)}
-    expected = evaluation_config(model) if config and own_inputs(model, 1) is None else {}
+    expected = evaluation_config(model) if config and not hasattr(model, "example_inputs") else {}
     about = "The model, and the images that it expects:" if expected else "The model:"
     sections = [about, _block(recipe_text(facts | expected))]
     if made:
@@ -85,15 +83,13 @@ def model_card(
     if recipe:
         sections += ["## Training", "Save as recipe.yaml, for `isomorph train recipe.yaml`:"]
         sections.append(_block(recipe_text(recipe)))
-    classifies = config and not task_record(model) and architecture not in own_models.networks()
-    classifies = bool(classifies) and not (recipe or {}).get("mask")  # of which the head was not trained
+    classifies = bool(config) and not (recipe or {}).get("mask")  # masked pre-training does not train the head
+    classifies = classifies and not task_record(model) and architecture not in own_models.networks()
     head = f"---\n{_card_data(model, name, metrics, in_timm, classifies).to_yaml()}\n---"
     return "\n\n".join([head, f"# {name.rpartition('/')[2]}", *sections]) + "\n"
 
 
-def _card_data(
-    model: nn.Module, name: str, metrics: Mapping[str, Any], in_timm: bool, classifies: bool
-) -> ModelCardData:
+def _card_data(model: nn.Module, name: str, metrics: dict[str, Any], in_timm: bool, classifies: bool) -> ModelCardData:
     task = "image-classification"
     data, accuracy = describe_data(model).get("source") or "test images", None
     if "top1" in metrics and classifies:

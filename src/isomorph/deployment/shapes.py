@@ -67,13 +67,13 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
     For a network with `example_inputs` they are texts, where dynamic size is the length of the sequences (else they
     have the network's greatest length, at most 512), or images with time steps.
 
-    Raises: UserError for another word than those of DYNAMIC, and when the model does not take that size, or is to take
-        any size and takes only one.
+    Raises: UserError for another word than those of DYNAMIC, for a detector, and when the model does not take that
+        size, or is to take any size and takes only one.
     """
     if dynamic not in DYNAMIC:
         raise UserError(f"dynamic {dynamic} is unknown; give one of {', '.join(map(repr, DYNAMIC))}")
     if hasattr(model, "detect"):
-        raise UserError("the number of objects that a detector finds depends on the image; export model.backbone alone")
+        raise UserError("a detector cannot be exported: the number of its boxes depends on the image; use model.detect")
     batches = (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
     batch_axis = {0: "batch"} if "batch" in dynamic else {}
     side_axes = {2: "height", 3: "width"} if "size" in dynamic else {}

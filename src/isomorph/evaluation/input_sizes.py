@@ -146,7 +146,7 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
         return problem
     try:
         with eval_mode(model):
-            model(first_float(model).new_zeros(1, *size))
+            model(torch.zeros(1, *size, device="cpu").to(first_float(model)))
     except (RuntimeError, AssertionError, ValueError) as error:
         return " ".join(str(error).split()) or type(error).__name__
     return ""
@@ -187,11 +187,10 @@ def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -
 
 
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: str | None = None) -> Inputs:
-    """Return inputs of (channels, height, width) for timing and counting, as the model reads them."""
+    """Return inputs of (channels, height, width) to time or count, in the model's dtype, on its device or the given."""
     like = first_float(model)
     if (own := own_inputs(model, batch, input_size[-2:])) is None:
-        images = torch.empty if device == "meta" else torch.randn
-        return images(batch, *input_size, device=device or like.device, dtype=like.dtype)
+        return torch.randn(batch, *input_size, device=device or like.device, dtype=like.dtype)
     return {name: cast(x, like.dtype).to(device or like.device) for name, x in own.items()}
 
 

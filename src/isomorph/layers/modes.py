@@ -171,7 +171,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def first_float(model: nn.Module) -> Tensor:
-    """Return the first weight, else buffer, else a new tensor: a model's inputs have its device and precision."""
+    """Return the first floating-point parameter or buffer (else a CPU scalar), whose device and dtype inputs get."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((x for x in tensors if x.is_floating_point()), torch.zeros((), device="cpu"))
 
@@ -185,9 +185,7 @@ def require_finite(outputs: Any) -> None:
 @torch.no_grad()
 def require_same(layer: nn.Module, plain: nn.Module, shape: tuple[int, ...], atol: float, advice: str) -> None:
     """Check that two layers are equal, in float64. Raises: ValueError for a relative |difference| above `atol`."""
-    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(
-        next(plain.parameters()).device
-    )
+    probe = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(first_float(plain).device)
     outputs = []
     for module in (layer, plain):
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -446,7 +446,7 @@ class Plan:
         """Add a group unless the code that connects its modules branches on the numbers of a batch."""
         names = [*group.carriers, *(name for _, name in group.gone)]
         for change in group.gone if group.kind != "chain" else ():
-            ends = [self._values.get(each.outputs[0]) for each in self._own[change[1]][-1:]]  # of what is all followed
+            ends = [self._values.get(each.outputs[0]) for each in self._own[change[1]][-1:]]
             if change[0] == "identity" and not any(end and change in end.gone for end in ends):
                 reason = "its module computes more than the norm"
                 self.left |= {name: reason for _, name in group.gone if name in self.norms}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
+from isomorph.layers.modes import first_float
 
 # A batch of images or other tensor, or the keyword arguments of a model.
 Inputs = Tensor | Mapping[str, Any]
@@ -78,14 +79,23 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return a batch with its floating-point tensors changed; tensors of integers, such as token ids, stay."""
-
-    def changed(x: Any) -> Any:
-        return change(x) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) else x
-
+def map_tensors(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return a batch with its tensors changed."""
     check_inputs(batch)
-    return changed(batch) if isinstance(batch, Tensor) else {name: changed(x) for name, x in batch.items()}
+    if isinstance(batch, Tensor):
+        return change(batch)
+    return {name: change(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+
+def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return a batch with its floating-point and complex tensors changed; integers, such as token ids, stay."""
+    return map_tensors(batch, lambda x: change(x) if x.is_floating_point() or x.is_complex() else x)
+
+
+def to_model(batch: Inputs, model: nn.Module) -> Any:
+    """Return a batch on the device of the model, its floating-point and complex tensors in the model's precision."""
+    like = first_float(model)
+    return map_tensors(batch, lambda x: cast(x, like.dtype).to(like.device))
 
 
 def cast_floats(batch: Inputs, dtype: torch.dtype) -> Inputs:

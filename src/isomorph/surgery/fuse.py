@@ -177,7 +177,7 @@ def fuse_with_report(
     plain = check_model(model)
     training = next((name for name, module in plain.named_modules() if module.training), None)
     if training is not None:
-        raise UserError(f"fuse needs eval mode, but {training or 'the model'} is in train mode; call .eval() first")
+        raise UserError(f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval()")
     check_finite(plain)
     names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
     exact, cases, problem = copy_model(model), None, ""

@@ -153,7 +153,7 @@ def embedding_models(model: nn.Module) -> list[Any]:
 def _only_embedding_model(model: nn.Module) -> Any:
     owners = embedding_models(model)
     if len(owners) > 1:
-        raise UserError("several patch embeddings: recast each submodule, or give grid_size and prefix_tokens")
+        raise UserError("the model has several patch embeddings; recast each part, or give grid_size and prefix_tokens")
     if owners and isinstance(getattr(owners[0], "patch_drop", None), PatchDropout) and owners[0].patch_drop.prob:
         raise UserError(
             "the model drops patches in training, so its tokens have no full grid; create it with patch_drop_rate=0"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from isomorph.errors import DoesNotRun, UserError, first_line
 from isomorph.layers import MapAttention
 from isomorph.layers.map_attention import InsertedBlock, Layout
-from isomorph.layers.modes import eval_mode, first_float
+from isomorph.layers.modes import eval_mode
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
-from isomorph.surgery.calls import Inputs, cast_floats, other_inputs, run_model
+from isomorph.surgery.calls import Inputs, other_inputs, run_model, to_model
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
@@ -168,7 +168,7 @@ def insert(
     example = own_example(model) if example is None else example
     if example is None:
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
-    example = cast_floats(example, first_float(model).dtype)
+    example = to_model(example, model)
     name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
     hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
     before = _run(model, example, hooks)
@@ -185,7 +185,7 @@ def insert(
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
     outputs = _check_blocks(new, counts, example)
     if not all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
-        raise UserError("the outputs differ afterwards: the model is random in eval mode, or a block is not finite")
+        raise UserError("inserting changed the outputs: the model is random in eval mode, or a block is not finite")
     _note_dead_gammas(new, list(rules), outputs)
     return new
 

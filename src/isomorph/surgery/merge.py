@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
-from isomorph.layers.modes import first_float
 from isomorph.operations import see, tensors_in
 from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
 from isomorph.surgery.calls import (
@@ -28,6 +27,7 @@ from isomorph.surgery.calls import (
     own_inputs,
     relative_difference,
     run_model,
+    to_model,
 )
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.rule import Rule
@@ -131,13 +131,12 @@ class FuseReport:
 
 def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
-    like = first_float(model)
     if own := own_inputs(model, 1):
-        return {name: value.to(like.device) for name, value in own.items()}
+        return to_model(own, model)
     if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return None
     size = get_model_input_config(model)["input_size"]
-    return torch.randn(1, *size, generator=torch.Generator().manual_seed(0), device="cpu").to(like.device)
+    return to_model(torch.randn(1, *size, generator=torch.Generator().manual_seed(0), device="cpu"), model)
 
 
 class Cases:

@@ -10,10 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.modes import eval_mode, first_float
+from isomorph.layers.modes import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.moments import measure_moments
-from isomorph.surgery.calls import map_floats, run_model
+from isomorph.surgery.calls import run_model, to_model
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.rule import copy_model
 
@@ -49,11 +49,11 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError("a BatchNorm without weights (affine=False) cannot keep the function; give keep_function=False")
     if isinstance(batches, Tensor):
         raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
-    count, like = 0, first_float(model)
+    count = 0
     with eval_mode(model), _measure_inputs(model) if keep_function else _renew_statistics(norms):
         for batch in batches:
             inputs = batch if isinstance(batch, Tensor | Mapping) else batch[0]
-            run_model(model, map_floats(inputs, lambda x: x.to(like)))
+            run_model(model, to_model(inputs, model))
             count += 1
     if not count:
         raise UserError("recalibrate needs at least one batch")

@@ -11,8 +11,8 @@ from timm.layers import BlurPool2d
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
-from isomorph.layers.modes import eval_mode, first_float
-from isomorph.surgery.calls import cast_floats, run_model
+from isomorph.layers.modes import eval_mode
+from isomorph.surgery.calls import run_model
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
@@ -65,8 +65,8 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     ResNet whose last stage is then recast. timm's `feature_info` keeps the reductions of the strided model.
 
     Source: T-CNN section 3.2; BoTNet
-    Raises: UserError if `where` selects nothing or a stage without a stride, if hooks on a pool would be lost, for a
-        detector, and if at the model's own size, where known, a map gets smaller all the same or the model fails.
+    Raises: UserError for a detector, if `where` selects nothing or a stage without a stride, if hooks on a pool would
+        be lost, and if at the model's own size, where known, a map still gets smaller or the model fails.
 
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> wide = iso.unstride(cnn, where="layer3")
@@ -74,33 +74,32 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     >>> tuple(cnn.forward_features(x).shape), tuple(wide.forward_features(x).shape)
     ((1, 64, 8, 8), (1, 64, 16, 16))
     """
-    if hasattr(model, "detect"):
-        raise UserError("a detector reads boxes at the strides of its backbone; give it another one, like t_resnet50")
-    new = apply_rule(copy_model(model), Unstride(), where)
-    if (example := own_example(model)) is not None:
-        _check_resolution(model, new, cast_floats(example, first_float(model).dtype))
+    new = copy_model(model)
+    if hasattr(new, "detect"):
+        raise UserError("a detector needs its backbone's strides; create it with another backbone, like t_resnet50d")
+    new = apply_rule(new, Unstride(), where)
+    if (example := own_example(new)) is not None:
+        _check_resolution(model, new, example)
     return new
 
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
     handles = [new.get_submodule(n).register_forward_hook(partial(_check_stage, n)) for n in edits(new)[-1].names]
-    try:
-        with eval_mode(model), eval_mode(new):
+    with eval_mode(model), eval_mode(new):
+        try:
             run_model(new, example)
-    except DoesNotRun as error:
-        with suppress(DoesNotRun):  # of a model that does not take the size in its config
-            run_model(model, example)
-            raise UserError(f"without these strides {error}; unstride before recast, or other stages") from None
-    finally:
-        for handle in handles:
-            handle.remove()
+        except DoesNotRun as error:
+            with suppress(DoesNotRun):  # the model itself may not take the size in its config
+                run_model(model, example)
+                raise UserError(f"without these strides {error}; select others, or unstride before recasting") from None
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _check_stage(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     maps = [x.shape for x in (*args[:1], output) if isinstance(x, Tensor) and x.ndim == 4]  # (B, C, H, W), (B, H, W, C)
     if len(maps) == 2 and maps[0][2:] != maps[1][2:] and maps[0][1:3] != maps[1][1:3]:
-        raise UserError(
-            f"{name} makes a map of {tuple(maps[0])} one of {tuple(maps[1])} without its stride too: a kernel of even "
-            "size without padding, or a strided layer that is neither a convolution nor an average pool"
-        )
+        reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
+        raise UserError(f"{name} still makes {tuple(maps[1])} from {tuple(maps[0])}: {reason}; select other modules")

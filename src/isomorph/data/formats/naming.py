@@ -101,7 +101,7 @@ def named_for(paths: Collection[Path], split: str) -> list[Path]:
         exact = [path for path in named if path.stem == word] or [path for path in named if path.stem.lower() == word]
         if len(exact or named) > 1:
             several = ", ".join(path.name for path in exact or named)
-            raise UserError(f"{named[0].parent} has {several} for the {split} split; name the one to use {word}")
+            raise UserError(f"{named[0].parent} has {several} for the {split} split; rename the one to use to {word}")
         found += (exact or named)[:1]
     return found
 

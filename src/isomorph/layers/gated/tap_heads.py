@@ -105,7 +105,7 @@ class TapHeads(PositionHeads):
         if x.shape[1] != self.in_channels:
             raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
         if x.dtype != self.weight.dtype and not (is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4):
-            raise ValueError(f"the weights of {name} are {self.weight.dtype}, its input is {x.dtype}; convert one")
+            raise ValueError(f"{name} has weights in {self.weight.dtype}, its input is {x.dtype}; convert one of them")
         H, W = x.shape[2], x.shape[3]
         if query is not None and not 0 <= query < math.prod(self.query_grid(H, W)):
             raise ValueError(f"query {query} must be from 0 to {math.prod(self.query_grid(H, W)) - 1}")

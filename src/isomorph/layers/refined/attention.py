@@ -158,7 +158,7 @@ class ExpandedAttention(RefinedAttention):
 
     def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
         if kwargs.get("gated") or kwargs.get("scale_norm"):
-            raise ValueError("ExpandedAttention has no gated or scale_norm, which need an output of C channels")
+            raise ValueError("ExpandedAttention takes no gated or scale_norm, which need an output of C channels")
         super().__init__(dim, num_heads, refine=refine, **kwargs)
         width, bias = self.refine.ratio * self.attn_dim, kwargs.get("proj_bias", True)
         self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))

@@ -48,10 +48,8 @@ class Journal:
         for name in LOGS:
             _truncate_log(self.folder / name, epoch, step)
         if missing := set(range(1, epoch + 1)) - {row.get("epoch") for row in read_log(self.folder / "log.jsonl")}:
-            self.say(
-                f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot, as in a folder copied while "
-                "it trained; best.safetensors may be as old: copy both again"
-            )
+            lacks = f"log.jsonl lacks {count_of(len(missing), 'epoch')} before the snapshot"
+            self.say(f"{lacks}: was it copied in training? best.safetensors may be too old as well; copy both again")
         if self.tensorboard:
             self.curves = self.tensorboard.SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
         text = self.recipe.model_dump_json(indent=2)
@@ -73,9 +71,7 @@ class Journal:
             with (self.folder / name).open("a") as file:
                 file.write(_line(row))
         except OSError as error:
-            raise UserError(
-                f"cannot write {self.folder / name}: {error.strerror}; the snapshots are complete"
-            ) from None
+            raise UserError(f"cannot write {self.folder / name}: {error.strerror}; snapshots are complete") from None
         if self.curves and (axis := _CURVES.get(name)):
             group = "epoch" if axis == "epoch" else "train"
             for key, value in row.items():

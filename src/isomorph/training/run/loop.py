@@ -356,9 +356,7 @@ def _check_unreadable(run: Run) -> None:
     run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
     found, allowed = run.progress.unreadable, run.recipe.data.unreadable
     if len(found) > allowed:
-        raise UserError(
-            f"{len(found)} images cannot be read, data.unreadable allows {allowed}; the latest: {found[-1]}"
-        )
+        raise UserError(f"{len(found)} unreadable images, but data.unreadable allows {allowed}; latest: {found[-1]}")
 
 
 def _raise_if_stopped(run: Run, number: int) -> None:
