@@ -153,7 +153,7 @@ def test_recalibrated_variances_are_unbiased():
     [
         (nn.Linear(2, 2), 1, "no BatchNorm"),
         (nn.BatchNorm1d(2), 0, "at least one batch"),
-        (nn.BatchNorm1d(2, affine=False), 1, "has no weights"),
+        (nn.BatchNorm1d(2, affine=False), 1, "without weights"),
         (nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, 8)), nn.BatchNorm1d(8)), 1, "more than 1 value per channel"),
     ],
 )
