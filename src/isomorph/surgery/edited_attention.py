@@ -159,7 +159,7 @@ class EditedAttention(AlteredAttention):
         maps = scores.softmax(-1).to(weight)
         deviation = ((self.map_edit(maps, MapCall()) - maps).abs().max() / maps.max()).item()
         if not deviation <= atol:
-            raise ValueError(f"not plain attention: the relative change of its maps is {deviation:.2g}, above {atol:g}")
+            raise ValueError(f"not plain attention: its maps' relative deviation is {deviation:.2g}, above {atol:g}")
         return self.plain()
 
 
