@@ -417,6 +417,7 @@ def main() -> None:
                 picture.save(FOLDER / name, optimize=True)
             else:
                 picture.savefig(FOLDER / name, dpi=110, bbox_inches="tight")
+                plt.close(picture)
         print(f"wrote {FOLDER / name}, {(FOLDER / name).stat().st_size / 1024:.0f} KB")
 
 

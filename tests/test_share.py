@@ -69,18 +69,18 @@ def models():
         "unstride": (iso.unstride(cnn, "layer3"), False),  # the tensors of the base, and another function
         "pyramids": (pyramids, False),
         "fused": (iso.fuse(pyramids), True),
-        "half": (timm.create_model("resnet10t", num_classes=2, drop_path_rate=0.1).bfloat16(), True),
+        "half": (timm.create_model("convit_ti", **KWARGS).bfloat16(), True),
+        "drop_path": (timm.create_model("resnet10t", num_classes=2, drop_path_rate=0.1), True),
     }
 
 
-NAMES = ("plain", "public", "ours", "recast", "unstride", "pyramids", "fused", "half")
+NAMES = ("plain", "public", "ours", "recast", "unstride", "pyramids", "fused", "half", "drop_path")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
     """timm loads what it can build; it ends with an error for what it cannot, also with other classes (not strict)."""
-    model, in_timm = models[name]
-    model = model.eval()
+    model, in_timm = models[name][0].eval(), models[name][1]
     iso.save_for_hub(model, tmp_path / "shared", f"me/{name}", results={"top1": np.float64(90)})
     images = random_inputs(2, model).to(next(model.parameters()).dtype)
     loaded = iso.load(tmp_path / "shared" / "model.safetensors")

@@ -14,7 +14,6 @@ from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import static_cost
-from isomorph.layers.modes import first_float
 from isomorph.report import guides
 from isomorph.report.attention_viewer import (
     EQUAL_BOUNDS,
@@ -36,6 +35,7 @@ from isomorph.report.page_models import (
     name_classes,
     register_count,
 )
+from isomorph.surgery.calls import to_model
 from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of
 
@@ -294,7 +294,7 @@ def analyze_sections(
     Raises: UserError when the option `layers` matches no attention layer.
     """
     options = options or AnalyzeOptions()
-    batches = {m.name: normalise_images(images, dict(m.config)).to(first_float(m.model)) for m in models}
+    batches = {m.name: to_model(normalise_images(images, dict(m.config)), m.model) for m in models}
     gating = _measure_charts(GATING, models)
     sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
     sections += [_gating_section(gating)] if gating else []

@@ -1,7 +1,7 @@
 """Remove the strides of a stage, as T-ResNets and BoTNet do; unlike `recast`, this changes the function."""
 
 import copy
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -85,17 +85,15 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
-    handles = [new.get_submodule(n).register_forward_hook(partial(_check_stage, n)) for n in edits(new)[-1].names]
-    with eval_mode(model), eval_mode(new):
+    with ExitStack() as hooks, eval_mode(model), eval_mode(new):
+        for name in edits(new)[-1].names:
+            hooks.enter_context(new.get_submodule(name).register_forward_hook(partial(_check_stage, name)))
         try:
             run_model(new, example)
         except DoesNotRun as error:
             with suppress(DoesNotRun):  # the model itself may not take the size in its config
                 run_model(model, example)
                 raise UserError(f"without these strides {error}; select others, or unstride before recasting") from None
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _check_stage(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
