@@ -29,8 +29,9 @@ def offset_vectors(table: Tensor, size: int) -> Tensor:
     """
     if table.shape[0] != 2 * size - 1:
         exact = table.to(torch.promote_types(table.dtype, torch.float32))
-        table = F.interpolate(exact.T[None], 2 * size - 1, mode="linear")[0].T.to(table.dtype)
-    return table[constant(_offset_entries, table, size)]
+        table = F.interpolate(exact.T.unsqueeze(0), 2 * size - 1, mode="linear")[0].T.to(table.dtype)
+    entries = constant(_offset_entries, table, size)
+    return table.index_select(0, entries.flatten()).unflatten(0, entries.shape)
 
 
 def _offset_entries(size: int, device: torch.device) -> Tensor:

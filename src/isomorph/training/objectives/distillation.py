@@ -51,6 +51,11 @@ def open_teacher(part: DistillPart) -> nn.Module:
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
+class _Teacher(DistillationTeacher):
+    def normalize_input(self, input: Tensor, student_mean: Tensor | None, student_std: Tensor | None) -> Tensor:
+        return (input * student_std + student_mean - self.mean_kd) / self.std_kd  # timm's waits for the GPU to compare
+
+
 class SoftDistillationLoss(LogitDistillationTask):
     """Soft distillation: (1 - share) CE(student, label) + share T^2 KL(teacher / T, student / T), on the same images.
 
@@ -64,8 +69,7 @@ class SoftDistillationLoss(LogitDistillationTask):
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = named_logits(self.trainable_module(input))
         with torch.no_grad():
-            # timm's normalize_input compares tensors, for which a GPU must be waited for
-            images = (input * self.student_std + self.student_mean - self.teacher.mean_kd) / self.teacher.std_kd
+            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
             teacher = named_logits(self.teacher(images))
         label, distance = self.criterion(logits, target), self.divergence(logits, teacher)
         loss = self.task_loss_weight * label + self.distill_loss_weight * distance
@@ -95,7 +99,7 @@ def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module
         raise UserError(
             f"distill.teacher {part.teacher} has {theirs} classes, the model has {own}; give one of the same classes"
         )
-    teacher = DistillationTeacher(teacher.requires_grad_(False).to(device), device=device)
+    teacher = _Teacher(teacher.requires_grad_(False).to(device), device=device)
     shared: dict[str, Any] = dict(
         criterion=criterion, task_loss_weight=1 - part.share, temperature=part.temperature, device=device, verbose=False
     )
