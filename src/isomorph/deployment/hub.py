@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -52,7 +53,7 @@ def push(
     """Upload a model to the Hugging Face hub as OWNER/NAME, from where `iso.load` loads it, and return its address.
 
     The files are those of `save_for_hub`, in one commit. The repository is created if there is none; a model card that
-    is there already is kept, as it may have been edited; without a `run`, a recipe.yaml that is there is deleted. The
+    is there already is kept, as it may have been edited, with a warning; without a `run`, a recipe.yaml that is there is deleted. The
     token is that of `hf auth login`, or $HF_TOKEN.
 
     Args:
@@ -84,6 +85,9 @@ def push(
         api.upload_folder(  # a push without a run deletes the recipe of an earlier one
             repo_id=name, folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE, commit_message=message
         )
+    if kept:
+        told = "keeps its README.md, which may describe an earlier model; delete it there and push again for a new one"
+        warnings.warn(f"{name} {told}", stacklevel=2)
     return f"{constants.ENDPOINT}/{name}"
 
 
