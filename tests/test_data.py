@@ -1,6 +1,7 @@
 """Sources, subsets, corruptions: right images, right labels, one clear line when not."""
 
 import io
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -54,6 +55,20 @@ def test_an_unreadable_image_is_named(folder, workers):
         with pytest.raises(iso.UserError, match=said):  # of a worker, with its traceback
             list(eval_loader(open_source("imagefolder", "test", folder), CONFIG, 2, workers))
         path.write_bytes(b"not an image")
+
+
+def test_a_killed_worker_is_an_error_of_the_next_batch_only():
+    """Raised at any line, by torch's handler of SIGCHLD, it would end a write, or leave other processes waiting."""
+    others = multiprocessing.active_children()
+    loader = eval_loader(open_source("digits", "test"), CONFIG, 1, workers=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - set(others)
+    worker.kill()
+    worker.join()
+    for again in (batches, loader):
+        with pytest.raises(iso.UserError, match="a data-loading process was killed"):
+            list(again)
 
 
 def test_a_fraction_of_each_class():

@@ -87,14 +87,14 @@ def ignore_interrupts() -> None:
 
 
 @contextmanager
-def handler_kept() -> Iterator[None]:
-    """Context that restores the handler of SIGINT at its end."""
-    before = signal.getsignal(signal.SIGINT)
+def handler_kept(number: int = signal.SIGINT) -> Iterator[None]:
+    """Context that restores the handler of a signal at its end."""
+    before = signal.getsignal(number)
     try:
         yield
     finally:
         if before is not None:
-            _handle_interrupt(before)
+            _handle_interrupt(before, number)
 
 
 def was_interrupted() -> bool:
@@ -102,11 +102,11 @@ def was_interrupted() -> bool:
     return _pressed
 
 
-def _handle_interrupt(handler: signal.Handlers | object) -> None:
-    """Set the handler of SIGINT, unless the process was started to ignore it; only the main thread may."""
+def _handle_interrupt(handler: signal.Handlers | object, number: int = signal.SIGINT) -> None:
+    """Set the handler of a signal, unless the process was started to ignore it; only the main thread may."""
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
+    if in_main_thread and signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, handler)  # type: ignore[arg-type]
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

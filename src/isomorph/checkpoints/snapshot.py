@@ -159,7 +159,7 @@ def write_snapshot(
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             restore_replaced(folder)
-        raise UserError(f"cannot write {path}: {error}; the snapshots before it are intact") from None
+        raise UserError(f"cannot write {path}: {error}; snapshots before it, if any, are intact") from None
     if runtime.is_main:
         _delete_older(folder)
     return path

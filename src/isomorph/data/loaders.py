@@ -5,7 +5,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ from isomorph.data.sampler import SeededIndex, TrainSampler
 from isomorph.data.sources import Examples, Source, with_changes
 from isomorph.distributed import Runtime, seed_generators
 from isomorph.errors import UserError
-from isomorph.process import SafeChildProcesses
+from isomorph.process import SafeChildProcesses, handler_kept
+from isomorph.terminal_tables import count_of
 
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
@@ -32,11 +34,31 @@ _NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hfli
 
 
 class IsolatedDataLoader(DataLoader[Any]):
-    """DataLoader whose workers import nothing from the working folder, however they are started."""
+    """DataLoader whose workers import nothing from the working folder, however they are started.
+
+    A killed worker is an error of the next batch; torch's handler of SIGCHLD would raise it in the middle of any line.
+
+    Raises: UserError, from the iterator, when a worker was killed.
+    """
 
     def __iter__(self) -> Any:
-        with SafeChildProcesses():
-            return super().__iter__()
+        with SafeChildProcesses(), handler_kept(signal.SIGCHLD), _explain_killed_worker():
+            return _explained(super().__iter__())
+
+
+@contextmanager
+def _explain_killed_worker() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ConnectionResetError) as error:  # the second while a batch is handed over
+        if "DataLoader worker (pid" not in str(error) and not getattr(error, "errno", 0):
+            raise
+        raise UserError("a data-loading process was killed, perhaps as memory ran out; give fewer workers") from None
+
+
+def _explained(batches: Iterator[Any]) -> Iterator[Any]:
+    with _explain_killed_worker():
+        yield from batches
 
 
 def eval_loader(
@@ -104,7 +126,7 @@ def loader_of_share(
 ) -> DataLoader[Any]:
     """Return the loader of this process's share of the test examples. Raises: UserError if they are too few."""
     if len(examples) < runtime.world:
-        raise UserError(f"{len(examples)} test examples are too few for {runtime.world} processes; start fewer")
+        raise UserError(f"{count_of(len(examples), 'test example')} for {runtime.world} processes; start fewer processes")
     own = range(len(examples))[runtime.share]
     batches = [[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)]
     return ordered_loader(examples, batches, workers, collate)

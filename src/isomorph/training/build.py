@@ -185,7 +185,7 @@ def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOr
             f"data.batch_size {data.batch_size} cannot be split evenly; give a multiple of {least}: processes "
             f"{runtime.world}, scale.accumulate {recipe.scale.accumulate}" + ", pairs to mix" * recipe.augment.mixes
         )
-    batch = min(data.batch_size, len(train) // (2 * parts) * 2 * parts)
+    batch = data.batch_size if data.batch_size <= len(train) else len(train) // (2 * parts) * 2 * parts
     if not batch:
         raise UserError("the training data is smaller than one batch; lower data.batch_size or raise data.fraction")
     own = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
