@@ -12,8 +12,8 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
-from isomorph.data.corruptions.corrupt import IMAGENET_C_CORRUPTIONS, CorruptedSource
-from isomorph.data.loaders import eval_loader
+from isomorph.data.corruptions.corrupt import IMAGENET_C_CORRUPTIONS, corrupt, corruption_seed
+from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
 from isomorph.evaluation.robustness.scores import ALEXNET, ALEXNET_CLEAN, compare_to_baseline, robustness_summary
 from refusals import refused
@@ -138,10 +138,14 @@ def test_cells_are_what_evaluate_says(net):
     config = {key: config[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
     assert len(found["cells"]) == 6
     clean = iso.evaluate(net, eval_loader(source, config))
-    for cell, seen in [(found["clean"], source)] + [
-        (cell, CorruptedSource(source, cell["corruption"], cell["severity"])) for cell in found["cells"]
-    ]:
-        expected = clean if seen is source else iso.evaluate(net, eval_loader(seen, config))
+    transform, pixels = eval_transform(config), [np.asarray(source.image(index)) for index in range(len(source))]
+    for cell in (found["clean"], *found["cells"]):
+        expected = clean
+        if cell is not found["clean"]:
+            which = cell["corruption"], cell["severity"]
+            seen = [corrupt(each, *which, corruption_seed(*which, index)) for index, each in enumerate(pixels)]
+            images = torch.stack([transform(Image.fromarray(each)) for each in seen])
+            expected = iso.evaluate(net, [(images, torch.tensor(source.labels))])
         assert {*expected} <= {*cell}
         for key in expected:
             assert cell[key] == pytest.approx(expected[key], rel=1e-4), key

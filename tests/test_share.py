@@ -130,7 +130,8 @@ class TestPush:
         iso.push(first, "me/vit")
         hub.files("me/vit")["README.md"] = b"mine"
         assert iso.load("hf-hub:me/vit").num_classes == 10
-        pytest.warns(UserWarning, iso.push, second, "me/vit")
+        with pytest.warns(UserWarning, match="me/vit keeps its README.md"):
+            iso.push(second, "me/vit")
         assert hub.files("me/vit")["README.md"] == b"mine"
         assert iso.load("hf-hub:me/vit").num_classes == 5  # not what was downloaded before
         assert iso.load("hf-hub:me/vit@main").num_classes == 5
@@ -200,7 +201,8 @@ def test_commands(hub, trained, capsys, tmp_path):
     assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == round(top1, 2)
     iso.save_for_hub(model := iso.load(trained / "model.safetensors"), tmp_path, run=trained)
     refused("has a recipe.yaml, and no run is given", iso.save_for_hub, model, tmp_path)
-    pytest.warns(UserWarning, iso.push, model, "me/tiny")  # no run: the recipe is not this model's
+    with pytest.warns(UserWarning, match="keeps its README"):
+        iso.push(model, "me/tiny")  # no run: the recipe is not this model's
     assert "recipe.yaml" not in hub.files("me/tiny")
     refused("is not a name for the hub", iso.push, model, "me/x.git")
     refused("results must be finite numbers by name; top1 is not", iso.push, model, "me/x", results={"top1": "9"})

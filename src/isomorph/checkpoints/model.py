@@ -122,9 +122,12 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
 
 
 def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
-    with torch.device("meta"):
-        twin = rebuild(base, made)
-    if difference := find_difference(model, twin):
+    try:
+        with torch.device("meta"):
+            difference = find_difference(model, rebuild(base, made))
+    except UserError as error:
+        difference = str(error)
+    if difference:
         raise UserError(
             f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
             "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"

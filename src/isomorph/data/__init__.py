@@ -4,7 +4,6 @@ from isomorph.data.corruptions.corrupt import (
     CORRUPTION_CATEGORIES,
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
-    CorruptedSource,
     corrupt,
 )
 from isomorph.data.formats.registry import open_source
@@ -16,7 +15,6 @@ __all__ = [
     "CORRUPTION_CATEGORIES",
     "EXTRA_CORRUPTIONS",
     "IMAGENET_C_CORRUPTIONS",
-    "CorruptedSource",
     "Source",
     "Stream",
     "class_fraction",

@@ -126,7 +126,7 @@ def loader_of_share(
 ) -> DataLoader[Any]:
     """Return the loader of this process's share of the test examples. Raises: UserError if they are too few."""
     if len(examples) < runtime.world:
-        raise UserError(f"{count_of(len(examples), 'test example')} for {runtime.world} processes; start fewer processes")
+        raise UserError(f"{count_of(len(examples), 'test example')} for {runtime.world} processes; start fewer")
     own = range(len(examples))[runtime.share]
     batches = [[own[i] for i in batch] for batch in batch_ranges(len(own), batch_size)]
     return ordered_loader(examples, batches, workers, collate)

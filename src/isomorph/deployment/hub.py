@@ -53,8 +53,8 @@ def push(
     """Upload a model to the Hugging Face hub as OWNER/NAME, from where `iso.load` loads it, and return its address.
 
     The files are those of `save_for_hub`, in one commit. The repository is created if there is none; a model card that
-    is there already is kept, as it may have been edited, with a warning; without a `run`, a recipe.yaml that is there is deleted. The
-    token is that of `hf auth login`, or $HF_TOKEN.
+    is there already is kept, as it may have been edited, and a warning says so; without a `run`, a recipe.yaml that is
+    there is deleted. The token is that of `hf auth login`, or $HF_TOKEN.
 
     Args:
         run: Folder or checkpoint of the run that trained the model: its recipe and last metrics go into the model card.

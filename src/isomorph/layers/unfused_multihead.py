@@ -134,9 +134,10 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def plain_linears(module: nn.Module, names: Sequence[str]) -> list[Any]:
     """Return children that are all an nn.Linear. Raises: ValueError naming one that is not."""
+    how = "revert it first, or put the linear layer of a merged adapter in its place"
     for name in names:
         if type(part := getattr(module, name)) is not nn.Linear:
-            raise ValueError(f"its {name} is a {type(part).__name__}, not an nn.Linear; merge or revert it first")
+            raise ValueError(f"its {name} is a {type(part).__name__}, not an nn.Linear; {how}")
     return [getattr(module, name) for name in names]
 
 

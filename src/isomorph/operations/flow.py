@@ -8,7 +8,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,15 +105,16 @@ def value_of(tensor: Tensor) -> Value:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors among values, and in lists, dicts and data classes of them."""
-    tensors: list[Tensor] = []
-    for value in tree_leaves(values):
+    """Return the tensors among values, and in lists, dicts and other objects of them, without those of modules."""
+    tensors, left, seen = list[Tensor](), tree_leaves(values), set[int]()
+    while left:
+        value = left.pop(0)
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif isinstance(value, Mapping):
-            tensors += tensors_in(*value.values())
-        elif is_dataclass(value):
-            tensors += tensors_in(*vars(value).values())
+        elif id(value) not in seen and not callable(value):
+            seen.add(id(value))
+            held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            left[:0] = tree_leaves(list(held.values()))
     return tensors
 
 
@@ -268,7 +268,11 @@ def copy_module(model: nn.Module) -> nn.Module:
     """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
     try:
         with torch.inference_mode(False):  # the copy can be trained
-            return copy.deepcopy(model)
+            new = copy.deepcopy(model)
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]
         raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
+    for name, module in model.named_modules():  # a feature extractor of torchvision is copied in train mode
+        if (copied := new.get_submodule(name)).training != module.training:
+            copied.train(module.training)
+    return new

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 from isomorph.layers.modes import first_float
@@ -52,7 +53,7 @@ def describe_shape(inputs: Inputs) -> str:
     """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
     if isinstance(inputs, Tensor):
         return "x".join(map(str, inputs.shape))
-    return ", ".join(f"{name} {describe_shape(x)}" for name, x in inputs.items() if isinstance(x, Tensor))
+    return ", ".join(f"{path[1:]} {describe_shape(x)}" for path, x in leaves(inputs) if isinstance(x, Tensor))
 
 
 def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> None:
@@ -82,9 +83,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def map_tensors(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Return a batch with its tensors changed."""
     check_inputs(batch)
-    if isinstance(batch, Tensor):
-        return change(batch)
-    return {name: change(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    return tree_map_only(Tensor, change, batch if isinstance(batch, Tensor) else dict(batch))
 
 
 def map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:

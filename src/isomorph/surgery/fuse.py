@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.operations import unwrap
+from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.merge import Cases, FuseReport, find_faults, merge, own_example
+from isomorph.surgery.merge import NEVER_CALLED, Cases, FuseReport, find_faults, merge, own_example
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
@@ -163,6 +163,9 @@ def fuse(
         new, report = fuse_with_report(model, example, norms, affine)
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
+    elif never := [name for name, reason in report.left.items() if reason == NEVER_CALLED]:
+        told = "and other outputs may have changed; give an example of every path, as a list"
+        warnings.warn(f"the example never calls {never[0]}: what calls it was not compared, {told}", stacklevel=2)
     return new
 
 
@@ -180,12 +183,12 @@ def fuse_with_report(
         raise UserError(f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval()")
     check_finite(plain)
     names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
-    exact, cases, problem = copy_model(model), None, ""
+    exact, cases, problem = copy_model(model), None, "its weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
         cases, problem = _cases(exact, model, example)
     if cases:
-        left = find_faults(list(names), lambda chosen: cases.fault(lambda: _fused(copy.deepcopy(exact), chosen)))
+        left = find_faults(list(names), lambda chosen: cases.fault(lambda: _fused(copy_module(exact), chosen)))
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
     if cases:

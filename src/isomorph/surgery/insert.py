@@ -17,7 +17,7 @@ from isomorph.layers.map_attention import InsertedBlock, Layout
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
-from isomorph.surgery.calls import Inputs, other_inputs, run_model, to_model
+from isomorph.surgery.calls import Inputs, map_tensors, other_inputs, run_model, to_model
 from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
@@ -133,6 +133,8 @@ class Insert(Rule):
         return new
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def insert(
     model: nn.Module,
     block: MakeBlock | nn.Module,
@@ -168,7 +170,7 @@ def insert(
     example = own_example(model) if example is None else example
     if example is None:
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
-    example = to_model(example, model)
+    example = map_tensors(to_model(example, model), torch.clone)  # not of torch.inference_mode
     name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
     hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
     before = _run(model, example, hooks)
@@ -184,6 +186,8 @@ def insert(
         features = _entry(seen[place][0], rule.entry)
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
     outputs = _check_blocks(new, counts, example)
+    if any(output.is_meta for output in outputs):
+        return new
     if not all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
         raise UserError("inserting changed the outputs: the model is random in eval mode, or a block is not finite")
     _note_dead_gammas(new, list(rules), outputs)
@@ -220,7 +224,7 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
 
 
 def _run(model: nn.Module, example: Inputs, hooks: Mapping[str, tuple[Any, Any]]) -> list[Tensor]:
-    with ExitStack() as active, eval_mode(model), torch.enable_grad():  # the same kernels with and without blocks
+    with ExitStack() as active, eval_mode(model):  # with gradients: the same kernels with and without blocks
         for name, (before, after) in hooks.items():
             module = model.get_submodule(name)
             if before:
@@ -263,17 +267,19 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
 
     Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
     """
-    if features.ndim == 3:
-        return "tokens"
-    first, last = features.shape[1], features.shape[-1]
-    same = [features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]
-    if same[0] != same[1]:
-        return "map" if same[0] else "map, channels last"
+    votes = [[features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]]
     for module in (model.get_submodule(place), model):
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
-        if sizes[first] != sizes[last]:
-            return "map" if sizes[first] > sizes[last] else "map, channels last"
-    return "map"
+        votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
+    first = next((first > last for first, last in votes if first != last), features.ndim > 3)
+    if features.ndim > 3:
+        return "map" if first else "map, channels last"
+    if first:
+        raise UserError(
+            f"{place} returns {tuple(features.shape)}, a map (B, C, L) of a 1-d network, and three axes are read as "
+            "tokens (B, N, C); choose a module that returns these"
+        )
+    return "tokens"
 
 
 def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
-from isomorph.operations import see, tensors_in
+from isomorph.operations import copy_module, see, tensors_in
 from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
 from isomorph.surgery.calls import (
     Inputs,
@@ -34,6 +34,7 @@ from isomorph.surgery.rule import Rule
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
+NEVER_CALLED = "the example never calls it"
 # Methods by which a model may be called; the head of timm's, for features as they are without its classifier.
 _ENTRIES = ("forward", "forward_features", "forward_intermediates", "forward_head")
 
@@ -281,7 +282,7 @@ def merge(
         return [each for each in groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
 
     def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
-        new = copy.deepcopy(model)
+        new = copy_module(model)
         return new, [edit for group in usable(chosen) for edit in _apply(new, group)]
 
     bad = find_faults(groups, lambda chosen: cases.fault(lambda: merged(chosen)[0]))
@@ -290,12 +291,12 @@ def merge(
         return merge(model, cases, affine, avoid | extra)
     good = usable([group for group in groups if group not in bad])
     into = {name: ", ".join(group.carriers) for group in good for _, name in group.gone}
-    for group in (first or {}).values():
-        reason = bad.get(group, "calls at other sizes or by other methods differ in what they read")
-        left = {name: reason for _, name in group.gone if name in norms} | left
+    left = {name: reason for group, reason in bad.items() for _, name in group.gone if name in norms} | left
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and name not in norms:
-            left[name] = "it is not the BatchNorm of a batch" if name in called else "the example never calls it"
+        if name in norms:
+            left.setdefault(name, "calls at other sizes or by other methods differ in what they read")
+        elif isinstance(module, _BatchNorm):
+            left[name] = "it is not the BatchNorm of a batch" if name in called else NEVER_CALLED
     new, edits = merged(good)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 

@@ -1,4 +1,4 @@
-"""Corrupted copies of images and sources; the corruption of an image depends on neither order nor worker.
+"""Corrupted copies of images; the corruption of an image depends on neither order nor worker.
 
 They follow ImageNet-C's code (docs/robustness.md compares), where the package imagecorruptions differs or is slow.
 """
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms
 
 from isomorph.data.loaders import eval_transform
-from isomorph.data.sources import Source, with_changes
+from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line, install_hint
 
 CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -97,35 +97,6 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
         raise UserError(f"corruption {corruption!r} is unknown; {hint}")
     if severity not in SEVERITIES:
         raise UserError(f"severity {severity} is not in 1 to 5")
-
-
-class CorruptedSource(Source):
-    """A source whose images have one of ImageNet-C's corruptions, seeded by image, corruption and severity.
-
-    Raises: UserError for an unknown corruption or severity, an image under 32 px, or without imagecorruptions.
-
-    >>> source = iso.data.open_source("digits", "test")
-    >>> foggy = iso.data.CorruptedSource(source, "fog", severity=3)
-    >>> len(foggy)
-    450
-    >>> foggy.image(0)
-    Traceback (most recent call last):
-    isomorph.errors.UserError: corruptions need images of 32 px at least; this one is 8 x 8
-    """
-
-    def __init__(self, inner: Source, corruption: str, severity: int, seed: int = 0) -> None:
-        check_corruption(corruption, severity)
-        super().__init__(inner.images, inner.labels, inner.classes)
-        self.inner, self.ids = inner, inner.ids
-        self.corruption, self.severity, self.seed = corruption, severity, seed
-
-    def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """Return the given images, corrupted as they are in the whole source."""
-        return with_changes(super().subset(indices), inner=self.inner.subset(indices))
-
-    def image(self, index: int) -> Image.Image:
-        seed = corruption_seed(self.corruption, self.severity, int(self.ids[index]), self.seed)
-        return Image.fromarray(corrupt(np.asarray(self.inner.image(index)), self.corruption, self.severity, seed))
 
 
 ImageTransform = Callable[[Image.Image], Image.Image]

@@ -71,7 +71,7 @@ class Journal:
             with (self.folder / name).open("a") as file:
                 file.write(_line(row))
         except OSError as error:
-            raise UserError(f"cannot write {self.folder / name}: {error.strerror}; snapshots, if any, are intact") from None
+            raise UserError(f"cannot write {self.folder / name}: {error.strerror}; snapshots are not changed") from None
         if self.curves and (axis := _CURVES.get(name)):
             group = "epoch" if axis == "epoch" else "train"
             for key, value in row.items():
