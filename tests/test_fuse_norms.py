@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -11,10 +12,10 @@ from timm.layers import LayerScale
 from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 from torchvision.ops import FrozenBatchNorm2d
 
 import isomorph as iso
+from isomorph.operations import tensors_in
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation, disturb
 
@@ -179,6 +180,11 @@ LEFT = {
         "norm",
         "read elsewhere",
     ),
+    "value in an object": (
+        net(lambda m, x: (lambda y: (SimpleNamespace(of=[y]), m.norm(y)))(m.conv(x)), **PAIR),
+        "norm",
+        "read elsewhere",
+    ),
     "tied weights": (lambda: tied(PLAIN(), PLAIN()), "1", "tied"),
     "tied biases": (lambda: tied(*(nn.Conv2d(4, 4, 1) for _ in "ab"), "bias"), "4", "bias of 3 is tied"),
     "bias read elsewhere": (bias_read_elsewhere, "norm", "tied"),
@@ -210,9 +216,31 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
     assert re.search(reason, report.left[left])
     for size in ((2, 4, 9, 8), (1, 4, 7, 7), (1, 4, 6, 10)):
         values = torch.randn(size, dtype=torch.float64)
-        for one, other in zip(*(tree_leaves(m(values)) for m in (model, new)), strict=True):
+        for one, other in zip(*(tensors_in(m(values)) for m in (model, new)), strict=True):
             assert deviation(one, other) < 1e-12
     assert left in str(report)
+
+
+@torch.no_grad()
+def test_every_path_needs_an_example():
+    two = net(lambda m, x, which="a": getattr(m, which)(m.conv(x)), conv=THREE, a=norm(), b=norm())
+    model, x = made(two, MAP)
+    with pytest.warns(UserWarning, match="no example calls b"):
+        iso.fuse(model, x)
+    assert fuse_with_report(model, [dict(x=x), dict(x=x, which="b")])[1].left.keys() == {"a", "b"}
+
+
+@torch.no_grad()
+def test_a_list_of_images_and_a_copy_in_another_mode():
+    """Detectors of torchvision read lists; a copy of its feature extractors is in train mode."""
+    model, x = made(net(lambda m, images: m.norm(m.conv(torch.stack(images))), **PAIR), MAP)
+    assert not fuse_with_report(model, {"images": [*x]})[1].left
+    extractor = disturb(timm.create_model("resnet10t", features_only=True, feature_cls="fx", out_indices=(2,)), 0.1)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    new = iso.fuse(extractor.eval(), images)
+    assert not any(module.training for module in new.modules())
+    assert not any(isinstance(module, _BatchNorm) for module in new.modules())
+    assert deviation(new(images)[0], extractor(images)[0]) < 1e-12
 
 
 FAMILIES = {

@@ -26,13 +26,13 @@ class Own(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
         self.conv, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)
         self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
-        self.steps = Steps()
+        self.steps, self.line = Steps(), nn.Conv1d(8, 8, 1)
         self.pyramid = Pyramid()
 
     def forward(self, x):
         h = self.act(self.conv(self.act(self.conv(self.stem(x)))))
         h = self.pyramid(self.steps(h))["map"]
-        t, _ = self.lstm(h.flatten(2).transpose(1, 2)[:, :9])
+        t, _ = self.lstm(self.line(h.flatten(2))[..., :9].mT)
         return F.linear(t.mean(1), self.head.weight, self.head.bias)
 
 
@@ -195,11 +195,21 @@ def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_mode
     assert (groups["gammas"]["lr"], groups["gammas"]["weight_decay"]) == (2e-2, 0)
 
 
+def test_where_gradients_are_off_and_on_the_meta_device():
+    model = timm.create_model("resnet10t")
+    with torch.inference_mode():
+        new = iso.insert(model, MapAttention, "layer4", torch.randn(1, 3, 64, 64))
+    assert new.layer4[0].inserted.gamma.requires_grad
+    with torch.device("meta"):
+        assert iso.insert(timm.create_model("resnet10t"), MapAttention, "layer4").layer4[0].inserted.gamma.is_meta
+
+
 def in_place(channels):
     return nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(channels, channels, 1))
 
 
 REFUSALS = {
+    "in one dimension": ("line", conv_block, "line returns a map .*, and three axes are read as tokens"),
     "never called": ("head", conv_block, "head is not called as a module"),
     "iterates": ("steps", conv_block, "steps iterates over its children"),
     "in place": ("conv", in_place, "changes its input in place"),

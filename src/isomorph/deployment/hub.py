@@ -86,8 +86,7 @@ def push(
             repo_id=name, folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE, commit_message=message
         )
     if kept:
-        told = "keeps its README.md, which may describe an earlier model; delete it there and push again for a new one"
-        warnings.warn(f"{name} {told}", stacklevel=2)
+        warnings.warn(f"{name} keeps its README.md; delete it there and push again for a new one", stacklevel=2)
     return f"{constants.ENDPOINT}/{name}"
 
 

@@ -186,9 +186,7 @@ def insert(
         features = _entry(seen[place][0], rule.entry)
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
     outputs = _check_blocks(new, counts, example)
-    if any(output.is_meta for output in outputs):
-        return new
-    if not all(torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
+    if not all(a.is_meta or torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
         raise UserError("inserting changed the outputs: the model is random in eval mode, or a block is not finite")
     _note_dead_gammas(new, list(rules), outputs)
     return new
@@ -272,14 +270,9 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = next((first > last for first, last in votes if first != last), features.ndim > 3)
-    if features.ndim > 3:
-        return "map" if first else "map, channels last"
-    if first:
-        raise UserError(
-            f"{place} returns {tuple(features.shape)}, a map (B, C, L) of a 1-d network, and three axes are read as "
-            "tokens (B, N, C); choose a module that returns these"
-        )
-    return "tokens"
+    if first and features.ndim == 3:
+        raise UserError(f"{place} returns a map (B, C, L), and three axes are read as tokens (B, N, C); choose another")
+    return "tokens" if features.ndim == 3 else "map" if first else "map, channels last"
 
 
 def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -> list[Tensor]:
@@ -319,7 +312,7 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
 
 def _note_dead_gammas(model: nn.Module, places: Sequence[str], outputs: Sequence[Tensor]) -> None:
     gammas: list[Tensor] = [model.get_submodule(f"{place}.inserted").gamma for place in places]  # type: ignore[misc]
-    trained = [output for output in outputs if output.requires_grad]
+    trained = [output for output in outputs if output.requires_grad and not output.is_meta]
     if not trained:
         return
     total = sum(output.double().square().sum() for output in trained)

@@ -13,17 +13,12 @@ from isomorph.layers.pyramid.moments import Moments
 NEEDS_EVAL = "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
 
 
-def _is_recomputing() -> bool:
-    """True in the second forward pass of a checkpoint, which torch.utils.checkpoint itself sees in this way."""
-    return is_eager() and torch._C._current_graph_task_id() != -1
-
-
 @torch.no_grad()
 def update_statistics(
     norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, moments: Moments
 ) -> None:
     """Update running statistics as torch's BatchNorm does. Shape: (G, chains, h) of each level, (G, rows)"""
-    if _is_recomputing():
+    if is_eager() and torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward pass
         return
     total, groups = moments.total, len(variances)
     unbiased = variances * (total / ((total - 1).clamp(min=1) if isinstance(total, Tensor) else max(total - 1, 1)))
