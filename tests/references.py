@@ -1,5 +1,7 @@
 """Slow, obvious forms of the layers, written from the papers' formulas: what the fast forms must equal."""
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 
@@ -172,15 +174,13 @@ def convolve_maps(maps, taps):
     """Refiner section 3.3 entry by entry: A*_ij = sum_ab w_ab A_(i - k/2 + a)(j - k/2 + b). taps (M, k, k)"""
     N, k = maps.shape[-1], taps.shape[-1]
     rows = []
-    for i in range(N):
-        for j in range(N):
-            total = torch.zeros_like(maps[:, :, 0, 0])
-            for a in range(k):
-                for b in range(k):
-                    r, c = i - k // 2 + a, j - k // 2 + b
-                    if 0 <= r < N and 0 <= c < N:
-                        total = total + taps[:, a, b] * maps[:, :, r, c]
-            rows.append(total)
+    for i, j in product(range(N), range(N)):
+        total = torch.zeros_like(maps[:, :, 0, 0])
+        for a, b in product(range(k), range(k)):
+            r, c = i - k // 2 + a, j - k // 2 + b
+            if 0 <= r < N and 0 <= c < N:
+                total = total + taps[:, a, b] * maps[:, :, r, c]
+        rows.append(total)
     return torch.stack(rows, dim=-1).unflatten(-1, (N, N))
 
 
@@ -194,11 +194,10 @@ def convolve_pictures(maps, taps, grid_size, prefix):
             continue
         y, x = divmod(j - prefix, W)
         total = torch.zeros_like(maps[..., 0])
-        for a in range(k):
-            for b in range(k):
-                r, c = y - k // 2 + a, x - k // 2 + b
-                if 0 <= r < H and 0 <= c < W:
-                    total = total + taps[:, a, b, None] * maps[..., prefix + r * W + c]
+        for a, b in product(range(k), range(k)):
+            r, c = y - k // 2 + a, x - k // 2 + b
+            if 0 <= r < H and 0 <= c < W:
+                total = total + taps[:, a, b, None] * maps[..., prefix + r * W + c]
         out.append(total)
     return torch.stack(out, dim=-1)
 
@@ -303,21 +302,20 @@ def decomposed_attention(layer, x):
     padded = F.pad(x, (0, 0, 0, -W % w, 0, -H % h))
     out = torch.zeros(B, padded.shape[1], padded.shape[2], layer.attn_dim, dtype=x.dtype)
     hd = layer.head_dim
-    for top in range(0, padded.shape[1], h):
-        for left in range(0, padded.shape[2], w):
-            cells = [(i, j) for i in range(h) for j in range(w)]
-            tokens = padded[:, top : top + h, left : left + w].reshape(B, h * w, -1)
-            q, k, v = layer.qkv(tokens).chunk(3, -1)
-            for head in range(layer.num_heads):
-                part = slice(head * hd, (head + 1) * hd)
-                for number, (i, j) in enumerate(cells):
-                    query = q[:, number, part]
-                    scores = [
-                        (query * k[:, other, part]).sum(-1) / hd**0.5
-                        + query @ layer.rel_pos_h[i - a + h - 1]
-                        + query @ layer.rel_pos_w[j - b + w - 1]
-                        for other, (a, b) in enumerate(cells)
-                    ]
-                    weights = torch.stack(scores, -1).softmax(-1)  # (B, N)
-                    out[:, top + i, left + j, part] = torch.einsum("bn,bnc->bc", weights, v[..., part])
+    for top, left in product(range(0, padded.shape[1], h), range(0, padded.shape[2], w)):
+        cells = list(product(range(h), range(w)))
+        tokens = padded[:, top : top + h, left : left + w].reshape(B, h * w, -1)
+        q, k, v = layer.qkv(tokens).chunk(3, -1)
+        for head in range(layer.num_heads):
+            part = slice(head * hd, (head + 1) * hd)
+            for number, (i, j) in enumerate(cells):
+                query = q[:, number, part]
+                scores = [
+                    (query * k[:, other, part]).sum(-1) / hd**0.5
+                    + query @ layer.rel_pos_h[i - a + h - 1]
+                    + query @ layer.rel_pos_w[j - b + w - 1]
+                    for other, (a, b) in enumerate(cells)
+                ]
+                weights = torch.stack(scores, -1).softmax(-1)  # (B, N)
+                out[:, top + i, left + j, part] = torch.einsum("bn,bnc->bc", weights, v[..., part])
     return layer.proj(out[:, :H, :W])

@@ -317,15 +317,13 @@ class TestDistillation:
         adapted, theirs = torch.randn(2, 2, 3, 4, 5, generator=generator, dtype=torch.float64)
         scores, wanted = torch.randn(2, 2, 2, 4, 5, generator=generator, dtype=torch.float64)
         top = bottom = below = 0.0
-        for b in range(2):
-            for i in range(4):
-                for j in range(5):
-                    m = max(wanted[b, a, i, j].sigmoid() for a in range(2))
-                    bottom += m
-                    top += m * sum((theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2 for c in range(3))
-                    for a in range(2):
-                        s, t = scores[b, a, i, j].sigmoid(), wanted[b, a, i, j].sigmoid()
-                        below -= m * (t * s.log() + (1 - t) * (1 - s).log())
+        for b, i, j in np.ndindex(2, 4, 5):
+            m = max(wanted[b, a, i, j].sigmoid() for a in range(2))
+            bottom += m
+            top += m * sum((theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2 for c in range(3))
+            for a in range(2):
+                s, t = scores[b, a, i, j].sigmoid(), wanted[b, a, i, j].sigmoid()
+                below -= m * (t * s.log() + (1 - t) * (1 - s).log())
         features, objectness = guided_losses(adapted, scores, theirs, wanted)
         assert features.item() == pytest.approx((top / bottom).item(), rel=1e-5)
         assert objectness.item() == pytest.approx((below / bottom).item(), rel=1e-5)

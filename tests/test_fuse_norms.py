@@ -175,16 +175,8 @@ def shared_norm(m, x):
 PAIR = dict(conv=THREE, norm=norm())
 LEFT = {
     "norm used twice": (net(shared_norm, a=PLAIN, b=PLAIN, norm=SAME), "norm", "called more than once"),
-    "value returned in a dict": (
-        net(lambda m, x: (lambda y: {"a": [y], "b": m.norm(y)})(m.conv(x)), **PAIR),
-        "norm",
-        "read elsewhere",
-    ),
-    "value in an object": (
-        net(lambda m, x: (lambda y: (SimpleNamespace(of=[y]), m.norm(y)))(m.conv(x)), **PAIR),
-        "norm",
-        "read elsewhere",
-    ),
+    "in a dict": (net(lambda m, x: {"a": [y := m.conv(x)], "b": m.norm(y)}, **PAIR), "norm", "read elsewhere"),
+    "in an object": (net(lambda m, x: (SimpleNamespace(of=[y := m.conv(x)]), m.norm(y)), **PAIR), "norm", "elsewhere"),
     "tied weights": (lambda: tied(PLAIN(), PLAIN()), "1", "tied"),
     "tied biases": (lambda: tied(*(nn.Conv2d(4, 4, 1) for _ in "ab"), "bias"), "4", "bias of 3 is tied"),
     "bias read elsewhere": (bias_read_elsewhere, "norm", "tied"),

@@ -252,10 +252,9 @@ def test_losses_against_their_formulas():
     assert pixel_cross_entropy(logits, torch.full_like(mask, IGNORE)) == 0
     student, teacher = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
     expected = 0.0
-    for b in range(2):
-        for k in range(3):
-            target, own = teacher[b, k].flatten().softmax(0), student[b, k].flatten().log_softmax(0)
-            expected -= (target * own).sum() / (3 * 2)
+    for b, k in np.ndindex(2, 3):
+        target, own = teacher[b, k].flatten().softmax(0), student[b, k].flatten().log_softmax(0)
+        expected -= (target * own).sum() / (3 * 2)
     torch.testing.assert_close(channel_distillation(student, teacher), expected)
 
 

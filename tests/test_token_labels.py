@@ -67,27 +67,17 @@ def slow_cut(label_map, box, flipped, grid_size, num_classes):
     """One image's probabilities, place by place and class by class. Shape: -> (H, W, num_classes)"""
     _, likeliest, height, width = label_map.shape
     dense = torch.zeros(num_classes, height, width, dtype=torch.float64)
-    for k in range(likeliest):
-        for y in range(height):
-            for x in range(width):
-                dense[int(label_map[1, k, y, x]), y, x] = label_map[0, k, y, x].double()
+    for k, y, x in np.ndindex(likeliest, height, width):
+        dense[int(label_map[1, k, y, x]), y, x] = label_map[0, k, y, x].double()
     top, left, bottom, right = (float(b) * s for b, s in zip(box, (height, width) * 2, strict=True))
     (rows, columns), found = grid_size, torch.zeros(*grid_size, num_classes, dtype=torch.float64)
     cell = (bottom - top) / rows, (right - left) / columns
     points = [int(np.ceil(side)) for side in cell]
-    for row in range(rows):
-        for column in range(columns):
-            for c in range(num_classes):
-                values = [
-                    bilinear(
-                        dense[c],
-                        top + (row + (i + 0.5) / points[0]) * cell[0] - 0.5,
-                        left + (column + (j + 0.5) / points[1]) * cell[1] - 0.5,
-                    )
-                    for i in range(points[0])
-                    for j in range(points[1])
-                ]
-                found[row, columns - 1 - column if flipped else column, c] = sum(values) / len(values)
+    for row, column, c in np.ndindex(rows, columns, num_classes):
+        down = [top + (row + (i + 0.5) / points[0]) * cell[0] - 0.5 for i in range(points[0])]
+        across = [left + (column + (j + 0.5) / points[1]) * cell[1] - 0.5 for j in range(points[1])]
+        values = [bilinear(dense[c], y, x) for y in down for x in across]
+        found[row, columns - 1 - column if flipped else column, c] = sum(values) / len(values)
     return found.softmax(-1)
 
 
@@ -214,12 +204,10 @@ def slow_similarity(maps, pairs):
     total, neighbours = 0, list(pairwise(maps))[:pairs]
     for first, second in neighbours:
         images, heads, queries, keys = first.shape
-        for b in range(images):
-            for q in range(queries):
-                for k in range(keys):
-                    dot = sum(first[b, h, q, k] * second[b, h, q, k] for h in range(heads))
-                    lengths = [sum(maps[b, h, q, k] ** 2 for h in range(heads)) ** 0.5 for maps in (first, second)]
-                    total = total + dot / (lengths[0] * lengths[1]) / (images * queries * keys * len(neighbours))
+        for b, q, k in np.ndindex(images, queries, keys):
+            dot = sum(first[b, h, q, k] * second[b, h, q, k] for h in range(heads))
+            lengths = [sum(maps[b, h, q, k] ** 2 for h in range(heads)) ** 0.5 for maps in (first, second)]
+            total = total + dot / (lengths[0] * lengths[1]) / (images * queries * keys * len(neighbours))
     return total
 
 
