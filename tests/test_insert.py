@@ -196,12 +196,13 @@ def test_blocks_are_copied_in_the_model_s_precision_and_trained_in_a_frozen_mode
 
 
 def test_where_gradients_are_off_and_on_the_meta_device():
-    model = timm.create_model("resnet10t")
-    with torch.inference_mode():
-        new = iso.insert(model, MapAttention, "layer4", torch.randn(1, 3, 64, 64))
-    assert new.layer4[0].inserted.gamma.requires_grad
-    with torch.device("meta"):
-        assert iso.insert(timm.create_model("resnet10t"), MapAttention, "layer4").layer4[0].inserted.gamma.is_meta
+    model, place = timm.create_model("resnet10t"), "layer4.0.conv2"
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            new = iso.insert(model, MapAttention, place, torch.randn(1, 3, 64, 64))
+        assert new.get_submodule(place).inserted.gamma.requires_grad
+    refused("a block is inserted after it; recast before", iso.recast, new, iso.ConvToGPSA(), place)
+    assert iso.insert(model.to("meta"), MapAttention, place).get_submodule(place).inserted.gamma.is_meta
 
 
 def in_place(channels):

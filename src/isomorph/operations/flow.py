@@ -104,17 +104,18 @@ def value_of(tensor: Tensor) -> Value:
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
-def tensors_in(*values: Any) -> list[Tensor]:
+def tensors_in(*values: Any, seen: set[int] | None = None) -> list[Tensor]:
     """Return the tensors among values, and in lists, dicts and other objects of them, without those of modules."""
-    tensors, left, seen = list[Tensor](), tree_leaves(values), set[int]()
-    while left:
-        value = left.pop(0)
+    tensors: list[Tensor] = []
+    seen = set() if seen is None else seen
+    for value in tree_leaves(values):
         if isinstance(value, Tensor):
             tensors.append(value)
-        elif id(value) not in seen and not callable(value):
+        elif isinstance(value, Mapping):
+            tensors += tensors_in(*value.values(), seen=seen)
+        elif hasattr(value, "__dict__") and not callable(value) and id(value) not in seen:
             seen.add(id(value))
-            held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            left[:0] = tree_leaves(list(held.values()))
+            tensors += tensors_in(*vars(value).values(), seen=seen)
     return tensors
 
 

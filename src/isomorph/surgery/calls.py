@@ -24,8 +24,7 @@ def own_inputs(model: nn.Module, batch: int, size: tuple[int, ...] | None = None
     if (own := getattr(model, "example_inputs", None)) is None:
         return None
     with torch.device("cpu"):
-        inputs: dict[str, Any] = own(batch, size)
-    return inputs
+        return dict(own(batch, size))
 
 
 def run_model(model: nn.Module, inputs: Inputs) -> Any:

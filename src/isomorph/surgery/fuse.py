@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -164,7 +165,7 @@ def fuse(
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
     elif never := [name for name, reason in report.left.items() if reason == NEVER_CALLED]:
-        warnings.warn(f"no example calls {never[0]}: give one that does, or its outputs may change", stacklevel=2)
+        warnings.warn(f"no example calls {never[0]}; inputs that do may give other outputs: add one", stacklevel=2)
     return new
 
 
@@ -208,8 +209,9 @@ def fuse_with_report(
     before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
     report = FuseReport(names, merged, left, (before, after))
     if cases:
-        rounded = cases.difference(copy_model(new).double())
-        report = replace(report, difference=cases.difference(exact), inputs=cases.sizes, rounded=rounded)
+        report = replace(report, difference=cases.difference(exact), inputs=cases.sizes)
+        with suppress(UserError):  # rounded, a detector may find other objects
+            report = replace(report, rounded=cases.difference(copy_model(new).double()))
     return new, report
 
 

@@ -133,8 +133,7 @@ class Insert(Rule):
         return new
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
+@torch.inference_mode(False)  # with gradients, also in a caller's no_grad
 def insert(
     model: nn.Module,
     block: MakeBlock | nn.Module,
@@ -265,7 +264,7 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
 
     Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
     """
-    votes = [[features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]]
+    votes: list[list[int]] = [[features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]]
     for module in (model.get_submodule(place), model):
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])

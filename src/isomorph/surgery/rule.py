@@ -83,7 +83,6 @@ class Rule:
     def check(self, module: Any) -> None:
         """Check that the rule fits a module. Raises: UserError with the reason if not."""
         if reason := self.reason(module):
-            reason = "a block is inserted after it; recast before you insert" if hasattr(module, "inserted") else reason
             raise UserError(f"{type(self).__name__} does not fit this module: {reason}")
 
 

@@ -52,7 +52,7 @@ def open_teacher(part: DistillPart) -> nn.Module:
 
 
 class _Teacher(DistillationTeacher):
-    def normalize_input(self, input: Tensor, student_mean: Tensor | None, student_std: Tensor | None) -> Tensor:
+    def normalize_input(self, input: Tensor, student_mean: Any = None, student_std: Any = None) -> Tensor:
         return (input * student_std + student_mean - self.mean_kd) / self.std_kd  # timm's waits for the GPU to compare
 
 
