@@ -191,7 +191,7 @@ LEFT = {
         "branches on the numbers",
     ),
     "padding of odd sizes": (net(pad_odd, **PAIR), "norm", "other sizes|follows pad"),
-    "not called": (net(lambda m, x: m.conv(x), **PAIR), "norm", "the example never calls it"),
+    "not called": (net(lambda m, x: m.conv(x), **PAIR), "norm", "no example calls it"),
     "activation between": (in_turn(THREE, nn.ReLU, norm()), "2", "it follows relu; .* output"),
     "before zero padding": (in_turn(norm(4), THREE), "0", "1 pads with zeros"),
 }
@@ -226,7 +226,8 @@ def test_every_path_needs_an_example():
 def test_a_list_of_images_and_a_copy_in_another_mode():
     """Detectors of torchvision read lists; a copy of its feature extractors is in train mode."""
     model, x = made(net(lambda m, images: m.norm(m.conv(torch.stack(images))), **PAIR), MAP)
-    assert not fuse_with_report(model, {"images": [*x]})[1].left
+    report = fuse_with_report(model.float(), {"images": [*x.float()]})[1]
+    assert (report.left, report.inputs[0]) == ({}, "images.0 4x9x8, images.1 4x9x8")
     extractor = disturb(timm.create_model("resnet10t", features_only=True, feature_cls="fx", out_indices=(2,)), 0.1)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     new = iso.fuse(extractor.eval(), images)

@@ -200,8 +200,9 @@ def test_where_gradients_are_off_and_on_the_meta_device():
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             new = iso.insert(model, MapAttention, place, torch.randn(1, 3, 64, 64))
-        assert new.get_submodule(place).inserted.gamma.requires_grad
-    refused("a block is inserted after it; recast before", iso.recast, new, iso.ConvToGPSA(), place)
+        gamma = new.get_submodule(place).inserted.gamma
+        assert (gamma.requires_grad, gamma.is_inference()) == (True, False)
+    refused("a block is inserted after it, recast before", iso.recast, new, iso.ConvToGPSA(), place)
     assert iso.insert(model.to("meta"), MapAttention, place).get_submodule(place).inserted.gamma.is_meta
 
 
@@ -210,7 +211,7 @@ def in_place(channels):
 
 
 REFUSALS = {
-    "in one dimension": ("line", conv_block, "line returns a map .*, and three axes are read as tokens"),
+    "in one dimension": ("line", conv_block, "line returns a map .*, but three axes are read as tokens"),
     "never called": ("head", conv_block, "head is not called as a module"),
     "iterates": ("steps", conv_block, "steps iterates over its children"),
     "in place": ("conv", in_place, "changes its input in place"),

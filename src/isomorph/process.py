@@ -73,17 +73,17 @@ def exit_on_interrupt() -> None:
     """
     global _pressed
     _pressed = False
-    _handle_interrupt(_exit)
+    _set_handler(_exit)
 
 
 def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, so that a command can remove its temporary files."""
-    _handle_interrupt(_raise)
+    _set_handler(_raise)
 
 
 def ignore_interrupts() -> None:
     """Let further Ctrl-C do nothing, while a process ends."""
-    _handle_interrupt(signal.SIG_IGN)
+    _set_handler(signal.SIG_IGN)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def handler_kept(number: int = signal.SIGINT) -> Iterator[None]:
         yield
     finally:
         if before is not None:
-            _handle_interrupt(before, number)
+            _set_handler(before, number)
 
 
 def was_interrupted() -> bool:
@@ -102,7 +102,7 @@ def was_interrupted() -> bool:
     return _pressed
 
 
-def _handle_interrupt(handler: signal.Handlers | object, number: int = signal.SIGINT) -> None:
+def _set_handler(handler: signal.Handlers | object, number: int = signal.SIGINT) -> None:
     """Set the handler of a signal, unless the process was started to ignore it; only the main thread may."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(number) is not signal.SIG_IGN:

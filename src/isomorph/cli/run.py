@@ -44,7 +44,7 @@ def _error_message(error: Exception) -> str:
         if not explained and "Original Traceback" in text:  # of a data loader's worker process
             return str(error).strip().splitlines()[-1].partition(": ")[2]
         return explained or text
-    if type(error).__name__.startswith("Dist") or "gloo" in text:
+    if type(error).__name__.startswith("Dist") or "gloo/transport" in text:
         return _ANOTHER_ENDED
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"cannot open {error.filename}: {error.strerror}"

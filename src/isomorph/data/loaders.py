@@ -36,24 +36,23 @@ _NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hfli
 class IsolatedDataLoader(DataLoader[Any]):
     """DataLoader whose workers import nothing from the working folder, however they are started.
 
-    A killed worker is an error of the next batch; torch's handler of SIGCHLD would raise it in the middle of any line.
-
-    Raises: UserError, from the iterator, when a worker was killed.
+    A killed worker is a UserError of the iterator, after the batches that are ready. Torch's handler of SIGCHLD, which
+    other loaders of a process may have set, would raise wherever the main thread is.
     """
 
     def __iter__(self) -> Any:
-        with SafeChildProcesses(), handler_kept(signal.SIGCHLD), _explain_killed_worker():
-            return _explained(super().__iter__())
+        with SafeChildProcesses(), handler_kept(getattr(signal, "SIGCHLD", signal.SIGINT)), _explain_killed_worker():
+            return _explained(super().__iter__()) if self.num_workers else super().__iter__()
 
 
 @contextmanager
 def _explain_killed_worker() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ConnectionResetError) as error:  # the second while a batch is handed over
-        if "DataLoader worker (pid" not in str(error) and not getattr(error, "errno", 0):
+    except (RuntimeError, ConnectionResetError, ConnectionRefusedError) as error:  # those while a batch is handed over
+        if not getattr(error, "errno", 0) and "worker (pid" not in str(error) and "Pin memory thread" not in str(error):
             raise
-        raise UserError("a data-loading process was killed, perhaps as memory ran out; give fewer workers") from None
+        raise UserError("a data-loading process was killed, perhaps as memory ran out; use fewer workers") from None
 
 
 def _explained(batches: Iterator[Any]) -> Iterator[Any]:

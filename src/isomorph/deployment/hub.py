@@ -27,7 +27,7 @@ from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import rebuild, save
 from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.model_card import model_card, read_training, recipe_text
-from isomorph.errors import UserError
+from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
@@ -86,7 +86,7 @@ def push(
             repo_id=name, folder_path=folder, ignore_patterns=kept, delete_patterns=RECIPE, commit_message=message
         )
     if kept:
-        warnings.warn(f"{name} keeps its README.md; delete it there and push again for a new one", stacklevel=2)
+        warnings.warn(f"{name} keeps its README.md; delete it there, and push again", DataWarning, stacklevel=2)
     return f"{constants.ENDPOINT}/{name}"
 
 

@@ -134,7 +134,7 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def plain_linears(module: nn.Module, names: Sequence[str]) -> list[Any]:
     """Return children that are all an nn.Linear. Raises: ValueError naming one that is not."""
-    how = "revert it first, or put the linear layer of a merged adapter in its place"
+    how = "revert it first; of an adapter, merge it and put its linear layer in its place"
     for name in names:
         if type(part := getattr(module, name)) is not nn.Linear:
             raise ValueError(f"its {name} is a {type(part).__name__}, not an nn.Linear; {how}")

@@ -105,7 +105,7 @@ def value_of(tensor: Tensor) -> Value:
 
 
 def tensors_in(*values: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """Return the tensors among values, and in lists, dicts and other objects of them, without those of modules."""
+    """Return the tensors among values, in lists and dicts, and in attributes of objects other than modules."""
     tensors: list[Tensor] = []
     seen = set() if seen is None else seen
     for value in tree_leaves(values):
@@ -113,7 +113,7 @@ def tensors_in(*values: Any, seen: set[int] | None = None) -> list[Tensor]:
             tensors.append(value)
         elif isinstance(value, Mapping):
             tensors += tensors_in(*value.values(), seen=seen)
-        elif hasattr(value, "__dict__") and not callable(value) and id(value) not in seen:
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and id(value) not in seen:
             seen.add(id(value))
             tensors += tensors_in(*vars(value).values(), seen=seen)
     return tensors
@@ -265,15 +265,16 @@ def is_compiled(model: Any) -> bool:
     return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
 
 
+@torch.inference_mode(False)  # the copy can be trained
 def copy_module(model: nn.Module) -> nn.Module:
     """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
     try:
-        with torch.inference_mode(False):  # the copy can be trained
-            new = copy.deepcopy(model)
+        new = copy.deepcopy(model)
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]
         raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
-    for name, module in model.named_modules():  # a feature extractor of torchvision is copied in train mode
-        if (copied := new.get_submodule(name)).training != module.training:
-            copied.train(module.training)
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, copied in new.named_modules():  # a feature extractor of torchvision is copied in train mode
+        if copied.training != (mode := modes.get(name, copied.training)):
+            copied.train(mode)
     return new

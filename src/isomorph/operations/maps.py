@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-from isomorph.operations.flow import tensors_in
+from torch.utils._pytree import tree_leaves
 
 # What comes after the batch axis of a map.
 #
@@ -141,22 +140,22 @@ class FollowMaps(TorchFunctionMode):
                 first = self.follows(a)
                 self.maps = []
                 return func(self.at_product(a), b) if first else func(a, self.at_product(b.mT).mT)
-        elif func is torch.einsum and self._are_map_and_values(*tensors_in(*args[1:])):
-            edited = [self.at_product(x) if self.follows(x) else x for x in tensors_in(*args[1:])]
+        elif func is torch.einsum and self._are_map_and_values(*tree_leaves(args[1:])):
+            edited = [self.at_product(x) if self.follows(x) else x for x in tree_leaves(args[1:])]
             self.maps = []
             return func(args[0], *edited)
         out = func(*args, **given)
-        if any(map(self.follows, tensors_in(*args))):
-            self.maps += tensors_in(out)
+        if any(map(self.follows, tree_leaves(args))):
+            self.maps += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         return out
 
     def follows(self, x: Any) -> bool:
         """True for a map, from its softmax to the product with values."""
         return isinstance(x, Tensor) and any(x is other for other in self.maps)
 
-    def _are_map_and_values(self, *factors: Tensor) -> bool:
+    def _are_map_and_values(self, *factors: Any) -> bool:
         """True if one factor of a product is a map; not for one with a matrix of weights, as of talking heads."""
-        return all(x.ndim > 2 for x in factors) and sum(map(self.follows, factors)) == 1
+        return all(getattr(x, "ndim", 0) > 2 for x in factors) and sum(map(self.follows, factors)) == 1
 
     def at_fused(self, call: FusedCall) -> Tensor:
         q, k, v, mask, dropout, causal, scale, gqa = call

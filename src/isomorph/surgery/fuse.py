@@ -165,7 +165,7 @@ def fuse(
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
     elif never := [name for name, reason in report.left.items() if reason == NEVER_CALLED]:
-        warnings.warn(f"no example calls {never[0]}; inputs that do may give other outputs: add one", stacklevel=2)
+        warnings.warn(f"no example calls {never[0]}: outputs of inputs that do may change; give one", stacklevel=2)
     return new
 
 
@@ -183,7 +183,7 @@ def fuse_with_report(
         raise UserError(f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval()")
     check_finite(plain)
     names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
-    exact, cases, problem = copy_model(model), None, "its weights have no values (device meta)"
+    exact, cases, problem = copy_model(model), None, "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
         cases, problem = _cases(exact, model, example)

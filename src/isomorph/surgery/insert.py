@@ -169,7 +169,7 @@ def insert(
     example = own_example(model) if example is None else example
     if example is None:
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
-    example = map_tensors(to_model(example, model), torch.clone)  # not of torch.inference_mode
+    example = map_tensors(to_model(example, model), torch.clone)  # inference tensors have no gradients
     name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
     hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
     before = _run(model, example, hooks)
@@ -265,12 +265,12 @@ def _layout(model: nn.Module, place: str, features: Tensor, at_another_size: Ten
     Where the model has one size: by how often the module's own parameters, or all, have each axis' size.
     """
     votes: list[list[int]] = [[features.shape[axis] == at_another_size.shape[axis] for axis in (1, -1)]]
-    for module in (model.get_submodule(place), model):
+    for module in (model.get_submodule(place), model)[: features.ndim - 2]:  # of three axes by its own alone
         sizes = Counter(size for parameter in module.parameters() for size in parameter.shape)
         votes.append([sizes[features.shape[axis]] for axis in (1, -1)])
     first = next((first > last for first, last in votes if first != last), features.ndim > 3)
     if first and features.ndim == 3:
-        raise UserError(f"{place} returns a map (B, C, L), and three axes are read as tokens (B, N, C); choose another")
+        raise UserError(f"{place} returns a map (B, C, L), but three axes are read as tokens (B, N, C); choose another")
     return "tokens" if features.ndim == 3 else "map" if first else "map, channels last"
 
 

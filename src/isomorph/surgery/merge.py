@@ -34,7 +34,7 @@ from isomorph.surgery.rule import Rule
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
-NEVER_CALLED = "the example never calls it"
+NEVER_CALLED = "no example calls it"
 # Methods by which a model may be called; the head of timm's, for features as they are without its classifier.
 _ENTRIES = ("forward", "forward_features", "forward_intermediates", "forward_head")
 
@@ -190,10 +190,9 @@ class Cases:
         return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
 
     def plans(self, model: nn.Module, affine: bool, avoid: frozenset[str]) -> Iterator[Plan]:
-        """Yield what each call shows; sizes beyond the second are for the comparison."""
+        """Yield what each call shows."""
         for entry, inputs, _ in self._calls:
-            if describe_shape(inputs) in self.sizes[:2]:
-                yield Plan(model, see(model, partial(_call, model, entry, _copy(inputs))), affine, avoid)
+            yield Plan(model, see(model, partial(_call, model, entry, _copy(inputs))), affine, avoid)
 
     def difference(self, model: nn.Module) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.

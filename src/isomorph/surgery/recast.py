@@ -96,8 +96,8 @@ def _judge(model: nn.Module, rule: Rule, named: Sequence[tuple[str, Any]]) -> Ac
         if reason is None:
             found.accepted.append(name)
         elif isinstance(module, (*rule.kind, JointPart)):
-            late = "a block is inserted after it; recast before you insert" * hasattr(module, "inserted")
-            found.rejected[name] = late or reason
+            late = "; a block is inserted after it, recast before you insert" * hasattr(module, "inserted")
+            found.rejected[name] = reason + late
     return found
 
 
