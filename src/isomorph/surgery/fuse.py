@@ -19,7 +19,7 @@ from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.merge import NEVER_CALLED, Cases, FuseReport, find_faults, merge, own_example
+from isomorph.surgery.merge import Cases, FuseReport, find_faults, merge, own_example
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
@@ -162,9 +162,11 @@ def fuse(
     """
     with usual_defaults(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine)
+    beside = {name.rpartition(".")[0] for name in report.merged}  # norms among which the model chooses, not an own head
+    never = [n for n, why in report.left.items() if why == "no example calls it" and n.rpartition(".")[0] in beside]
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
-    elif never := [name for name, reason in report.left.items() if reason == NEVER_CALLED]:
+    elif never:
         warnings.warn(f"no example calls {never[0]}: outputs of inputs that do may change; give one", stacklevel=2)
     return new
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from timm.models import get_model_input_config
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import copy_module, see, tensors_in
@@ -23,6 +22,7 @@ from isomorph.surgery.calls import (
     Inputs,
     cast_floats,
     describe_shape,
+    map_tensors,
     other_inputs,
     own_inputs,
     relative_difference,
@@ -34,7 +34,6 @@ from isomorph.surgery.rule import Rule
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
 TOLERANCE = 1e-6
-NEVER_CALLED = "no example calls it"
 # Methods by which a model may be called; the head of timm's, for features as they are without its classifier.
 _ENTRIES = ("forward", "forward_features", "forward_intermediates", "forward_head")
 
@@ -213,8 +212,7 @@ class Cases:
 
 def _copy(inputs: Inputs) -> Inputs:
     """Return inputs that a model may change in place, each tensor one of its own."""
-    plain = inputs if isinstance(inputs, Tensor) else dict(inputs)
-    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, plain)
+    return map_tensors(inputs, torch.clone)
 
 
 def _call(model: Any, entry: str, inputs: Inputs) -> Any:
@@ -295,7 +293,7 @@ def merge(
         if name in norms:
             left.setdefault(name, "calls at other sizes or by other methods differ in what they read")
         elif isinstance(module, _BatchNorm):
-            left[name] = "it is not the BatchNorm of a batch" if name in called else NEVER_CALLED
+            left[name] = "it is not the BatchNorm of a batch" if name in called else "no example calls it"
     new, edits = merged(good)
     return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
 
