@@ -236,19 +236,18 @@ def test_what_cannot_be_is_refused(what, run):
         call(run)
 
 
-class TestCommands:
-    def test_a_grid_a_folder_and_their_distance(self, run, tmp_path, capsys):
-        sample_command(str(run.folder), out=tmp_path / "grid.png", images=5, seed=3, json_=True)
-        assert json.loads(capsys.readouterr().out)["images"] == 5
-        with Image.open(tmp_path / "grid.png") as grid:
-            assert grid.size == (3 * 10 + 2, 2 * 10 + 2)
-        sample_command(str(run.folder), out=tmp_path / "images", images=6, sampler="ddim", steps=2, batch_size=4)
-        assert sorted(path.name for path in (tmp_path / "images").iterdir())[5] == "000005.png"
-        weights = tmp_path / "net.safetensors"
-        iso.save(timm.create_model("cifar_resnet20"), weights)
-        shared = dict(data="digits", features=str(weights), max_images=12)
-        capsys.readouterr()
-        fid(tmp_path / "images", **shared, json_=True)
-        found = json.loads(capsys.readouterr().out)
-        assert found["features"] == str(weights)
-        assert (found["images"], found["real_images"]) == (6, 12)
+def test_a_grid_a_folder_and_their_distance(run, tmp_path, capsys):
+    sample_command(str(run.folder), out=tmp_path / "grid.png", images=5, seed=3, json_=True)
+    assert json.loads(capsys.readouterr().out)["images"] == 5
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == (3 * 10 + 2, 2 * 10 + 2)
+    sample_command(str(run.folder), out=tmp_path / "images", images=6, sampler="ddim", steps=2, batch_size=4)
+    assert sorted(path.name for path in (tmp_path / "images").iterdir())[5] == "000005.png"
+    weights = tmp_path / "net.safetensors"
+    iso.save(timm.create_model("cifar_resnet20"), weights)
+    shared = dict(data="digits", features=str(weights), max_images=12)
+    capsys.readouterr()
+    fid(tmp_path / "images", **shared, json_=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["features"] == str(weights)
+    assert (found["images"], found["real_images"]) == (6, 12)

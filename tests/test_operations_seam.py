@@ -241,11 +241,10 @@ class Net(nn.Module):
         return self.other(z) + z + F.linear(y, self.idle.weight) + self.c(self.c(y))
 
 
-class TestSee:
-    def test_values_readers_and_calls(self):
-        net = Net().eval()
-        flow = see(net, lambda: net(torch.randn(2, 3, 4)))
-        assert "idle" not in flow.outputs
-        (relu,) = flow.reads[flow.outputs["norm"][0][0]]
-        assert relu.inputs[0][0] == relu.outputs[0][0] != relu.inputs[0]
-        assert [each.name for each in flow.reads[relu.outputs[0]]].count("linear") == 3
+def test_flow_sees_values_readers_and_calls():
+    net = Net().eval()
+    flow = see(net, lambda: net(torch.randn(2, 3, 4)))
+    assert "idle" not in flow.outputs
+    (relu,) = flow.reads[flow.outputs["norm"][0][0]]
+    assert relu.inputs[0][0] == relu.outputs[0][0] != relu.inputs[0]
+    assert [each.name for each in flow.reads[relu.outputs[0]]].count("linear") == 3

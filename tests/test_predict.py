@@ -25,9 +25,8 @@ def test_the_five_likeliest_classes(photo):
     done = predict(photo, "--out", photo.with_name("classes.json"), "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == 5
     shares = [row["probability"] for row in rows]
-    assert shares == sorted(shares, reverse=True)
+    assert (len(shares), shares) == (5, sorted(shares, reverse=True))
     assert json.loads(photo.with_name("classes.json").read_text()) == rows
 
 
@@ -36,10 +35,8 @@ def test_an_exported_model(photo):
     done = isomorph("export", "cifar_resnet20", "--no-pretrained", "--out", model)
     assert done.returncode == 0, done.stderr
     done = isomorph("predict", model, "--image", photo, "--json")
-    own = predict(photo, "--json")
-    assert [row["class"] for row in json.loads(done.stdout)["rows"]] == [
-        row["class"] for row in json.loads(own.stdout)["rows"]
-    ]
+    both = [json.loads(each.stdout)["rows"] for each in (done, predict(photo, "--json"))]
+    assert [row["class"] for row in both[0]] == [row["class"] for row in both[1]]
 
 
 @pytest.mark.parametrize(

@@ -63,18 +63,17 @@ def test_a_table_alone_is_a_convolution():
     assert not moved[:, :, :, 0].any()
 
 
-class TestTable:
-    def test_resizing_keeps_the_middle_and_constants(self):
-        table = build().relative_bias.detach()
-        larger = resize_table(table, (9, 8))
-        assert larger.shape == (3, 17, 15)
-        torch.testing.assert_close(larger[:, 8, 7], table[:, 3, 2])
-        torch.testing.assert_close(resize_table(torch.full_like(table, 2.0), (2, 9)).unique(), table.new_tensor([2.0]))
-        assert resize_table(table, (4, 3)) is table
-        layer = build().eval()
-        layer.set_grid_size((9, 8))
-        assert layer.grid_size == (9, 8)
-        assert torch.equal(layer.relative_bias, larger)
+def test_resizing_a_table_keeps_its_middle_and_constants():
+    table = build().relative_bias.detach()
+    larger = resize_table(table, (9, 8))
+    assert larger.shape == (3, 17, 15)
+    torch.testing.assert_close(larger[:, 8, 7], table[:, 3, 2])
+    torch.testing.assert_close(resize_table(torch.full_like(table, 2.0), (2, 9)).unique(), table.new_tensor([2.0]))
+    assert resize_table(table, (4, 3)) is table
+    layer = build().eval()
+    layer.set_grid_size((9, 8))
+    assert layer.grid_size == (9, 8)
+    assert torch.equal(layer.relative_bias, larger)
 
 
 def test_the_kernel_of_other_devices_is_the_same():

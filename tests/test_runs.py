@@ -69,17 +69,16 @@ def run(halted, tmp_path):
     return shutil.copytree(halted, tmp_path / "run")
 
 
-class TestAlone:
-    def test_the_folder_is_locked_before_anything_is_decided(self, tmp_path):
-        def held():
-            with pytest.raises(iso.UserError, match="another process trains"), lock_folder(tmp_path / "x/run", CPU):
-                pass
+def test_the_folder_is_locked_before_anything_is_decided(tmp_path):
+    def held():
+        with pytest.raises(iso.UserError, match="another process trains"), lock_folder(tmp_path / "x/run", CPU):
+            pass
 
-        with lock_folder(tmp_path / "x/run", CPU) as said:
-            assert said == ""
-            held()
-            assert (tmp_path / "x/run").is_dir()
-        assert not (tmp_path / "x").exists()
+    with lock_folder(tmp_path / "x/run", CPU) as said:
+        assert said == ""
+        held()
+        assert (tmp_path / "x/run").is_dir()
+    assert not (tmp_path / "x").exists()
 
 
 def state_of(run):
@@ -252,11 +251,10 @@ class TestSignals:
                 terminal.flush()
 
 
-class TestStart:
-    def test_random_ones_are_said_aloud_and_a_resumed_run_is_not_asked(self, tmp_path):
-        model = TINY["model"] | dict(start="weights")
-        refused(r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model))
-        stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
-        assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2
-        iso.save(timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]), tmp_path / "w.safetensors")
-        assert Run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))
+def test_random_weights_are_said_aloud_and_a_resumed_run_is_not_asked(tmp_path):
+    model = TINY["model"] | dict(start="weights")
+    refused(r"--model.start random starts from random weights", Run, tiny(tmp_path / "run", model=model))
+    stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
+    assert Run(tiny(tmp_path / "run", model=model)).progress.step == 2
+    iso.save(timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]), tmp_path / "w.safetensors")
+    assert Run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))

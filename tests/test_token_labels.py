@@ -134,48 +134,44 @@ class TestGeometry:
             assert flipped in ((hflip == 1,) if hflip in (0, 1) else (True, False))
 
 
-class TestLoss:
-    @pytest.mark.parametrize("kind", ["label", "map"])
-    def test_the_loss_is_the_formula(self, kind, monkeypatch):
-        target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
-        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
-        model = create("refined_vit_s", **NETWORK).double().eval()
-        part = TokenLabelPart(weight=0.7, maps="maps", class_token=kind)
-        found = TokenLabelLoss(model, part, 0.1, torch.device("cpu"))(x, target)
-        logits, tokens = model(x, tokens=True, box=box)
-        patches = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)]
-        images = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0] for b in range(4)]
-        if kind == "label":
-            images = list(torch.eye(5, dtype=torch.float64)[target.label])
-        loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
-        image = dense = 0
-        for b in range(4):
-            image += ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
-            for n in range(16):
-                row, column = divmod(n, 4)
-                inside = box.top <= row < box.bottom and box.left <= column < box.right
-                dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
-        assert found["target"].argmax(1).tolist() == [
-            int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)
-        ]
-        torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)  # plain labels are in single precision
-        torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("kind", ["label", "map"])
+def test_the_loss_is_the_formula(kind, monkeypatch):
+    target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
+    monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
+    model = create("refined_vit_s", **NETWORK).double().eval()
+    part = TokenLabelPart(weight=0.7, maps="maps", class_token=kind)
+    found = TokenLabelLoss(model, part, 0.1, torch.device("cpu"))(x, target)
+    logits, tokens = model(x, tokens=True, box=box)
+    patches = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)]
+    images = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0] for b in range(4)]
+    if kind == "label":
+        images = list(torch.eye(5, dtype=torch.float64)[target.label])
+    loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
+    image = dense = 0
+    for b in range(4):
+        image += ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
+        for n in range(16):
+            row, column = divmod(n, 4)
+            inside = box.top <= row < box.bottom and box.left <= column < box.right
+            dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
+    assert found["target"].argmax(1).tolist() == [int((10 * images[b] + 6 * images[3 - b]).argmax()) for b in range(4)]
+    torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)  # plain labels are in single precision
+    torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)
 
 
-class TestFiles:
-    @pytest.mark.parametrize("written", [as_folder, as_tar])
-    def test_every_image_has_its_own_map(self, written, tmp_path, caches):
-        written(tmp_path)
-        write_maps(tmp_path / "maps")
-        source = open_source("imagefolder" if written is as_folder else "tar", "train", tmp_path)
-        source.split = (0.2, 60)
-        mapped = LabelMapSource(source, tmp_path / "maps", 3)
-        assert mapped.split == (0.2, 60)
-        assert isinstance(mapped.subset([7]), LabelMapSource)
-        for index, label in enumerate(mapped.labels):
-            assert torch.equal(mapped.label_map(index), drawn_map(10 * int(label) + index % 5))
-        assert torch.equal(mapped.subset([7]).label_map(0), drawn_map(12))
+@pytest.mark.parametrize("written", [as_folder, as_tar])
+def test_every_image_has_its_own_map(written, tmp_path, caches):
+    written(tmp_path)
+    write_maps(tmp_path / "maps")
+    source = open_source("imagefolder" if written is as_folder else "tar", "train", tmp_path)
+    source.split = (0.2, 60)
+    mapped = LabelMapSource(source, tmp_path / "maps", 3)
+    assert mapped.split == (0.2, 60)
+    assert isinstance(mapped.subset([7]), LabelMapSource)
+    for index, label in enumerate(mapped.labels):
+        assert torch.equal(mapped.label_map(index), drawn_map(10 * int(label) + index % 5))
+    assert torch.equal(mapped.subset([7]).label_map(0), drawn_map(12))
 
 
 class TestRuns:
@@ -219,57 +215,55 @@ def drawn(model):
     return model
 
 
-class TestSimilarity:
-    @pytest.mark.parametrize("pairs", [None, 1, 2])
-    def test_is_the_formula_and_so_are_its_gradients(self, pairs):
-        torch.manual_seed(0)
-        drawn_maps = [torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-        maps = [drawn_maps[0], drawn_maps[0], drawn_maps[1], drawn_maps[2]]  # the second block hands on the first's
-        found, wanted = neighbour_similarity(maps, pairs), slow_similarity(maps, pairs)
-        torch.testing.assert_close(found, torch.as_tensor(wanted), rtol=0, atol=1e-12)
-        if pairs == 1:
-            assert found == 1
-            assert not found.requires_grad
-            return
-        ours, theirs = (torch.autograd.grad(value, drawn_maps, allow_unused=True) for value in (found, wanted))
-        for a, b in zip(ours, theirs, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("pairs", [None, 1, 2])
+def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
+    torch.manual_seed(0)
+    drawn_maps = [torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    maps = [drawn_maps[0], drawn_maps[0], drawn_maps[1], drawn_maps[2]]  # the second block hands on the first's
+    found, wanted = neighbour_similarity(maps, pairs), slow_similarity(maps, pairs)
+    torch.testing.assert_close(found, torch.as_tensor(wanted), rtol=0, atol=1e-12)
+    if pairs == 1:
+        assert found == 1
+        assert not found.requires_grad
+        return
+    ours, theirs = (torch.autograd.grad(value, drawn_maps, allow_unused=True) for value in (found, wanted))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-class TestTask:
-    @pytest.mark.parametrize("name", ["refined_vit_s_released", "refined_vit_s"])
-    @pytest.mark.parametrize("tokens", [False, True])
-    def test_loss_and_gradients_are_the_formula_s(self, name, tokens, monkeypatch):
-        """Every parameter's gradient, against maps taken block by block and compared entry by entry."""
-        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
-        model = drawn(create(name, **SMALL)).double().train()
-        reference = copy.deepcopy(model)
-        x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
-        part = MapSimilarityPart(weight=0.3, pairs=4)
-        if tokens:
-            task = TokenLabelLoss(model, TokenLabelPart(weight=0.7), 0.1, CPU, part)
-            plain = TokenLabelLoss(reference, TokenLabelPart(weight=0.7), 0.1, CPU)
-        else:
-            task = PenalisedLoss(model, torch.nn.CrossEntropyLoss(), CPU, part)
-            plain = PenalisedLoss(reference, torch.nn.CrossEntropyLoss(), CPU)
-        found = task(x, labels)["loss"]
+@pytest.mark.parametrize("name", ["refined_vit_s_released", "refined_vit_s"])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_loss_and_gradients_are_the_formula_s(name, tokens, monkeypatch):
+    """Every parameter's gradient, against maps taken block by block and compared entry by entry."""
+    monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
+    model = drawn(create(name, **SMALL)).double().train()
+    reference = copy.deepcopy(model)
+    x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
+    part = MapSimilarityPart(weight=0.3, pairs=4)
+    if tokens:
+        task = TokenLabelLoss(model, TokenLabelPart(weight=0.7), 0.1, CPU, part)
+        plain = TokenLabelLoss(reference, TokenLabelPart(weight=0.7), 0.1, CPU)
+    else:
+        task = PenalisedLoss(model, torch.nn.CrossEntropyLoss(), CPU, part)
+        plain = PenalisedLoss(reference, torch.nn.CrossEntropyLoss(), CPU)
+    found = task(x, labels)["loss"]
 
-        maps = []
-        for block in reference.blocks:
-            block.register_forward_hook(lambda _, __, result: maps.append(result[1]))
-        wanted = plain(x, labels)["loss"]
-        assert len(maps) == 6
-        wanted = wanted + 0.3 * slow_similarity([each.clone() for each in maps], 4)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
-        found.backward(), wanted.backward()
-        pairs = list(zip(model.named_parameters(), reference.parameters(), strict=True))
-        assert sum(p.grad is not None for (_, p), _ in pairs) > 50
-        for (_, p), q in pairs:
-            assert (p.grad is None) == (q.grad is None)
-            if p.grad is not None:
-                torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-10)
+    maps = []
+    for block in reference.blocks:
+        block.register_forward_hook(lambda _, __, result: maps.append(result[1]))
+    wanted = plain(x, labels)["loss"]
+    assert len(maps) == 6
+    wanted = wanted + 0.3 * slow_similarity([each.clone() for each in maps], 4)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
+    found.backward(), wanted.backward()
+    pairs = list(zip(model.named_parameters(), reference.parameters(), strict=True))
+    assert sum(p.grad is not None for (_, p), _ in pairs) > 50
+    for (_, p), q in pairs:
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-10)
 
 
 def mixup(augment, maps=False):
