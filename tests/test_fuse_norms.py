@@ -215,11 +215,10 @@ def test_what_cannot_be_merged_is_left_with_the_reason(name):
 
 @torch.no_grad()
 def test_every_path_needs_an_example():
-    two = net(lambda m, x, which="a": getattr(m, which)(m.conv(x)), conv=THREE, a=norm(), b=norm())
-    model, x = made(two, MAP)
+    model, x = made(net(lambda m, x, to="a": getattr(m, to)(m.conv(x)), conv=THREE, a=norm(), b=norm()), MAP)
     with pytest.warns(UserWarning, match="no example calls b"):
         iso.fuse(model, x)
-    assert fuse_with_report(model, [dict(x=x), dict(x=x, which="b")])[1].left.keys() == {"a", "b"}
+    assert fuse_with_report(model, [dict(x=x), dict(x=x, to="b")])[1].left.keys() == {"a", "b"}
 
 
 @torch.no_grad()
