@@ -192,25 +192,22 @@ class TestCKA:
         refused("not batches of 8 and 7", lambda: cka_of_pairs(a, b, [(x[:8], x[:7])], "?"))
 
 
-class TestBoundedMemory:
-    """Of an image of 384 px in a network as deep as ViT-B, and of 400 images."""
+def test_no_more_than_a_layers_pieces_exist(monkeypatch):
+    """Largest number of map entries alive at any time, counted when a piece is made; 12 blocks."""
+    alive, peaks = weakref.WeakValueDictionary(), []
+    formed = AppliedAttention.map
 
-    def test_no_more_than_a_layers_pieces_exist(self, monkeypatch):
-        """Largest number of map entries alive at any time, counted when a piece is made."""
-        alive, peaks = weakref.WeakValueDictionary(), []
-        formed = AppliedAttention.map
+    def counted(self):
+        maps = formed(self)
+        alive[id(maps)] = maps
+        peaks.append(sum(one.numel() for one in alive.values()))
+        return maps
 
-        def counted(self):
-            maps = formed(self)
-            alive[id(maps)] = maps
-            peaks.append(sum(one.numel() for one in alive.values()))
-            return maps
-
-        monkeypatch.setattr(AppliedAttention, "map", counted)
-        model = vit(depth=12, img_size=192, patch_size=8)
-        N, x = 24 * 24 + 1, torch.randn(1, 3, 192, 192)
-        for look in (iso.nonlocality, iso.analysis.attention_entropy, iso.analysis.head_similarity):
-            peaks.clear()
-            look(model, x)
-            assert len(peaks) == 12
-            assert max(peaks) <= 2 * 3 * N * N  # the piece that is read, and the one that is made
+    monkeypatch.setattr(AppliedAttention, "map", counted)
+    model = vit(depth=12, img_size=192, patch_size=8)
+    N, x = 24 * 24 + 1, torch.randn(1, 3, 192, 192)
+    for look in (iso.nonlocality, iso.analysis.attention_entropy, iso.analysis.head_similarity):
+        peaks.clear()
+        look(model, x)
+        assert len(peaks) == 12
+        assert max(peaks) <= 2 * 3 * N * N  # the piece that is read, and the one that is made

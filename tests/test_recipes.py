@@ -267,16 +267,23 @@ def test_text_that_no_recipe_has(text, expected, tmp_path):
 
 WRONG = {
     "augment.auto_augment=rand-m15-n2": "augment.auto_augment: .*magnitude 15 to 10",
+    "augment.auto_augment=rubbish": "augment.auto_augment",
+    "optim.betas=[0.9]": "optim.betas",
     "optim.betas=[0.9,1.0]": "optim.betas",
     "optim.gate_lr=2 times": "optim.gate_lr: .*2 times",
+    "optim.gate_lr=0x": "optim.gate_lr: .*0x",
     "optim.gate_lr=1000": "optim.gate_lr: would be a learning rate of 1000; .*write 1000x",
     "optim.min_lr=1": "min_lr 1 is above lr",
     "augment.scale=[0.9,0.1]": "augment.scale: .*smallest area first",
     "optim.name=adamv": "'adamv'.*close: adam",
     "optim.warmup_epochs=10": "optim.warmup_epochs 10.*epochs 10",
     "augment.mixup=0.8 data.batch_size=33": "data.batch_size 33.*even",
+    "augment.scale=1": "augment.scale: .*given 1",
     "anneal.epochs=11": "anneal.epochs 11.*epochs 10",
+    "data.size=[32]": "data.size",
     "model=cifar_resnet20": "model is a group of fields: name, .*model.name=VALUE",
+    "loss=hinge": "loss: .*'softmax' or 'sigmoid'",
+    "model.name=cifar_resnet2": "did you mean.*cifar_resnet20",
     "model.name=facebook/dinov2-small": "did you mean vit_small_patch14_dinov2",
     "model.kwargs.pretrained=true": "model.kwargs: pretrained.*model.pretrained",
     "model.kwargs.in_chans=abc": "model.kwargs: in_chans",
@@ -292,6 +299,7 @@ WRONG = {
     "mask={} augment.mixup=0.8": "augment.mixup",
     "data.source=huggingface-stream data.fraction=0.5": "huggingface-stream is a stream",
     "optim.lr": "'optim.lr'",
+    "optim.lr=[1": "optim.lr",
 }
 
 

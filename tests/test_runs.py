@@ -222,14 +222,12 @@ def runs(tmp_path_factory):
     return folder
 
 
-class TestPretraining:
+@pytest.mark.parametrize("name", ["mae", "g2sd"])
+def test_the_folder_of_a_pre_training_is_its_encoder(name, runs):
     """Table 9 of TDRL fuses after pre-training."""
-
-    @pytest.mark.parametrize("name", ["mae", "g2sd"])
-    def test_the_folder_is_its_encoder(self, name, runs):
-        model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
-        assert all(torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items())
-        assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
+    model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
+    assert all(torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items())
+    assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
 
 
 class TestSignals:
