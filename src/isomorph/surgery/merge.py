@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.operations import copy_module
 from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
 from isomorph.surgery.modules import list_names
-from isomorph.surgery.recast import replace_module
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
 
@@ -219,6 +218,37 @@ def _is_called_alone(model: nn.Module, name: str) -> bool:
     return all(isinstance(model.get_submodule(".".join(parents[: i + 1])), kinds) for i in range(len(parents)))
 
 
+class _Trials:
+    """Copies of a model with groups merged, of which the last is kept."""
+
+    def __init__(self, model: nn.Module, plans: _Plans) -> None:
+        self.model = model
+        self.plans = plans
+        self.chosen: list[Group] | None = None
+        self.last = model
+        self.edits: list[tuple[Merge, str]] = []
+
+    def merged(self, chosen: list[Group]) -> nn.Module:
+        groups = self.plans.usable(chosen)
+        if groups != self.chosen:
+            self.last = copy_module(self.model)
+            aliases = _aliases(self.last)
+            self.edits = [edit for group in groups for edit in _apply(self.last, aliases, group)]
+            self.chosen = groups
+        return self.last
+
+
+Aliases = dict[str, list[str]]
+
+
+def _aliases(model: nn.Module) -> Aliases:
+    """Return all names of every module, by the first."""
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    return {first: [first, *others] for first, *others in names.values()}
+
+
 def merge(
     model: nn.Module,
     calls: ReferenceCalls,
@@ -234,18 +264,15 @@ def merge(
     plans = _Plans(model, calls, affine, avoid)
     bad = plans.refused(model, across)
 
-    def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
-        new = copy_module(model)
-        return new, [edit for group in plans.usable(chosen) for edit in _apply(new, group)]
-
+    trials = _Trials(model, plans)
     allowed = [group for group in plans.groups if group not in bad]
-    bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: merged(chosen)[0]))
+    bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
     lost = [group for key, group in (plans.first or {}).items() if group in bad or key not in plans.agreed]
     summands = [summand for group in lost for summand in group.summands if summand.after or summand.stays]
     if extra := {summand.layer for summand in summands if summand.layer}:
         return merge(model, calls, affine, across, avoid | extra)
     good = plans.usable([group for group in plans.groups if group not in bad])
-    new, edits = merged(good)
+    new = trials.merged(good)
     into, between = dict[str, str](), dict[str, str]()
     for group in good:
         for _, name in group.gone:
@@ -254,7 +281,7 @@ def merge(
                 between[name] = modules[0]
     reasons = _reasons_left(model, plans, bad)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    return Merged(new, edits, into, left, between, _uncalled(model, plans))
+    return Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
 
 
 def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
@@ -282,14 +309,15 @@ NOT_CALLED = "no example calls it"
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, group: Group) -> list[tuple[Merge, str]]:
+def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge, str]]:
     edits: list[tuple[Merge, str]] = []
     layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 
     def reshape(rule: Merge, name: str) -> Any:
         old = model.get_submodule(name)
         new = rule.build(old).eval()
-        replace_module(model, name, old, new)
+        for alias in aliases[name]:
+            model.set_submodule(alias, new)
         edits.append((rule, name))
         return new
 
