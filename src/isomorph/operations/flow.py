@@ -33,7 +33,7 @@ _DECISIONS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "arra
 
 
 class Operation(NamedTuple):
-    """A call of a torch function: its name, the module that runs it, its values and its arguments."""
+    """A call of a torch function: its name, the module that runs it, its values, its arguments and the function."""
 
     name: str
     module: str
@@ -41,6 +41,7 @@ class Operation(NamedTuple):
     outputs: tuple[Value, ...]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
+    function: Any = None
 
 
 class Flow(TorchFunctionMode):
@@ -82,7 +83,7 @@ class Flow(TorchFunctionMode):
             self.numbers |= constant
             self.deciding |= set() if constant else {self.running[-1]}
         if outputs and name not in _SHAPES and not set(outputs) <= set(inputs):  # no shape, and not its input again
-            operation = Operation(name, self.running[-1], inputs, outputs, args, kwargs or {})
+            operation = Operation(name, self.running[-1], inputs, outputs, args, kwargs or {}, func)
             self.operations.append(operation)
             for value in dict.fromkeys(inputs):
                 self.reads[value].append(operation)
