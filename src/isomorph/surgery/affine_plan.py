@@ -208,7 +208,8 @@ class Plan:
             return name, f"{shown} has {attached}"
         if bias is not None and (len(self.flow.names[id(bias)]) > 1 or len(self.flow.reads[value_of(bias)]) != 1):
             return name, f"the bias of {shown} is tied or used elsewhere"
-        own = module._parameters.get("weight") is weight and module._parameters.get("bias", weight) is bias
+        own_bias = (vars(module) | module._parameters).get("bias", weight)
+        own = module._parameters.get("weight") is weight and own_bias is bias
         if not own or (bias is None and operation.module != name):
             return name, f"the bias of {shown} is not its own"
         return name, ""
