@@ -79,8 +79,7 @@ class Affine:
     def times(self, number: float) -> "Affine":
         """Return number * value, multiplied by the model's own code."""
         summands = tuple(
-            summand._replace(gain=summand.gain * number, stays=True, factor=number)
-            for summand in self.summands
+            summand._replace(gain=summand.gain * number, stays=True, factor=number) for summand in self.summands
         )
         through = self.through and self.through.times(number)
         return replace(self, summands=summands, shift=self.shift * number, through=through)
