@@ -107,6 +107,8 @@ class Group:
     summands: tuple[Summand, ...] = ()
     shift: Tensor = torch.zeros(0)  # noqa: RUF009
     needs_sum: bool = False
+    # Modules that are not merged and whose inputs or outputs change.
+    across: tuple[str, ...] = ()
     scales: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @property

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from isomorph.operations import Flow, Operation, Value, hooks_on, tensors_in, value_of
+from isomorph.operations import Flow, Operation, Value, hooks_on, value_of
 from isomorph.surgery.affine import Affine, Group, Summand, carrier_of, sum_of
 from isomorph.surgery.channels import Channels, Step, follow_channels, kind_of_step
 from isomorph.surgery.layer_calls import (
@@ -44,7 +44,7 @@ class Plan:
         self.groups: list[Group] = []
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
-        self._kept = {value_of(tensor) for tensor in tensors_in(flow.result)}
+        self._kept = set(flow.given_out)
         for name, module in model.named_modules():
             calls = (*flow.inputs[name], *flow.outputs[name]) if hooks_on(module) else ()
             self._kept |= {value for call in calls for value in call}
@@ -65,7 +65,10 @@ class Plan:
             self._record(operation)
         for value, found in self._values.items():
             if value not in self._used:
-                self._write_into_layer(found) if found.has_layer else self._push(value, found)
+                if found.has_layer:
+                    self._write_into_layer(value, found)
+                else:
+                    self._push(value, found)
         self._add_chains()
 
     def _record(self, operation: Operation) -> None:
@@ -82,6 +85,15 @@ class Plan:
 
     def _avoided(self, *layers: str | None) -> bool:
         return not self.avoid.isdisjoint(layers)
+
+    @property
+    def called(self) -> set[str]:
+        """Names of the modules that the call runs, and of those whose parameters it reads."""
+        names = {name for name, outputs in self.flow.outputs.items() if outputs}
+        for value, tensor in self.flow.tensors.items():
+            if self.flow.reads.get(value):
+                names |= {name.rpartition(".")[0] for name in self.flow.names.get(id(tensor), ())}
+        return names
 
     def concerns(self, group: Group) -> bool:
         """True if the call runs or reads what a group changes."""
@@ -367,7 +379,7 @@ class Plan:
             if each.source == first:
                 yield _with_source(each, 1.0)
 
-    def _write_into_layer(self, found: Affine) -> None:
+    def _write_into_layer(self, value: Value, found: Affine) -> None:
         carrier = carrier_of(found.summands)
         others = [summand.layer for summand in found.summands if summand.layer and summand is not carrier]
         if carrier is None or carrier.layer is None or not (found.gone or others):
@@ -378,7 +390,8 @@ class Plan:
                 gone[i] = "nothing", name  # the branch without a layer: its weight is in the carrier
         others += [summand.after for summand in found.summands if summand.after]
         changes = (*gone, *(("nothing", name) for name in others if name))
-        self._add(Group("sum", (carrier.layer,), (carrier.window,), changes, found.summands, found.shift))
+        group = Group("sum", (carrier.layer,), (carrier.window,), changes, found.summands, found.shift)
+        self._add(group, self._values_between(found.source, value))
 
     def _push(self, value: Value, found: Affine) -> None:
         if len(found.summands) > 1:
@@ -391,7 +404,8 @@ class Plan:
                 self.left[name] = before + reason
             return
         names, windows, scales = zip(*readers, strict=True)
-        self._add(Group("readers", names, windows, found.gone, found.summands, found.shift, scales=scales))
+        changed = {value, *self._values_between(found.source, value), *self._values_after(value)}
+        self._add(Group("readers", names, windows, found.gone, found.summands, found.shift, scales=scales), changed)
 
     def _find_readers(self, value: Value, found: Affine, readers: list[_Reader]) -> str | None:
         """Add the layers that read a value, also moved; return why it cannot be written into all, if so."""
@@ -439,8 +453,44 @@ class Plan:
         readers.append((str(name), window, (gain[rows].where(~zero, 1), found.shift[rows].where(~zero, 0))))
         return None
 
-    def _add(self, group: Group) -> None:
-        """Add a group unless the code that connects its modules branches on the numbers of a batch."""
+    def _values_between(self, source: Value, value: Value) -> set[Value]:
+        """Return the values from which one is computed, back to its source, without both."""
+        between: set[Value] = set()
+        waiting = [value]
+        while waiting:
+            maker = self.flow.made.get(waiting.pop())
+            for read in maker.inputs if maker else ():
+                if read != source and read in self._values and read not in between:
+                    between.add(read)
+                    waiting.append(read)
+        return between
+
+    def _values_after(self, value: Value) -> set[Value]:
+        """Return what operations give that a norm passes on its way into the layers that read it."""
+        after: set[Value] = set()
+        for operation in self.flow.reads[value]:
+            if operation.name not in LAYERS:
+                for output in operation.outputs:
+                    after |= {output, *self._values_after(output)}
+        return after
+
+    def _across(self, group: Group, changed: set[Value], parts: set[str]) -> tuple[str, ...]:
+        """Return the modules that are not among the parts and whose inputs or outputs are among the changed values."""
+        parts = parts | {*group.carriers, *_parts_of(group)}
+        names = []
+        for name, module in self.model.named_modules():
+            values = (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ()))
+            is_touched = not changed.isdisjoint(value for call in values for value in call)
+            if name and is_touched and not _consists_of(name, module, parts):
+                names.append(name)
+        return tuple(names)
+
+    def _add(self, group: Group, changed: set[Value], parts: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        """Add a group unless the code that connects its modules branches on the numbers of a batch.
+
+        `changed`: the values that are others once the group is merged, by which it is found what lies `across` it:
+        modules that are neither merged here nor among the parts.
+        """
         names = [*group.carriers, *(name for _, name in group.gone)]
         for change in group.gone if group.kind != "chain" else ():
             ends = [self._values.get(each.outputs[0]) for each in self._own[change[1]][-1:]]
@@ -455,7 +505,7 @@ class Plan:
                 return
         for _, name in group.gone:
             self.left.pop(name, None)
-        self.groups.append(group)
+        self.groups.append(replace(group, across=self._across(group, changed, set(parts))))
 
     def _add_chains(self) -> None:
         """Add the pairs of layers whose product is not larger, last ones first, so that a whole chain becomes one."""
@@ -474,7 +524,26 @@ class Plan:
                 outputs[first.layer] = rows
                 windows = first.window, self._values[output].summands[0].window
                 between = bool(before.gone) or len(before.summands) > 1
-                self._add(Group("chain", (first.layer, last), windows, (("identity", last),), needs_sum=between))
+                group = Group("chain", (first.layer, last), windows, (("identity", last),), needs_sum=between)
+                self._add(group, self._values_between(before.source, output), _parts_of(before))
+
+
+def _parts_of(found: Affine | Group) -> set[str]:
+    """Return the names of the modules that compute a value or are merged with a group."""
+    names = {name for _, name in found.gone}
+    for summand in found.summands:
+        names |= {name for name in (summand.layer, summand.after) if name}
+    return names
+
+
+def _consists_of(name: str, module: nn.Module, parts: set[str]) -> bool:
+    """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
+    for path, inner in module.named_modules(prefix=name):
+        has_own = any(True for _ in inner.parameters(recurse=False)) or any(True for _ in inner.buffers(recurse=False))
+        inside = any(path == part or path.startswith(f"{part}.") for part in parts)
+        if has_own and not inside:
+            return False
+    return True
 
 
 def _child_of(parent: str, name: str) -> str | None:

@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,15 +13,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.errors import DoesNotRun, UserError
+from isomorph.errors import DoesNotRun, NotFinite, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.merge import Cases, FuseReport, find_faults, merge, own_example
-from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.merge import NOT_CALLED, FuseReport, find_faults, merge
+from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
+from isomorph.surgery.reference_calls import ReferenceCalls, own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 # Layers that are fused before the block around them.
@@ -132,15 +132,22 @@ def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
 
 
 def fuse(
-    model: nn.Module, example: Inputs | Sequence[Inputs] | None = None, norms: bool = True, affine: bool = False
+    model: nn.Module,
+    example: Inputs | Sequence[Inputs] | None = None,
+    norms: bool = True,
+    affine: bool = False,
+    across: bool = True,
 ) -> nn.Module:
     """Return a copy of the model in which everything that computes one layer is that layer; the same in eval mode.
 
     First the outermost layers with a method `fuse()`, such as a pyramid, or `reparameterize()` are replaced by its
     result. Then norms, scales, sums of branches, low-rank adapters, and chains of linear layers whose product is not
     larger are written into the layer before them, or into all layers after them. They are found by what the model
-    computes, at timm's entry points and two sizes, and compared at a third with other numbers of images. What changes
-    the outputs in float64 is left out; `fuse_with_report` says what, and why.
+    computes, and compared in float64 at several sizes and by all entry points that take the same batch: flags of
+    forward, public methods. What changes an output is left out; `fuse_with_report` says what, and why.
+
+    A merge across modules also changes what a module in between gives or gets. It is left out where that module is one
+    that code calls alone: a child of the model, or an item of an nn.Sequential or nn.ModuleList there.
 
     A layer that converts back only under a condition, such as GPSA2d, is left as it is; see `revert`. A compiled model
     is unwrapped and not compiled again. Hooks and tied parameters are treated as in `recast`.
@@ -151,9 +158,12 @@ def fuse(
             one, only layers with a method of their own are replaced.
         norms: False to replace only layers with a method `fuse()`.
         affine: also move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
+        across: False to keep the inputs and outputs of all modules but those that are merged, for code that taps a
+            network with hooks or a feature extractor.
 
     Raises: UserError if the model is in train mode, where BatchNorm uses the statistics of a batch, if hooks would be
-        lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not.
+        lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not, or
+        if merged weights are too large for the model's precision.
 
     >>> wide = iso.recast(timm.create_model("cifar_resnet20").eval(), iso.LinearToPyramid(), where="linear")
     >>> thin = iso.fuse(wide)
@@ -161,18 +171,27 @@ def fuse(
     ('PyramidLinear', 'Linear', 'Identity')
     """
     with usual_defaults(check_model(model)):
-        new, report = fuse_with_report(model, example, norms, affine)
-    beside = {name.rpartition(".")[0] for name in report.merged}  # norms among which the model chooses, not an own head
-    never = [n for n, why in report.left.items() if why == "no example calls it" and n.rpartition(".")[0] in beside]
+        new, report = fuse_with_report(model, example, norms, affine, across)
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
-    elif never:
+    elif never := _uncalled_alternatives(report):
         warnings.warn(f"no example calls {never[0]}: outputs of inputs that do may change; give one", stacklevel=2)
     return new
 
 
+def _uncalled_alternatives(report: FuseReport) -> list[str]:
+    """Return the modules that no example calls and next to which one was merged: the model may choose among them."""
+    parents = {name.rpartition(".")[0] for name in report.merged}
+    never = [name for name, why in report.left.items() if why == NOT_CALLED]
+    return [name for name in (*never, *report.uncalled) if name.rpartition(".")[0] in parents]
+
+
 def fuse_with_report(
-    model: nn.Module, example: Inputs | Sequence[Inputs] | None = None, norms: bool = True, affine: bool = False
+    model: nn.Module,
+    example: Inputs | Sequence[Inputs] | None = None,
+    norms: bool = True,
+    affine: bool = False,
+    across: bool = True,
 ) -> tuple[nn.Module, FuseReport]:
     """Return what `fuse` returns, and what was merged, what was left and why, and how far both models differ.
 
@@ -180,54 +199,99 @@ def fuse_with_report(
     'conv1'
     """
     plain = check_model(model)
-    training = next((name for name, module in plain.named_modules() if module.training), None)
-    if training is not None:
-        raise UserError(f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval()")
+    _check_eval(plain)
     check_finite(plain)
-    names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
-    exact, cases, problem = copy_model(model), None, "the weights have no values (device meta)"
+    names = fusible_modules(plain, norms)
+    exact, calls, problem = copy_model(model), None, "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
-        cases, problem = _cases(exact, model, example)
-    if cases:
-        left = find_faults(list(names), lambda chosen: cases.fault(lambda: _fused(copy_module(exact), chosen)))
+        calls, problem = _reference_calls(exact, model, example)
+    left: dict[str, str] = {}
+    if calls is not None:
+        left = find_faults(list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen)))
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
-    if cases:
-        exact, edits, merged, reasons = merge(_fused(exact, names), cases, affine)
-        rounds, turns = defaultdict[tuple[int, Rule], list[str]](list), Counter[str]()
-        for merged_as, name in edits:  # those of one module in their order, others together
-            rounds[turns[name], merged_as].append(name)
-            turns[name] += 1
-        for (_, rule), chosen in sorted(rounds.items(), key=lambda item: item[0][0]):  # first layers, then their values
-            new = apply_edit(new, Edit(rule, tuple(chosen)))
-        new.load_state_dict(exact.state_dict())
-        left |= reasons
+    report = FuseReport(names)
+    if calls is not None:
+        found = merge(_fused(exact, names), calls, affine, across)
+        new = _replay(new, found.edits)
+        new.load_state_dict(found.model.state_dict())
+        left |= found.left
+        report = replace(
+            report,
+            merged=found.into,
+            across=found.across,
+            uncalled=found.uncalled,
+            untried=tuple(calls.untried),
+            difference=calls.largest,
+            inputs=calls.sizes,
+            entry_points=tuple(calls.entries),
+            rounded=_rounding(new, calls),
+        )
     elif norms:
         left = {name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)}
+    _check_rounded(new)
     if left:
         name, reason = next(iter(left.items()))
         add_notes(new, f"fuse left {len(left)} norms or layers as they are, {name} because: {reason}")
+    if report.across:
+        name, between = next(iter(report.across.items()))
+        count = len(report.across)
+        add_notes(new, f"fuse changed what modules between give or get, such as {between} ({name}; {count} merges)")
     before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
-    report = FuseReport(names, merged, left, (before, after))
-    if cases:
-        report = replace(report, difference=cases.difference(exact), inputs=cases.sizes)
-        with suppress(UserError):  # rounded, a detector may find other objects
-            report = replace(report, rounded=cases.difference(copy_model(new).double()))
-    return new, report
+    return new, replace(report, left=left, parameters=(before, after))
 
 
-def _cases(exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None) -> tuple[Cases | None, str]:
+def _check_eval(model: nn.Module) -> None:
+    """Raise UserError for a module in train mode, unless it computes the same in both modes, as an activation does."""
+    for name, module in model.named_modules():
+        if module.training and not acts_alike_in_both_modes(module):
+            shown = name or "the model"
+            raise UserError(f"fuse needs eval mode, but {shown} is in train mode; call model.eval()")
+
+
+def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
+    """Apply the edits of a merge: those of one module in their order, others together."""
+    rounds: dict[tuple[int, Rule], list[str]] = defaultdict(list)
+    turns: Counter[str] = Counter()
+    for rule, name in edits:
+        rounds[turns[name], rule].append(name)
+        turns[name] += 1
+    for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
+        model = apply_edit(model, Edit(rule, tuple(names)))
+    return model
+
+
+def _rounding(model: nn.Module, calls: ReferenceCalls) -> float | None:
+    try:
+        return calls.rounding(copy_model(model).double())
+    except UserError:  # rounded, a detector may find other objects
+        return None
+
+
+def _check_rounded(model: nn.Module) -> None:
+    """Raise NotFinite for merged weights that the model's precision cannot hold."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and not torch.isfinite(tensor).all():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise NotFinite(
+                f"merged, {name} is too large for {dtype}; fuse the model in float32, and cast it to bfloat16 then"
+            )
+
+
+def _reference_calls(
+    exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None
+) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
     if tried is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return Cases(exact, tried), ""
+        return ReferenceCalls(exact, tried), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"
-        run_model(model, example if isinstance(example, torch.Tensor | Mapping) else example[0])
+        run_model(copy_model(model), example if isinstance(example, torch.Tensor | Mapping) else example[0])
         return None, f"in float64, {error}"
 
 

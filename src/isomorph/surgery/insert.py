@@ -18,9 +18,9 @@ from isomorph.layers.modes import eval_mode
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.calls import Inputs, map_tensors, other_inputs, run_model, to_model
-from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
+from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 # A function from a number of channels to a block that keeps the shape of its input.

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers.modes import eval_mode
 from isomorph.surgery.calls import run_model
-from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
+from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Rule, copy_model, edits
 
 

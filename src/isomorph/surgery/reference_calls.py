@@ -1,0 +1,200 @@
+"""The calls by which a model in float64 is compared with what surgery made of it, each on a copy of its own."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.models import get_model_input_config
+from torch import Tensor, nn
+
+from isomorph.errors import DoesNotRun, NotFinite, first_line
+from isomorph.operations import Flow, copy_module, see, tensors_in
+from isomorph.surgery.calls import (
+    Inputs,
+    cast_floats,
+    describe_shape,
+    map_tensors,
+    other_inputs,
+    own_inputs,
+    relative_difference,
+    run_model,
+    to_model,
+)
+from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
+
+# Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
+TOLERANCE = 1e-6
+# Sides in pixels at which a network with larger images is tried first.
+SMALL = 64
+
+
+def own_example(model: nn.Module) -> Inputs | None:
+    """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
+    if own := own_inputs(model, 1):
+        return to_model(own, model)
+    if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
+        return None
+    size = get_model_input_config(model)["input_size"]
+    generator = torch.Generator().manual_seed(0)
+    return to_model(torch.randn(1, *size, generator=generator, device="cpu"), model)
+
+
+class Call(NamedTuple):
+    """An entry point of a model, a batch, and what the model gave for it."""
+
+    entry: EntryPoint
+    inputs: Inputs
+    outputs: list[Tensor]
+
+
+class ReferenceCalls:
+    """The calls by which a model in float64 is compared: its forward at several sizes, and its other entry points.
+
+    Of a model that chooses among its numbers, as detectors do, the outputs of the modules before and after the choice
+    are compared too. Every call runs on a copy, so that no trace of it stays in the model.
+
+    Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
+        given = [example] if isinstance(example, Tensor | Mapping) else list(example)
+        first, *others = [cast_floats(x, torch.float64) for x in given]
+        # The difference that the last comparison without a fault has found.
+        self.largest = 0.0
+        self.calls: list[Call] = []
+        self._watched = self._modules_around_choices(model, first)
+        others = others or _other_sizes(first)
+        for inputs in others:
+            self._try(model, FORWARD, inputs)
+        if not self.calls and not given[1:]:  # it runs at one size only
+            for what, inputs in other_inputs(first):
+                if what == "another batch size":
+                    self._try(model, FORWARD, inputs)
+        self._try(model, FORWARD, first)
+        smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
+        self.entries = [str(FORWARD)]
+        for entry in entry_points(model, smallest):
+            if self._try(model, entry, smallest):
+                self.entries.append(str(entry))
+        self.untried = untried_arguments(model, first)
+        self._check(first)
+
+    def _check(self, first: Inputs) -> None:
+        numbers = [tensor for call in self.calls for tensor in call.outputs]
+        if not numbers:
+            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
+        if not all(torch.isfinite(tensor).all() for tensor in numbers):
+            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
+        self.calls = [call for call in self.calls if call.outputs]
+        self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
+        self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
+
+    @staticmethod
+    def _modules_around_choices(model: nn.Module, first: Inputs) -> list[str]:
+        copied = copy_module(model)
+        flow = see(copied, lambda: run_model(copied, _copy(first)))
+        watched = []
+        for name in flow.deciding:
+            watched += [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
+        return watched
+
+    def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
+        """Add a call unless it raises an error: this model has other sizes, or another method of that name."""
+        try:
+            outputs = self._outputs(model, entry, inputs)
+        except Exception:  # of any code that is called in a way it may not be meant for
+            return False
+        self.calls.append(Call(entry, inputs, outputs))
+        return bool(outputs)
+
+    @torch.no_grad()
+    def _outputs(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> list[Tensor]:
+        """Return the floating-point outputs of a call in float64, and those of the watched modules."""
+        copied = copy_module(model)
+        found: list[Any] = []
+        with ExitStack() as hooks, torch.random.fork_rng():
+            for name in self._watched:
+                watched = copied.get_submodule(name)
+                hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
+            torch.manual_seed(0)
+            found.append(entry(copied, _copy(inputs)))
+        return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
+
+    def flows(self, model: nn.Module) -> Iterator[tuple[nn.Module, Flow]]:
+        """Yield what happens in each call, with the copy of the model that it ran on."""
+        for call in self.calls:
+            copied = copy_module(model)
+            yield copied, see(copied, partial(call.entry, copied, _copy(call.inputs)))
+
+    def difference(self, model: nn.Module, limit: float = math.inf) -> float:
+        """Return the largest difference of a model's outputs, relative to the largest value of each.
+
+        Above the limit the comparison ends with the first difference that is.
+
+        Raises: whatever a model raises that cannot be run.
+        """
+        largest = 0.0
+        for call in sorted(self.calls, key=lambda call: _numbers_in(call.inputs)):
+            found = relative_difference(call.outputs, self._outputs(model, call.entry, call.inputs))
+            largest = max(largest, found)
+            if not largest <= limit:
+                break
+        return largest
+
+    def fault(self, change: Callable[[], nn.Module]) -> str | None:
+        """Return how the model that `change` gives differs, or None if it does not."""
+        try:
+            difference = self.difference(change(), TOLERANCE)
+        except Exception as error:  # of any code that meets another module than before
+            return f"the model does not run with it merged: {first_line(error)[:100]}"
+        if not difference <= TOLERANCE:
+            return f"with it merged, outputs differ by {difference:.1e} of the largest"
+        self.largest = difference
+        return None
+
+    def rounding(self, model: nn.Module) -> float:
+        """Return the difference of a model's outputs at the example itself."""
+        first = self.calls[0]
+        return relative_difference(first.outputs, self._outputs(model, first.entry, first.inputs))
+
+
+def _copy(inputs: Inputs) -> Inputs:
+    """Return inputs that a model may change in place, each tensor one of its own."""
+    return map_tensors(inputs, torch.clone)
+
+
+def _numbers_in(inputs: Inputs) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(inputs))
+
+
+def _other_sizes(inputs: Inputs) -> list[Tensor]:
+    """Return inputs with shorter sides, of which one is odd, and one with longer sides; one more image, and one."""
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
+        return []
+    one = inputs[-1:].flip(-1)
+    more = torch.cat([inputs[-1:], one])
+    sides = inputs.shape[2:]
+    if len(sides) == 2:
+        odd = [_shorter(side, share) | 1 for side, share in zip(sides, (3, 2), strict=True)]
+        even = [max(_shorter(side, share), 1) for side, share in zip(sides, (2, 3), strict=True)]
+        long = [side * 3 // 2 for side in sides]
+        return [more[..., : odd[0], : odd[1]], one[..., : even[0], : even[1]], _resized(one, long)]
+    others = [more, one]
+    if sides:
+        odd_side, even_side = (sides[0] * 3 // 4) | 1, max(sides[0] // 2, 1)
+        others += [more[:, :, :odd_side], one[:, :, :even_side]]
+    fewer = inputs.shape[1] // 2 + 1
+    return [*others, more[:, :fewer], torch.cat([one, one[:, : inputs.shape[1] // 2]], 1)]
+
+
+def _shorter(side: int, quarters: int) -> int:
+    """Return so many quarters of a side, or of a smaller one where the side is long."""
+    return min(side, 2 * SMALL) * quarters // 4
+
+
+def _resized(images: Tensor, size: list[int]) -> Tensor:
+    return F.interpolate(images, size) if images.is_floating_point() else images.repeat(1, 1, 2, 2)
