@@ -21,7 +21,7 @@ _SHAPES = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "ne
 
 
 class Operation(NamedTuple):
-    """A call of a torch function: its name, the module that runs it, its values and its arguments."""
+    """A call of a torch function: its name, the module that runs it, its values, its arguments and the function."""
 
     name: str
     module: str
@@ -29,6 +29,7 @@ class Operation(NamedTuple):
     outputs: tuple[Value, ...]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
+    function: Any = None
 
 
 class Flow(TorchFunctionMode):
@@ -79,7 +80,7 @@ class Flow(TorchFunctionMode):
         self.tensors |= {value_of(tensor): tensor for tensor in made}
         self.tensors |= dict(zip(inputs, read, strict=True))
         self._memories |= set(map(_memory_of, made))
-        self._record(Operation(name, self.running[-1], inputs, outputs, args, kwargs))
+        self._record(Operation(name, self.running[-1], inputs, outputs, args, kwargs, func))
         return out
 
     def _find_shared_memory(self, read: list[Tensor]) -> None:

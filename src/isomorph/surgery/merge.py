@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.operations import copy_module
-from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
+from isomorph.surgery.affine import Group, Summand
+from isomorph.surgery.affine_plan import Plan
+from isomorph.surgery.layer_calls import InputWindow
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
@@ -324,7 +326,7 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge
     if group.kind == "chain":
         written: list[tuple[Tensor, Tensor | None]] = [_product(*layers)]
     elif group.kind == "readers":
-        written = [_after_scale(layer, window, group) for layer, window in zip(layers, group.windows, strict=True)]
+        written = [_after_scale(*each) for each in zip(layers, group.windows, group.scales, strict=True)]
     else:
         written = [_sum(model, layers[0], group)]
     for name, (weight, bias) in zip(group.carriers, written, strict=False):
@@ -346,14 +348,15 @@ def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
 
 
-def _after_scale(layer: Any, window: InputWindow, group: Group) -> tuple[Tensor, Tensor | None]:
+def _after_scale(layer: Any, window: InputWindow, scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of layer(gain * x + shift)."""
+    gain, shift = scale
     weight, bias = layer.weight.unflatten(0, (window.groups, -1)), layer.bias  # (G, out, in, ...)
     sides = (window.groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
-    if group.shift.any():
-        extra = (weight * group.shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
+    if shift.any():
+        extra = (weight * shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
         bias = extra if bias is None else bias + extra
-    return (weight * group.summands[0].gain.view(sides)).flatten(0, 1), bias
+    return (weight * gain.view(sides)).flatten(0, 1), bias
 
 
 def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor | None]:
@@ -380,7 +383,7 @@ def _filters(summand: Summand, weight: Any, window: InputWindow, like: Tensor) -
         weight, rows = torch.zeros_like(like), torch.arange(len(like), device=like.device)
         middle: tuple[Any, ...] = (rows, rows % like.shape[1], *(side // 2 for side in window.kernel))
         weight[middle] = 1.0
-        return weight * (gain - 1.0 if summand.stays else gain)
+        return weight * (gain - summand.factor if summand.stays else gain)
     finer = summand.window.groups // window.groups
     if finer > 1:  # blocks on the diagonal of each of the carrier's groups
         blocks = weight.unflatten(0, (window.groups, finer, -1))  # (G, finer, out, in, ...)
