@@ -466,3 +466,14 @@ def test_a_module_under_two_names_is_not_tied():
     assert new.block[0] is new.conv
     assert isinstance(new.block[1], nn.Identity)
     assert equal(new(X), model(X))
+
+
+@torch.no_grad()
+def test_for_a_file_only_forward_counts():
+    model = made(in_stages())
+    kept, report = fuse_with_report(model, X)
+    assert "features.0 called alone" in report.left["features.1.0"]
+    new, report = fuse_with_report(model, X, only_forward=True)
+    assert (report.left, report.entry_points) == ({}, ("forward",))
+    assert equal(new(X), model(X))
+    assert equal(kept.features[0](X), model.features[0](X))

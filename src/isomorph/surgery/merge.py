@@ -201,16 +201,18 @@ class _Plans:
         sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
         return [each for each in self.groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
 
-    def refused(self, model: nn.Module, across: bool) -> dict[Group, str]:
+    def rejected(self, model: nn.Module, across: bool, only_forward: bool) -> dict[Group, str]:
         """Return the groups that would change what a module gives that may be called alone, or without `across` any."""
-        refused = {}
+        rejected = {}
         for group in self.groups:
             between = self.across[group.key]
-            alone = [name for name in between if not across or _is_called_alone(model, name)]
-            if alone:
-                advice = "" if across else " (across=False)"
-                refused[group] = f"with it merged, {alone[0]} would give or get other values{advice}"
-        return refused
+            alone = [name for name in between if _is_called_alone(model, name)]
+            if between and not across:
+                rejected[group] = f"with it merged, {between[0]} would give or get other values (across=False)"
+            elif alone and not only_forward:
+                shown = f"with it merged, {alone[0]} called alone would give or get other values"
+                rejected[group] = f"{shown}; only_forward=True allows it"
+        return rejected
 
 
 def _is_called_alone(model: nn.Module, name: str) -> bool:
@@ -264,7 +266,7 @@ def merge(
     they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
     plans = _Plans(model, calls, affine, avoid)
-    bad = plans.refused(model, across)
+    bad = plans.rejected(model, across, calls.only_forward)
 
     trials = _Trials(model, plans)
     allowed = [group for group in plans.groups if group not in bad]
