@@ -1,6 +1,7 @@
 """What `fuse` may not change, by kinds: other calls and sizes, choices by numbers, traces of trials, precision."""
 
 import copy
+import io
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.operations import see, tensors_in
+from isomorph.slow_work import SlowWork
 from isomorph.surgery import fuse_with_report
 from law_rows import deviation, disturb
 from test_fuse_norms import Net, conv
@@ -477,3 +479,18 @@ def test_for_a_file_only_forward_counts():
     assert (report.left, report.entry_points) == ({}, ("forward",))
     assert equal(new(X), model(X))
     assert equal(kept.features[0](X), model.features[0](X))
+
+
+def test_work_of_more_than_five_seconds_says_so_on_a_terminal(monkeypatch):
+    now, shown = [0.0], io.StringIO()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sys.stderr", shown)
+    for is_terminal, expected in ((False, ""), (True, "\rfuse: call 9, 6 s\x1b[K\r\x1b[K")):
+        shown.isatty = lambda is_terminal=is_terminal: is_terminal
+        now[0] = 0.0
+        work = SlowWork("fuse")
+        for seconds, call in ((1, 2), (4.9, 7), (6, 9), (6.1, 10)):
+            now[0] = seconds
+            work.step(f"call {call}")
+        work.end()
+        assert shown.getvalue() == expected

@@ -232,6 +232,7 @@ def fuse_with_report(
             entry_points=tuple(calls.entries),
             rounded=_rounding(new, calls),
         )
+        calls.end()
     elif norms:
         left = {name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)}
     _check_rounded(new)

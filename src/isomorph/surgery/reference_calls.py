@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
 from isomorph.operations import Flow, copy_module, left_no_trace, see, state_of, tensors_in
+from isomorph.slow_work import SlowWork
 from isomorph.surgery.calls import (
     Inputs,
     cast_floats,
@@ -66,6 +67,8 @@ class ReferenceCalls:
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
         self.calls: list[Call] = []
+        self._work = SlowWork("comparing the fused model")
+        self._number_of_calls = 0
         self._leaves_traces = False
         self._watched: list[str] = []
         self._watched = self._modules_around_choices(model, first)
@@ -116,6 +119,14 @@ class ReferenceCalls:
         self.calls.append(Call(entry, inputs, outputs))
         return bool(outputs)
 
+    def _count_call(self) -> None:
+        self._number_of_calls += 1
+        self._work.step(f"call {self._number_of_calls}")
+
+    def end(self) -> None:
+        """Remove the line on the terminal that says which call is run."""
+        self._work.end()
+
     def _to_call(self, model: nn.Module) -> nn.Module:
         """Return the model, or a copy of it if calls leave traces."""
         return copy_module(model) if self._leaves_traces else model
@@ -123,6 +134,7 @@ class ReferenceCalls:
     @torch.no_grad()
     def _outputs(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> list[Tensor]:
         """Return the floating-point outputs of a call in float64, and those of the watched modules."""
+        self._count_call()
         found: list[Any] = []
         with ExitStack() as hooks, torch.random.fork_rng():
             for name in self._watched:
@@ -136,6 +148,7 @@ class ReferenceCalls:
         """Yield what happens in each call, with the model or the copy of it that it ran on."""
         for call in self.calls:
             called = self._to_call(model)
+            self._count_call()
             yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
