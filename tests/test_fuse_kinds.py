@@ -425,7 +425,8 @@ def test_trial_calls_leave_no_trace(how):
     fused, report = fuse_with_report(model, X)
     assert list(report.merged) == ["norm"]
     inserted = iso.insert(model, iso.layers.MapAttention, after="norm", example=X)
-    for each in (model, fused, inserted):
+    measured = iso.recalibrate(model, [X])
+    for each in (model, fused, inserted, measured):
         assert forms(each) == before
         copy.deepcopy(each)  # holds no graph
     with torch.no_grad():

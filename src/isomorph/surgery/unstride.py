@@ -79,7 +79,7 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
         raise UserError("a detector needs its backbone's strides; create it with another backbone, like t_resnet50d")
     new = apply_rule(new, Unstride(), where)
     if (example := own_example(new)) is not None:
-        _check_resolution(model, new, example)
+        _check_resolution(copy_model(model), copy_model(new), example)  # a call may leave traces
     return new
 
 
