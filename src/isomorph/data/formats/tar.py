@@ -15,18 +15,23 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from isomorph.data.formats.imagefolder import check_known_classes, sort_by_class
+from isomorph.data.formats.imagefolder import sort_by_class
 from isomorph.data.formats.naming import (
     SPLIT_NAMES,
     SPLITS,
     PackedStrings,
+    ambiguous_split,
     check_folder,
+    check_known_classes,
+    check_one_split,
     composed,
     count_left_out,
     is_image_name,
     named_for,
+    names_a_split,
     number_classes,
     report_left_out,
+    report_unnamed,
     split_words,
     visible,
 )
@@ -231,7 +236,11 @@ def tar(split: str, root: Path) -> Source:
     Raises: UserError when a tar is missing, damaged, holds no class folders, or has a class that train lacks.
     """
     check_folder(root, "train.tar and val.tar")
-    train, found = (_find_archives(root, name) for name in ("train", split))
+    archives = {name: _find_archives(root, name) for name in SPLITS}
+    others = _tars_without_split(root) if any(archives.values()) else []
+    train = archives["train"]
+    found = archives[split]
+    _check_splits(root, train, archives["test"], others)
     if not found:
         raise UserError(f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class")
     known = train or found
@@ -241,6 +250,32 @@ def tar(split: str, root: Path) -> Source:
     if not len(order):
         raise UserError(f"{found.path} has no class folders with images; its members must be like cat/1.jpg")
     return Source(ImageSubset(TarImages(found.indices), order), labels, known.classes)
+
+
+def _tars_without_split(root: Path) -> list[Path]:
+    """Return the tars with images, and the folders of such tars, that are not named for one split."""
+    entries = [*visible(root, ".tar"), *visible(root)]
+    unnamed = [path for path in entries if not names_a_split(path.stem)]
+    return [path for path in unnamed if any(map(_starts_with_images, [*visible(path, ".tar"), path][:1]))]
+
+
+def _starts_with_images(path: Path) -> bool:
+    return any(is_image_name(name) for name in first_names(path))
+
+
+def _check_splits(root: Path, train: "_Archives | None", test: "_Archives | None", others: Sequence[Path]) -> None:
+    """Check that what is named for a split is not a class: other tars with images then are classes too.
+
+    They are left out, with a warning, where the tars of both splits have a class in common.
+    """
+    if not others:
+        return
+    if train and test and set(train.classes) & set(test.classes):
+        report_left_out(root, {"not named for a split": len(others)})
+        return
+    named = train or test
+    if named:
+        raise ambiguous_split(root, named.path.name, others[0].name)
 
 
 class _Archives:
@@ -273,6 +308,8 @@ def _below_split(names: list[str]) -> list[str]:
     tops = {name.partition("/")[0] for name in names}
     if len(tops) != 1 or not split_words(*tops) or not all("/" in name for name in names):
         return names
+    if not any(name.count("/") > 1 for name in names):
+        return names  # a class, the only one
     return _below_split([name.partition("/")[2] for name in names])
 
 
@@ -321,12 +358,11 @@ def webdataset(split: str, root: Path) -> Source:
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    words = {path: {w for part in path.relative_to(root).parts for w in split_words(part)} for path in shards}
+    words = {path: [w for part in path.relative_to(root).parts for w in split_words(part)] for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}
-    if both := [path for path in shards if len({word in SPLITS["train"] for word in words[path]}) > 1]:
-        raise UserError(f"{both[0]} is named for training and for testing; name its folder and file for one of them")
-    report_left_out(root, {"without train, val or test in the name": sum(not words[path] for path in shards)})
+    check_one_split(words)
+    report_unnamed(root, words)
     named = {word: [path for path in shards if word in words[path]] for known in SPLITS.values() for word in known}
     return {split: next((named[word] for word in known if named[word]), []) for split, known in SPLITS.items()}
 
