@@ -41,15 +41,16 @@ from isomorph.errors import UserError, first_line
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstandard
 _MAX_DEPTH = 4  # tars inside tars that are read as folders
 _MAX_LABEL_BYTES = 2**20
+_NO_LABEL, _TWO_LABELS = -1, -2  # in place of a label
 
 
 class TarMember(NamedTuple):
-    """A file inside a tar file: `size` bytes from `offset` on; a label of -1 means none."""
+    """A file inside a tar file: `size` bytes from `offset` on; a label of -1 means none, of -2 several that differ."""
 
     name: str
     offset: int
     size: int
-    label: int = -1
+    label: int = _NO_LABEL
 
 
 class _FileStamp(NamedTuple):
@@ -61,7 +62,7 @@ class _FileStamp(NamedTuple):
 class TarIndex(NamedTuple):
     """The images of one tar, and the files that are left out, counted by their kind.
 
-    Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none.
+    Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none, of -2 several that differ.
     """
 
     stamp: _FileStamp
@@ -187,9 +188,10 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
     for _, group in groupby(_iter_members(file), _sample_key):
         members = list(group)
         images = [member for member in members if is_image_name(member.name)]
-        label = max(_read_label(file, member) for member in members)
+        labels = {_read_label(file, member) for member in members} - {_NO_LABEL}
+        label = _one_label(labels)
         others = [member for member in members if not is_image_name(member.name)]
-        if label >= 0:
+        if label != _NO_LABEL:
             if len({member.name for member in members}) < len(members):
                 raise tarfile.ReadError(f"the sample of {members[0].name} is there twice")
             images = [each for each in images if each.name.rpartition("/")[2].count(".") == 1][:1]
@@ -197,6 +199,12 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
         yield from (image._replace(label=label) for image in images)
         for member in others:
             count_left_out(member.name, left_out)
+
+
+def _one_label(labels: set[int]) -> int:
+    if not labels:
+        return _NO_LABEL
+    return labels.pop() if len(labels) == 1 else _TWO_LABELS
 
 
 def first_names(path: Path, count: int = 16) -> list[str]:
@@ -209,8 +217,13 @@ def first_names(path: Path, count: int = 16) -> list[str]:
 
 
 def _sample_key(member: TarMember) -> tuple[str, str]:
-    """Return folder and stem of a member: consecutive members with one key are a sample."""
-    folder, _, base = member.name.rpartition("/")
+    """Return the key of a member: consecutive members with one key are a sample."""
+    return _sample_of(member.name)
+
+
+def _sample_of(name: str) -> tuple[str, str]:
+    """Return folder and stem of a name."""
+    folder, _, base = name.rpartition("/")
     return folder, base.partition(".")[0]
 
 
@@ -223,7 +236,7 @@ def _read_label(file: BinaryIO, member: TarMember) -> int:
             label = int(text) if member.name.endswith(".cls") else json.loads(text)["label"]
             if type(label) is int and 0 <= label < 2**31:
                 return label
-    return -1
+    return _NO_LABEL
 
 
 def tar(split: str, root: Path) -> Source:
@@ -328,7 +341,7 @@ def webdataset(split: str, root: Path) -> Source:
     all are test shards. Names of the classes come from `classnames.txt` in `root` (one per line); without it the names
     are the numbers. Warns about samples whose image is of another kind.
 
-    Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
+    Raises: UserError when shards are missing, damaged, compressed, or a sample has no label, or several that differ.
     """
     check_folder(root, "shards like train-0000.tar")
     shards = _shards_by_split(root)
@@ -339,11 +352,16 @@ def webdataset(split: str, root: Path) -> Source:
     if not len(labels):
         raise UserError(f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls")
     images = TarImages(indices)
+    several = np.flatnonzero(labels == _TWO_LABELS)
+    if len(several):
+        where = images.name(int(several[0]))
+        raise UserError(f"{where} has labels that differ in the .cls and .json files next to it; keep one of them")
     if labels.min() < 0:
         raise UserError(
             f"{images.name(int(labels.argmin()))} has no label: next to it must be a .cls file with the number of the "
             'class, or a .json file with "label"; add it, or move the shards without labels away'
         )
+    _check_same_labels(images, labels)
     largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
     if not classes:
         others = index_tars([path for name in SPLITS for path in shards[name]])
@@ -353,6 +371,22 @@ def webdataset(split: str, root: Path) -> Source:
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
     report_left_out(root, sum((index.left_out for index in indices), Counter[str]()))
     return Source(images, labels, classes)
+
+
+def _check_same_labels(images: TarImages, labels: np.ndarray) -> None:
+    """Raise a UserError for a sample that a shard stores twice, with different labels."""
+    start = 0
+    for names in images.names:
+        label_of: dict[tuple[str, str], int] = {}
+        for index, name in enumerate(names, start):
+            label = int(labels[index])
+            earlier = label_of.setdefault(_sample_of(name), label)
+            if earlier != label:
+                where = images.name(index)
+                raise UserError(
+                    f"{where} has label {label}, and {earlier} where it is stored before; remove one of them"
+                )
+        start += len(names)
 
 
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
