@@ -15,6 +15,7 @@ from isomorph.data.formats.naming import IMAGE_SUFFIXES, names_only_a_split, spl
 from isomorph.data.formats.registry import open_source
 from isomorph.data.streams import open_stream
 from isomorph.errors import DataWarning
+from isomorph.tasks.segmentation.data import read_mask
 from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("caches")
@@ -373,6 +374,17 @@ def test_every_suffix_that_torchvision_reads(tmp_path, reader):
         SUFFIX_READERS[reader](root, suffix.upper() if reader != "huggingface" else suffix, data)
         source = open_source(reader, "train", root)
         assert [source.image(i).tobytes() for i in range(len(source))] == [pixels]
+
+
+@pytest.mark.parametrize("white", [2, 255, 65535])
+def test_a_pgm_mask_whose_values_pillow_scales_is_rejected(tmp_path, white):
+    numbers = np.array([[0, 1, 2]], np.uint8 if white < 256 else ">u2")
+    path = tmp_path / "mask.pgm"
+    path.write_bytes(b"P5 3 1 %d\n" % white + numbers.tobytes())
+    if white == 2:
+        refused("mask.pgm is stored as PPM, which changes the numbers of classes", read_mask, path)
+    else:
+        assert read_mask(path).tolist() == [[0, 1, 2]]
 
 
 def test_grey_values_of_a_pgm_file_of_16_bits(tmp_path):
