@@ -61,10 +61,10 @@ class QuantizeReport:
     """Result of `quantize`: the file, its size and speed next to the float model's as ONNX, and every layer.
 
     `agreement` is the share of calibration images, in percent, of which both models predict the same class, None if
-    the outputs are not (B, classes), and `output_sqnr` the signal-to-quantisation-noise ratio of the outputs in decibels: 6 dB are one bit.
-    `float_difference` is the largest of the float file from the model, relative to the largest output, on these images.
-    `images_per_second` are measured with onnxruntime, on as many threads as torch has. `notes` are doubts about the
-    images, and `left` the norms and layers that were not merged, with the reason.
+    outputs are not (B, classes), and `output_sqnr` the signal-to-quantisation-noise ratio of the outputs in decibels:
+    6 dB are one bit. `float_difference` is the largest of the float file from the model, relative to the largest
+    output, on these images. `images_per_second` are measured with onnxruntime, on as many threads as torch has. `notes`
+    are doubts about the images, and `left` the norms and layers that were not merged, with the reason.
 
     Example:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
@@ -112,6 +112,7 @@ class QuantizeReport:
     __repr__ = __str__
 
 
+@torch.random.fork_rng(devices=[])  # measuring speed draws images
 def quantize(
     model: nn.Module,
     calibration_loader: Iterable[Any],
@@ -177,6 +178,7 @@ def quantize(
     kept = _kept_nodes(before, [float_layers] if isinstance(float_layers, str) else float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
     after = (_round_weights if weights_only else _round_all)(before, list(kept), batches)
+    del after.metadata_props[:]
     _write_metadata(after, metadata | {"quantization": json.dumps(f"int8 {mode}")})
     progress("comparing")
     measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
@@ -221,6 +223,7 @@ def _measure(
     exact, before_rounding, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in runs)
     if not rounded.isfinite().all():
         raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
+    agreement = class_agreement(exact, rounded, getattr(model, "num_classes", None))
     speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
     return {
         "images": len(exact),
@@ -228,8 +231,8 @@ def _measure(
         "float_megabytes": before.ByteSize() / 1e6,
         "images_per_second": speed["int8"].median,
         "float_images_per_second": speed["float"].median,
-        "agreement": class_agreement(exact, rounded, getattr(model, "num_classes", None)),
-        "predicted": len(exact.argmax(1).unique()) if exact.ndim == 2 else 0,
+        "agreement": agreement,
+        "predicted": 0 if agreement is None else len(exact.argmax(1).unique()),
         "float_difference": relative_difference(exact, before_rounding),
         "output_sqnr": signal_to_noise(exact, rounded),
     }
