@@ -26,7 +26,7 @@ _STEPS = {"ceil", "floor", "floor_divide", "fmod", "frac", "heaviside", "remaind
 class Choice:
     """An operation by which floating-point numbers become indices, other integers or booleans, or are rounded.
 
-    `inputs` are the numbers that it reads, `results` the tensors that it makes, `settings` its other arguments, and
+    `inputs` are the numbers that it reads, `results` all tensors that it makes, `settings` its other arguments, and
     `module` the name of the module that runs it.
     """
 
@@ -123,8 +123,8 @@ class _Recorder(TorchDispatchMode):
         if jumps:  # it may be in place
             read = [x.clone() for x in read]
         output = func(*args, **kwargs)
-        results = [x for x in tree_leaves(output) if jumps or _is_chosen(x)]
-        if not results:
+        results = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        if not (jumps or any(map(_is_chosen, results))):
             return output
         settings = repr(tree_map_only(Tensor, lambda _: "tensor", (args, kwargs)))
         inputs = tuple(x.clone() for x in read)
@@ -159,28 +159,31 @@ class _Repeater(_Recorder):
         self.own[number] = choice
         if recorded.settings != choice.settings:
             self.unmatched.append(choice.place)
-        if not all(map(_is_same, recorded.results, choice.results)):
-            self.changed.append(choice.place)
-        results = iter(recorded.results)
         jumps = choice.operation in _STEPS
+        results = iter(recorded.results)
+        changed = False
 
         def replaced(x: Any) -> Any:
-            if not (jumps or _is_chosen(x)):
+            nonlocal changed
+            if not isinstance(x, Tensor):
                 return x
-            result = next(results).to(x.dtype, copy=True)
+            result = next(results)
             if result.shape != x.shape:
-                return result
+                changed = True
+                return result.to(x.dtype, copy=True)
+            if not (jumps or _is_chosen(x)):  # the largest values are nearly the same, whichever they are
+                return x
+            changed |= not torch.equal(result.to(x.dtype), x)
             return x.copy_(result)  # of an operation in place it is the tensor that was given
 
-        return tree_map(replaced, output)
+        output = tree_map(replaced, output)
+        if changed:
+            self.changed.append(choice.place)
+        return output
 
 
 def _is_chosen(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
-
-
-def _is_same(result: Tensor, other: Tensor) -> bool:
-    return result.shape == other.shape and torch.equal(result.to(other.dtype), other)
 
 
 @contextmanager
