@@ -18,7 +18,7 @@ ROUNDING = 8
 # Channels are on another scale if no channel is between, and if the largest of them is this much smaller.
 _GAP, _SMALLER = 10, 30
 # Channels that are smaller than this share of the largest are 0 for whoever reads them.
-_NEGLIGIBLE = 1e-5
+_NEGLIGIBLE = 1e-6
 # Without other inputs to see whether they are always smaller, channels need as many values.
 _MANY = 64
 # An output that is this much smaller than its own rounding in float32 is 0.
@@ -178,13 +178,18 @@ Pair = tuple[Tensors, Tensors]
 
 
 def compare_tensors(
-    single: Pair, double: Pair, atol: float, redraw: Callable[[], list[Tensors]] = list
+    single: Pair,
+    double: Pair,
+    atol: float,
+    redraw: Callable[[], list[Tensors]] = list,
+    by_channel: bool = True,
 ) -> list[TensorDifference]:
     """Return the differences of two models' outputs, tensor by tensor; `single` are those in float32.
 
     Channels whose values and rounding are smaller by orders of magnitude than those of others, as scores in one tensor
     with boxes in pixels, must agree for themselves too; they have a row of their own where they do not. `redraw`
-    returns outputs of the first model for other inputs, which show whether these channels are always smaller.
+    returns outputs of the first model for other inputs, which show whether these channels are always smaller. Without
+    `by_channel` tensors are compared as a whole.
 
     Raises: UserError if the outputs have other tensors or shapes, or no tensors.
     """
@@ -200,7 +205,7 @@ def compare_tensors(
             continue
         compared = _Compared((single[0][path], single[1][path]), (exact, double[1][path]), atol)
         rows.append(compared.difference(path))
-        for axis, channels in compared.smaller_channels():
+        for axis, channels in compared.smaller_channels() if by_channel else ():
             row = compared.difference(f"{path}{_index(axis, channels)}", axis, channels)
             if row.is_within(atol):
                 continue
@@ -251,13 +256,14 @@ class _Compared:
             return
         for axis in range(self.values.ndim):
             scales, order = _scales(self.values, axis).sort(descending=True)
+            scales = scales[scales > _NEGLIGIBLE * scales[0]]
             noises = _scales(self.noise, axis)[order]
             ends = (scales[:-1] >= _GAP * scales[1:]).nonzero().flatten() + 1
             bounds = [0, *ends.tolist(), len(scales)]
             for start, end in pairwise(bounds[1:]):
-                smaller = _NEGLIGIBLE * scales[0] < scales[start] <= scales[0] / _SMALLER
-                rounds_less = noises[start:end].max() <= noises[: bounds[1]].max() / _GAP
-                if smaller and rounds_less:
+                rounding = noises[: bounds[1]].max()  # 0 of constants or integers, of which it shows nothing
+                rounds_less = not rounding or noises[start:end].max() <= rounding / _GAP
+                if rounds_less and scales[start] <= scales[0] / _SMALLER:
                     yield axis, order[start:end].sort().values
 
     def stay_smaller(self, axis: int, channels: Tensor, drawn: Sequence[Tensor]) -> bool:
