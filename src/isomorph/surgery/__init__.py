@@ -20,7 +20,8 @@ from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.rules.window import AttentionToWindow
 from isomorph.surgery.unstride import Unstride, unstride
-from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
+from isomorph.surgery.verify import compare_outputs, verify
+from isomorph.surgery.verify_report import NotEqual, VerifyReport
 
 # Rules by name, as checkpoints store them: those registered, and those of `fuse`, `insert`, `prune` and the like.
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(

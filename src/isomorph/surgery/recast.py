@@ -236,17 +236,29 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
 def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     """Apply an edit in place and return the model; `load` rebuilds a checkpoint from its base model with it.
 
+    torch's random state stays as it is, whatever new layers draw.
+
     Raises: UserError if the model does not have a module of the edit, or the rule does not accept it.
 
     >>> edit = iso.surgery.Edit(iso.ConvToGPSA(), ("layer3.0.conv1",))
     >>> type(iso.surgery.apply_edit(timm.create_model("cifar_resnet20"), edit).layer3[0].conv1).__name__
     'GPSA2d'
     """
-    rule, ties = edit.rule.within(model), Ties(model)
-    for name in edit.names:
+    rule = edit.rule.within(model)
+    ties = Ties(model)
+    with kept_random_state(model):
+        model = _replace_targets(model, rule, edit.names)
+    add_notes(model, *ties.restore(model))
+    update_record(model, edits=(*edits(model), edit))
+    attach(model)
+    return model
+
+
+def _replace_targets(model: nn.Module, rule: Rule, names: Sequence[str]) -> nn.Module:
+    for name in names:
         target: Any = find_target(model, name)
         if target is None:
-            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} should recast")
+            raise UserError(f"the model has no module {name}, which {type(rule).__name__} should recast")
         part = isinstance(target, JointPart)
         original, path = (target.joint, target.joint_name) if part else (target, name)
         with usual_defaults(original):
@@ -258,10 +270,17 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
             if path and not model.get_submodule(path.rpartition(".")[0]).training:
                 replacement.eval()  # a layer that timm makes while it merges is in train mode
             model = replace_module(model, path, original, replacement)
-    add_notes(model, *ties.restore(model))
-    update_record(model, edits=(*edits(model), edit))
-    attach(model)
     return model
+
+
+@contextmanager
+def kept_random_state(model: nn.Module) -> Iterator[None]:
+    """Context after which torch's random state is what it was; layers of a later edit draw other values than before."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    earlier = sum(len(edit.names) for edit in edits(model))
+    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        torch.rand(earlier, device="cpu")
+        yield
 
 
 def apply_rule(model: nn.Module, rule: Rule, where: Where) -> nn.Module:
