@@ -81,6 +81,7 @@ def fuse(
     size: opt.Size = None,
     norms: bool = True,
     affine: bool = False,
+    across: bool = True,
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
@@ -97,6 +98,8 @@ def fuse(
         Merge norms, scales and branches that have no fused form of their own too; --no-norms keeps them.
     affine
         Move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
+    across
+        Merge across modules too; --no-across keeps what every other module gets and gives, for code that taps it.
     """
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
@@ -106,7 +109,7 @@ def fuse(
         from isomorph.surgery import fuse_with_report
     check_pretrained_option([model], opening.weights, opening.pretrained)
     net = open_given(model, opening)
-    fused, report = fuse_with_report(net, random_inputs(1, net, size), norms, affine)
+    fused, report = fuse_with_report(net, random_inputs(1, net, size), norms, affine, across)
     if not (report.fused or report.merged):
         raise UserError(
             f"{model} has nothing to fuse: no layer with a fused form, such as a pyramid, and no norm, scale or branch "

@@ -11,6 +11,7 @@ from isomorph.operations.maps import (
     to_standard_map,
     usual_layout,
 )
+from isomorph.operations.traces import left_no_trace, state_of
 from isomorph.operations.values import Value, tensors_in, value_of
 from isomorph.operations.wrapped_models import (
     copy_module,
@@ -37,8 +38,10 @@ __all__ = [
     "hooks_on",
     "images_per_chunk",
     "is_compiled",
+    "left_no_trace",
     "records_outputs",
     "see",
+    "state_of",
     "tensors_in",
     "to_standard_map",
     "unwrap",

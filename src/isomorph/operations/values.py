@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 Value = tuple[int, int]
 
 # What an object refers to without holding its tensors.
-_NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
+NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 
 
 def value_of(tensor: Tensor) -> Value:
@@ -39,12 +39,12 @@ def _find(value: Any, seen: set[int]) -> Iterator[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif gc.is_tracked(leaf) and id(leaf) not in seen and not isinstance(leaf, _NOT_HELD):
+        elif gc.is_tracked(leaf) and id(leaf) not in seen and not isinstance(leaf, NOT_HELD):
             seen.add(id(leaf))
-            yield from _find(_held_by(leaf), seen)
+            yield from _find(held_by(leaf), seen)
 
 
-def _held_by(value: Any) -> list[Any]:
+def held_by(value: Any) -> list[Any]:
     """Return what an object that is not a plain container refers to."""
     if isinstance(value, Mapping):
         return list(value.values())

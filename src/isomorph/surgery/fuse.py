@@ -104,6 +104,7 @@ def fuse(
     norms: bool = True,
     affine: bool = False,
     across: bool = True,
+    only_forward: bool = False,
 ) -> nn.Module:
     """Return a copy of the model in which everything that computes one layer is that layer; the same in eval mode.
 
@@ -127,6 +128,8 @@ def fuse(
         affine: also move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
         across: False to keep the inputs and outputs of all modules but those that are merged, for code that taps a
             network with hooks or a feature extractor.
+        only_forward: True if nothing but `model(x)` is ever called, as in an exported file: other entry points and
+            modules called alone may change.
 
     Raises: UserError if the model is in train mode, where BatchNorm uses the statistics of a batch, if hooks would be
         lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not, or
@@ -138,7 +141,7 @@ def fuse(
     ('PyramidLinear', 'Linear', 'Identity')
     """
     with usual_defaults(check_model(model)):
-        new, report = fuse_with_report(model, example, norms, affine, across)
+        new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
     elif never := _uncalled_alternatives(report):
@@ -159,6 +162,7 @@ def fuse_with_report(
     norms: bool = True,
     affine: bool = False,
     across: bool = True,
+    only_forward: bool = False,
 ) -> tuple[nn.Module, FuseReport]:
     """Return what `fuse` returns, and what was merged, what was left and why, and how far both models differ.
 
@@ -172,7 +176,7 @@ def fuse_with_report(
     exact, calls, problem = copy_model(model), None, "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
-        calls, problem = _reference_calls(exact, model, example)
+        calls, problem = _reference_calls(exact, model, example, only_forward)
     left: dict[str, str] = {}
     if calls is not None:
         left = find_faults(list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen)))
@@ -247,14 +251,14 @@ def _check_rounded(model: nn.Module) -> None:
 
 
 def _reference_calls(
-    exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None
+    exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None, only_forward: bool
 ) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
     if tried is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return ReferenceCalls(exact, tried), ""
+        return ReferenceCalls(exact, tried, only_forward), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"

@@ -16,7 +16,6 @@ from isomorph.surgery.affine import Group, Summand
 from isomorph.surgery.affine_plan import Plan
 from isomorph.surgery.layer_calls import InputWindow
 from isomorph.surgery.modules import list_names
-from isomorph.surgery.recast import replace_module
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
 
@@ -202,16 +201,18 @@ class _Plans:
         sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
         return [each for each in self.groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
 
-    def refused(self, model: nn.Module, across: bool) -> dict[Group, str]:
+    def rejected(self, model: nn.Module, across: bool, only_forward: bool) -> dict[Group, str]:
         """Return the groups that would change what a module gives that may be called alone, or without `across` any."""
-        refused = {}
+        rejected = {}
         for group in self.groups:
             between = self.across[group.key]
-            alone = [name for name in between if not across or _is_called_alone(model, name)]
-            if alone:
-                advice = "" if across else " (across=False)"
-                refused[group] = f"with it merged, {alone[0]} would give or get other values{advice}"
-        return refused
+            alone = [name for name in between if _is_called_alone(model, name)]
+            if between and not across:
+                rejected[group] = f"with it merged, {between[0]} would give or get other values (across=False)"
+            elif alone and not only_forward:
+                shown = f"with it merged, {alone[0]} called alone would give or get other values"
+                rejected[group] = f"{shown}; only_forward=True allows it"
+        return rejected
 
 
 def _is_called_alone(model: nn.Module, name: str) -> bool:
@@ -219,6 +220,37 @@ def _is_called_alone(model: nn.Module, name: str) -> bool:
     parents = name.split(".")[:-1]
     kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return all(isinstance(model.get_submodule(".".join(parents[: i + 1])), kinds) for i in range(len(parents)))
+
+
+class _Trials:
+    """Copies of a model with groups merged, of which the last is kept."""
+
+    def __init__(self, model: nn.Module, plans: _Plans) -> None:
+        self.model = model
+        self.plans = plans
+        self.chosen: list[Group] | None = None
+        self.last = model
+        self.edits: list[tuple[Merge, str]] = []
+
+    def merged(self, chosen: list[Group]) -> nn.Module:
+        groups = self.plans.usable(chosen)
+        if groups != self.chosen:
+            self.last = copy_module(self.model)
+            aliases = _aliases(self.last)
+            self.edits = [edit for group in groups for edit in _apply(self.last, aliases, group)]
+            self.chosen = groups
+        return self.last
+
+
+Aliases = dict[str, list[str]]
+
+
+def _aliases(model: nn.Module) -> Aliases:
+    """Return all names of every module, by the first."""
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    return {first: [first, *others] for first, *others in names.values()}
 
 
 def merge(
@@ -234,20 +266,17 @@ def merge(
     they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
     plans = _Plans(model, calls, affine, avoid)
-    bad = plans.refused(model, across)
+    bad = plans.rejected(model, across, calls.only_forward)
 
-    def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
-        new = copy_module(model)
-        return new, [edit for group in plans.usable(chosen) for edit in _apply(new, group)]
-
+    trials = _Trials(model, plans)
     allowed = [group for group in plans.groups if group not in bad]
-    bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: merged(chosen)[0]))
+    bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
     lost = [group for key, group in (plans.first or {}).items() if group in bad or key not in plans.agreed]
     summands = [summand for group in lost for summand in group.summands if summand.after or summand.stays]
     if extra := {summand.layer for summand in summands if summand.layer}:
         return merge(model, calls, affine, across, avoid | extra)
     good = plans.usable([group for group in plans.groups if group not in bad])
-    new, edits = merged(good)
+    new = trials.merged(good)
     into, between = dict[str, str](), dict[str, str]()
     for group in good:
         for _, name in group.gone:
@@ -256,7 +285,7 @@ def merge(
                 between[name] = modules[0]
     reasons = _reasons_left(model, plans, bad)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    found = Merged(new, edits, into, left, between, _uncalled(model, plans))
+    found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
     if not any(group.kind == "readers" for group in good):
         return found
     return _joined(found, merge(new, calls, affine, across, avoid))  # layers of two norms may read one value now
@@ -300,14 +329,15 @@ NOT_CALLED = "no example calls it"
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, group: Group) -> list[tuple[Merge, str]]:
+def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge, str]]:
     edits: list[tuple[Merge, str]] = []
     layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 
     def reshape(rule: Merge, name: str) -> Any:
         old = model.get_submodule(name)
         new = rule.build(old).eval()
-        replace_module(model, name, old, new)
+        for alias in aliases[name]:
+            model.set_submodule(alias, new)
         edits.append((rule, name))
         return new
 

@@ -12,7 +12,7 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, first_line
-from isomorph.operations import Flow, copy_module, see, tensors_in
+from isomorph.operations import Flow, copy_module, left_no_trace, see, state_of, tensors_in
 from isomorph.surgery.calls import (
     Inputs,
     cast_floats,
@@ -55,17 +55,19 @@ class ReferenceCalls:
     """The calls by which a model in float64 is compared: its forward at several sizes, and its other entry points.
 
     Of a model that chooses among its numbers, as detectors do, the outputs of the modules before and after the choice
-    are compared too. Every call runs on a copy, so that no trace of it stays in the model.
+    are compared too. A call that leaves a trace in the model, such as a counter or a cache, runs on a copy of its own.
 
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
+    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False) -> None:
         given = [example] if isinstance(example, Tensor | Mapping) else list(example)
         first, *others = [cast_floats(x, torch.float64) for x in given]
         # The difference that the last comparison without a fault has found.
         self.largest = 0.0
         self.calls: list[Call] = []
+        self._leaves_traces = False
+        self._watched: list[str] = []
         self._watched = self._modules_around_choices(model, first)
         others = others or _other_sizes(first)
         for inputs in others:
@@ -77,7 +79,8 @@ class ReferenceCalls:
         self._try(model, FORWARD, first)
         smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
         self.entries = [str(FORWARD)]
-        for entry in entry_points(model, smallest):
+        self.only_forward = only_forward
+        for entry in [] if only_forward else entry_points(model, smallest):
             if self._try(model, entry, smallest):
                 self.entries.append(str(entry))
         self.untried = untried_arguments(model, first)
@@ -93,8 +96,7 @@ class ReferenceCalls:
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
-    @staticmethod
-    def _modules_around_choices(model: nn.Module, first: Inputs) -> list[str]:
+    def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
         copied = copy_module(model)
         flow = see(copied, lambda: run_model(copied, _copy(first)))
         watched = []
@@ -104,31 +106,37 @@ class ReferenceCalls:
 
     def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
         """Add a call unless it raises an error: this model has other sizes, or another method of that name."""
+        copied = copy_module(model)
+        before = state_of(copied)
         try:
-            outputs = self._outputs(model, entry, inputs)
+            outputs = self._outputs(copied, entry, inputs)
         except Exception:  # of any code that is called in a way it may not be meant for
             return False
+        self._leaves_traces |= not left_no_trace(copied, before, model)
         self.calls.append(Call(entry, inputs, outputs))
         return bool(outputs)
+
+    def _to_call(self, model: nn.Module) -> nn.Module:
+        """Return the model, or a copy of it if calls leave traces."""
+        return copy_module(model) if self._leaves_traces else model
 
     @torch.no_grad()
     def _outputs(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> list[Tensor]:
         """Return the floating-point outputs of a call in float64, and those of the watched modules."""
-        copied = copy_module(model)
         found: list[Any] = []
         with ExitStack() as hooks, torch.random.fork_rng():
             for name in self._watched:
-                watched = copied.get_submodule(name)
+                watched = model.get_submodule(name)
                 hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
             torch.manual_seed(0)
-            found.append(entry(copied, _copy(inputs)))
+            found.append(entry(model, _copy(inputs)))
         return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
 
     def flows(self, model: nn.Module) -> Iterator[tuple[nn.Module, Flow]]:
-        """Yield what happens in each call, with the copy of the model that it ran on."""
+        """Yield what happens in each call, with the model or the copy of it that it ran on."""
         for call in self.calls:
-            copied = copy_module(model)
-            yield copied, see(copied, partial(call.entry, copied, _copy(call.inputs)))
+            called = self._to_call(model)
+            yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
 
     def difference(self, model: nn.Module, limit: float = math.inf) -> float:
         """Return the largest difference of a model's outputs, relative to the largest value of each.
@@ -139,7 +147,8 @@ class ReferenceCalls:
         """
         largest = 0.0
         for call in sorted(self.calls, key=lambda call: _numbers_in(call.inputs)):
-            found = relative_difference(call.outputs, self._outputs(model, call.entry, call.inputs))
+            outputs = self._outputs(self._to_call(model), call.entry, call.inputs)
+            found = relative_difference(call.outputs, outputs)
             largest = max(largest, found)
             if not largest <= limit:
                 break
@@ -157,9 +166,10 @@ class ReferenceCalls:
         return None
 
     def rounding(self, model: nn.Module) -> float:
-        """Return the difference of a model's outputs at the example itself."""
-        first = self.calls[0]
-        return relative_difference(first.outputs, self._outputs(model, first.entry, first.inputs))
+        """Return the difference of the outputs of a copy of the model in another precision, at the smallest inputs."""
+        forwards = [call for call in self.calls if call.entry == FORWARD]
+        call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
+        return relative_difference(call.outputs, self._outputs(model, call.entry, call.inputs))
 
 
 def _copy(inputs: Inputs) -> Inputs:
@@ -181,7 +191,7 @@ def _other_sizes(inputs: Inputs) -> list[Tensor]:
     if len(sides) == 2:
         odd = [_shorter(side, share) | 1 for side, share in zip(sides, (3, 2), strict=True)]
         even = [max(_shorter(side, share), 1) for side, share in zip(sides, (2, 3), strict=True)]
-        long = [side * 3 // 2 for side in sides]
+        long = [side + max(side // 4, min(side // 2, SMALL // 2)) for side in sides]
         return [more[..., : odd[0], : odd[1]], one[..., : even[0], : even[1]], _resized(one, long)]
     others = [more, one]
     if sides:
