@@ -42,13 +42,14 @@ class Summand(NamedTuple):
 class Affine:
     """A value as a function of its source: the sum of summands, plus a shift of shape (C,), then moved by steps.
 
-    `start` has the channels on `axis`, before the steps. `gone`: what becomes of the modules between source and value
-    when it is written into a layer. `through`: the same value as a function of what the layer before its layer reads,
-    such as the adapter up(down(x)).
+    `start` has the channels on `axis`, before the steps; `end` is the last value that a change computes. `gone`: what
+    becomes of the modules between source and value when it is written into a layer. `through`: the same value as a
+    function of what the layer before its layer reads, such as the adapter up(down(x)).
     """
 
     source: Value
     start: Value
+    end: Value
     axis: int
     summands: tuple[Summand, ...]
     shift: Tensor

@@ -66,7 +66,7 @@ class Plan:
         for value, found in self._values.items():
             if value not in self._used:
                 if found.has_layer:
-                    self._write_into_layer(value, found)
+                    self._write_into_layer(found)
                 else:
                     self._push(value, found)
         self._add_chains()
@@ -79,7 +79,8 @@ class Plan:
             self._used |= {found.steps[-1].value for found in moved.values()}
             return
         if found := self._follow(operation):
-            self._values[operation.outputs[0]] = found
+            output = operation.outputs[0]
+            self._values[output] = found if is_unchanged(operation) else replace(found, end=output)
             taken = [value for value in operation.inputs if value in self._values and self._is_read_once(value)]
             self._used |= {value for value in taken if value != found.source}
 
@@ -114,7 +115,7 @@ class Plan:
     def _source(self, value: Value, axis: int, layer: str | None = None, window: InputWindow = InputWindow()) -> Affine:  # noqa: B008
         """Return a layer of a source, or the source itself; `axis` and the number of channels are those of `value`."""
         ones = torch.ones(self._shape(value)[axis], dtype=torch.float64, device=self.flow.tensors[value].device)
-        return Affine(value, value, axis, (Summand(layer, window, ones),), torch.zeros_like(ones))
+        return Affine(value, value, value, axis, (Summand(layer, window, ones),), torch.zeros_like(ones))
 
     def _follow(self, operation: Operation) -> Affine | None:
         x = next((value for value in operation.inputs if value not in self.flow.constant), None)
@@ -379,7 +380,7 @@ class Plan:
             if each.source == first:
                 yield _with_source(each, 1.0)
 
-    def _write_into_layer(self, value: Value, found: Affine) -> None:
+    def _write_into_layer(self, found: Affine) -> None:
         carrier = carrier_of(found.summands)
         others = [summand.layer for summand in found.summands if summand.layer and summand is not carrier]
         if carrier is None or carrier.layer is None or not (found.gone or others):
@@ -391,7 +392,7 @@ class Plan:
         others += [summand.after for summand in found.summands if summand.after]
         changes = (*gone, *(("nothing", name) for name in others if name))
         group = Group("sum", (carrier.layer,), (carrier.window,), changes, found.summands, found.shift)
-        self._add(group, self._values_between(found.source, value))
+        self._add(group, self._values_between(found.source, found.end))
 
     def _push(self, value: Value, found: Affine) -> None:
         if len(found.summands) > 1:

@@ -1,11 +1,10 @@
-"""Fuse a model: its branches by their own methods, then its norms, scales and branches into the layers before them."""
+"""Fuse a model: isomorph's layers by their own `fuse()`, then norms, scales and branches by what they compute."""
 
 import copy
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -27,19 +26,18 @@ from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 # Layers that are fused before the block around them.
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
-# Methods by which a module merges itself: the first returns the result, the others change the module.
-_METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 @dataclass(frozen=True)
 class Fuse(Rule):
-    """Rule that replaces a layer by the result of its method `fuse()` or `reparameterize()`, the same in eval mode.
+    """Rule that replaces a layer of isomorph by the result of its method `fuse()`, the same in eval mode.
 
-    Methods of timm run in float64. Pyramids inside the module are fused first. The bias of a fused pyramid that had
-    none moves into the running mean of the BatchNorm after it in a unit of timm or an nn.Sequential, so that the unit
-    has the parameters with which it was created; methods of timm ignore such a bias.
+    Pyramids inside the module are fused first. The bias of a fused pyramid that had none moves into the running mean of
+    the BatchNorm after it in a unit of timm or an nn.Sequential, so that the unit has the parameters with which it was
+    created; methods of timm ignore such a bias. Methods of other libraries are not called: one of this name may mean
+    something else, and `fuse` finds what is one layer by what it computes.
 
-    Raises: UserError from `build` if the module has no `fuse()`.
+    Raises: UserError from `build` if the module is not a layer of isomorph with a `fuse()`.
 
     >>> type(iso.surgery.Fuse().build(iso.layers.PyramidLinear(4, 8).eval())).__name__
     'Linear'
@@ -48,23 +46,21 @@ class Fuse(Rule):
     atol: ClassVar[float] = 1e-4
 
     def reason(self, module: nn.Module) -> str | None:
-        layers = [part for part in module.modules() if type(part).__module__.startswith("isomorph.layers.")]
-        known = _is_own(module) or all(isinstance(part, _FUSED_FIRST) for part in layers)
-        return None if known and _method(module) else f"{type(module).__name__} has no fused form"
+        return None if _has_own_fuse(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
         self.check(module)
         if around := getattr(module, "around", None):  # a block is inserted after it
             return around(self.build)
-        kind, method = type(module), _method(module)
-        kinds = kind.__mro__[: next((i for i, base in enumerate(kind.__mro__) if method in vars(base)), 0)]
+        kind = type(module)
+        defining = next(i for i, base in enumerate(kind.__mro__) if "fuse" in vars(base))
         # the inherited method may not know what the forward of a subclass computes
-        if any("forward" in vars(base) and not base.__module__.startswith("isomorph.") for base in kinds):
-            raise UserError(f"{kind.__name__} overrides forward, which its method {method}() does not know")
+        if any("forward" in vars(base) for base in kind.__mro__[:defining] if not _is_own(base)):
+            raise UserError(f"{kind.__name__} overrides forward, which its method fuse() does not know")
         copied: Any = copy.deepcopy(module).eval()
         try:
-            _fuse_pyramids(copied)
-            fused = copied.fuse() if _is_own(module) else _merge_by_timm(copied, method)
+            fuse_pyramids(copied)
+            fused = copied.fuse()
         except RuntimeError:
             if reason := first_altered_part(module):
                 raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
@@ -86,49 +82,20 @@ class Fuse(Rule):
                     layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
 
-def _method(module: nn.Module) -> str:
-    return next((name for name in _METHODS if callable(getattr(module, name, None))), "")
+def _is_own(kind: Any) -> bool:
+    return str(getattr(kind, "__module__", "")).startswith("isomorph.")
 
 
-def _is_own(module: nn.Module) -> bool:
-    return getattr(getattr(module, "fuse", None), "__module__", "").startswith("isomorph.")
+def _has_own_fuse(module: nn.Module) -> bool:
+    return callable(getattr(module, "fuse", None)) and _is_own(module.fuse)
 
 
-@torch.no_grad()
-def _merge_by_timm(module: nn.Module, method: str) -> nn.Module:
-    """Return what a method of timm makes of a module, computed in float64, with its dtype, device and requires_grad."""
-    parameters = list(module.parameters())
-    dtypes, trained = {p.dtype for p in parameters}, any(p.requires_grad for p in parameters)
-    if len(dtypes) == 1:
-        module.double()
-    with usual_defaults(module):  # timm's methods make layers without saying in which dtype and where
-        torch.set_default_dtype(next(module.parameters()).dtype)
-        merged = getattr(module, method)() or module
-    return (merged.to(dtypes.pop()) if len(dtypes) == 1 else merged).eval().requires_grad_(trained)
-
-
-def _fuse_pyramids(module: nn.Module) -> None:
+def fuse_pyramids(module: nn.Module) -> None:
+    """Fuse the pyramids inside a module in place."""
     for name, inner in outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST)).items():
         if name:
             module.set_submodule(name, Fuse().build(inner))
     Fuse().attach(module)
-
-
-def guard_pyramids(model: nn.Module) -> None:
-    """Make methods of timm fuse the pyramids in their module first, since they read weights and no biases, in place."""
-    for module in model.modules():
-        held = any(isinstance(part, Pyramid) for part in module.modules())
-        for method in _METHODS:
-            own = getattr(type(module), method, None)
-            vars(module).pop(method, None)
-            if own and held and not own.__module__.startswith("isomorph."):
-                vars(module)[method] = partial(_fuse_pyramids_first, module, method)
-
-
-def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
-    vars(module).pop(method)
-    _fuse_pyramids(module)
-    return getattr(module, method)()
 
 
 def fuse(
@@ -141,11 +108,11 @@ def fuse(
 ) -> nn.Module:
     """Return a copy of the model in which everything that computes one layer is that layer; the same in eval mode.
 
-    First the outermost layers with a method `fuse()`, such as a pyramid, or `reparameterize()` are replaced by its
-    result. Then norms, scales, sums of branches, low-rank adapters, and chains of linear layers whose product is not
-    larger are written into the layer before them, or into all layers after them. They are found by what the model
-    computes, and compared in float64 at several sizes and by all entry points that take the same batch: flags of
-    forward, public methods. What changes an output is left out; `fuse_with_report` says what, and why.
+    First isomorph's own layers with a method `fuse()`, such as a pyramid, are replaced by its result. Then norms,
+    scales, sums of branches, low-rank adapters, and chains of linear layers whose product is not larger are written
+    into the layer before them, or into all layers after them. They are found by what the model computes, and compared
+    in float64 at several sizes and by all entry points that take the same batch: flags of forward, public methods. What
+    changes an output is left out; `fuse_with_report` says what, and why.
 
     A merge across modules also changes what a module in between gives or gets. It is left out where that module is one
     that code calls alone: a child of the model, or an item of an nn.Sequential or nn.ModuleList there.
@@ -156,8 +123,8 @@ def fuse(
     Args:
         model: a model in eval mode.
         example: a batch as the model reads it, or several of different sizes; timm's models have an input size. Without
-            one, only layers with a method of their own are replaced.
-        norms: False to replace only layers with a method `fuse()`.
+            one, only isomorph's layers with a method `fuse()` are replaced.
+        norms: False to replace only these layers.
         affine: also move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
         across: False to keep the inputs and outputs of all modules but those that are merged, for code that taps a
             network with hooks or a feature extractor.
@@ -205,7 +172,7 @@ def fuse_with_report(
     plain = check_model(model)
     _check_eval(plain)
     check_finite(plain)
-    names = fusible_modules(plain, norms)
+    names = fusible_modules(plain)
     exact, calls, problem = copy_model(model), None, "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
@@ -304,26 +271,11 @@ def _fused(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return apply_edit(model, Edit(Fuse(), tuple(names))) if names else model
 
 
-def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]:
-    """Return the names of the modules that `fuse` would replace; with `branches` those with `reparameterize()` too.
+def fusible_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that `fuse` replaces by the result of their own method.
 
     >>> cnn = timm.create_model("cifar_resnet20")
     >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
     ('linear',)
     """
-    rule = Fuse()
-
-    def wanted(module: nn.Module) -> bool:
-        method = _method(module)
-        return rule.accepts(module) and (method == "fuse" or (branches and _is_changed(rule, module)))
-
-    return tuple(outermost_modules(unwrap(model), wanted))
-
-
-def _is_changed(rule: Fuse, module: nn.Module) -> bool:
-    """True if a method that changes its module has not been called before; some of timm's fail the second time."""
-    module = copy.deepcopy(module).to("meta")
-    try:
-        return rule.build(module).state_dict().keys() != module.state_dict().keys()
-    except (AttributeError, TypeError):
-        return False
+    return tuple(outermost_modules(unwrap(model), Fuse().accepts))

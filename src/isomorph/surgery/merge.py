@@ -285,7 +285,23 @@ def merge(
                 between[name] = modules[0]
     reasons = _reasons_left(model, plans, bad)
     left = {name: reason for name, reason in reasons.items() if name not in into}
-    return Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
+    found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
+    if not any(group.kind == "readers" for group in good):
+        return found
+    return _joined(found, merge(new, calls, affine, across, avoid))  # layers of two norms may read one value now
+
+
+def _joined(first: Merged, second: Merged) -> Merged:
+    """Return two rounds of merging as one."""
+    left = {name: reason for name, reason in first.left.items() if name not in second.into}
+    return Merged(
+        model=second.model,
+        edits=[*first.edits, *second.edits],
+        into=first.into | second.into,
+        left=left,
+        across=first.across | second.across,
+        uncalled=first.uncalled,
+    )
 
 
 def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
