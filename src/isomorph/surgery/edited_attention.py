@@ -21,6 +21,7 @@ from isomorph.operations import EditMaps, from_standard_map, to_standard_map, us
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
 from isomorph.surgery.observed_scores import SIZE_NAMES
+from isomorph.surgery.plain_layers import first_quantised_part
 
 _WINDOW_NAMES = ("window_size", "ws")
 
@@ -189,6 +190,8 @@ def edit_reason(layer: nn.Module) -> str | None:
         return f"{name} is not attention: its forward has no softmax before a product, and no fused attention"
     if facts.no_map:
         return f"{name} {facts.no_map}"
+    if reason := first_quantised_part(layer):
+        return reason
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"
     return facts.reason(layer)

@@ -14,7 +14,13 @@ from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import GridRule
-from isomorph.surgery.plain_layers import describe_attachments, layer_mismatch, overridden_methods
+from isomorph.surgery.plain_layers import (
+    class_name,
+    describe_attachments,
+    describe_stand_in,
+    layer_mismatch,
+    overridden_methods,
+)
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
 
@@ -31,9 +37,14 @@ def attention_mismatch(module: nn.Module) -> str | None:
     names = (*module._modules, *module._parameters, *module._buffers)
     if extra := [name for name in names if name not in ATTENTION_PARTS]:
         return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
-    if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
-        kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
-        return f"its projections are {kinds}, not nn.Linear; recast the attention before its projections, or fuse them"
+    for name in ("qkv", "proj"):
+        projection: Any = getattr(module, name)
+        if isinstance(projection, nn.Linear):
+            continue
+        if stands_in := describe_stand_in(projection):
+            return f"its {name} {stands_in}"
+        kind = class_name(projection)
+        return f"its {name} is a {kind}, not an nn.Linear; recast the attention before its projections, or fuse them"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
     if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
