@@ -318,9 +318,23 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
         raise UserError(
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
+    _check_state_names(model)
     header, tensors = describe_model(model, base), model.state_dict()
     warn_of_nan(tensors, "saved")
     write_model(header, tensors, Path(path))
+
+
+def _check_state_names(model: nn.Module) -> None:
+    """Check that a model loads the names that it saves. Raises: UserError if only its `state_dict` is overridden."""
+    if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
+        return
+    own, names = set(nn.Module.state_dict(model)), set(model.state_dict())
+    if own != names:
+        different = sorted(own ^ names)[0]
+        raise UserError(
+            f"state_dict() of {type(model).__name__} is overridden and has other names than load_state_dict() takes "
+            f"(first {different}); override load_state_dict() too, or neither"
+        )
 
 
 def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
@@ -363,7 +377,7 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
 
 def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
-    path, state = Path(path), strip_wrappers(state, model.state_dict())
+    path, state = Path(path), add_tied(model, strip_wrappers(state, model.state_dict()))
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
     own = model.state_dict()
     fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
@@ -380,6 +394,26 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
     unchanged = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
     model.load_state_dict(state)
     return [name for name in unchanged if not name.endswith(".num_batches_tracked")]
+
+
+def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with each tensor under all names that the model has for it.
+
+    Files of transformers' `save_pretrained` and safetensors' `save_model` hold a tied tensor once.
+    """
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    names_of: dict[Any, list[str]] = {}
+    for name, tensor in named:
+        names_of.setdefault(id(tensor), []).append(name)
+    full = dict(state)
+    for names in names_of.values():
+        stored = [name for name in names if name in state]
+        if stored:
+            full |= {name: state[stored[0]] for name in names if name not in state}
+    return full
 
 
 def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:

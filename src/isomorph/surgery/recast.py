@@ -28,7 +28,7 @@ from isomorph.surgery.modules import (
     selectable_modules,
     why_not_called,
 )
-from isomorph.surgery.plain_layers import check_attached
+from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
 
 
@@ -43,6 +43,11 @@ def check_model(model: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            raise UserError(
+                f"{name} was made under torch.inference_mode, so nothing can be trained or compared; "
+                "give copy.deepcopy(model), made outside of it"
+            )
     return model
 
 
@@ -138,12 +143,15 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
     selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
     found = _judge(model, rule, selected)
     if not (found.accepted or found.rejected):
-        own_names, kinds = [kind.__name__ for kind in rule.kind], {type(module) for _, module in selected}
-        shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
+        own_names = [kind.__name__ for kind in rule.kind]
+        shown = sorted({class_name(module, own_names) for _, module in selected})
         what = f"only other classes ({', '.join(shown)})" if selected else "no module"
         parts = tuple(f"{name}." for name, _ in selected)
         inside = _judge(model, rule, [each for each in named if each[0].startswith(parts)]).accepted
-        if inside and exclude == ():
+        stand_ins = [(name, said) for name, module in selected if (said := describe_stand_in(module))]
+        if stand_ins:
+            hint = "; {} {}".format(*stand_ins[0])
+        elif inside and exclude == ():
             hint = f"; name what is inside: {list_names(inside)}"
         else:
             hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
