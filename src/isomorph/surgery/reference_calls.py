@@ -25,6 +25,7 @@ from isomorph.surgery.calls import (
     run_model,
     to_model,
 )
+from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
 from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
 
 # Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
@@ -45,18 +46,21 @@ def own_example(model: nn.Module) -> Inputs | None:
 
 
 class Call(NamedTuple):
-    """An entry point of a model, a batch, and what the model gave for it."""
+    """An entry point of a model, a batch, what the model gave for it, and how it chose among its numbers."""
 
     entry: EntryPoint
     inputs: Inputs
     outputs: list[Tensor]
+    made: ChosenCall
 
 
 class ReferenceCalls:
     """The calls by which a model in float64 is compared: its forward at several sizes, and its other entry points.
 
-    Of a model that chooses among its numbers, as detectors do, the outputs of the modules before and after the choice
-    are compared too. A call that leaves a trace in the model, such as a counter or a cache, runs on a copy of its own.
+    A model that chooses among its numbers, as detectors do, repeats the choices of the reference, so that rounding does
+    not decide between boxes that tie; the numbers that it chooses by are compared too, and the outputs of the modules
+    around code that branches on numbers. A call that leaves a trace in the model, such as a counter or a cache, runs on
+    a copy of its own.
 
     Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
     """
@@ -112,11 +116,11 @@ class ReferenceCalls:
         copied = copy_module(model)
         before = state_of(copied)
         try:
-            outputs = self._outputs(copied, entry, inputs)
+            outputs, made = self._outputs(copied, entry, inputs)
         except Exception:  # of any code that is called in a way it may not be meant for
             return False
         self._leaves_traces |= not left_no_trace(copied, before, model)
-        self.calls.append(Call(entry, inputs, outputs))
+        self.calls.append(Call(entry, inputs, outputs, made))
         return bool(outputs)
 
     def _count_call(self) -> None:
@@ -132,8 +136,13 @@ class ReferenceCalls:
         return copy_module(model) if self._leaves_traces else model
 
     @torch.no_grad()
-    def _outputs(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> list[Tensor]:
-        """Return the floating-point outputs of a call in float64, and those of the watched modules."""
+    def _outputs(
+        self, model: nn.Module, entry: EntryPoint, inputs: Inputs, like: ChosenCall | None = None
+    ) -> tuple[list[Tensor], ChosenCall]:
+        """Return the floating-point outputs of a call, those of the watched modules, and what choices are made by.
+
+        The choices are recorded, or those of another call are repeated.
+        """
         self._count_call()
         found: list[Any] = []
         with ExitStack() as hooks, torch.random.fork_rng():
@@ -141,8 +150,17 @@ class ReferenceCalls:
                 watched = model.get_submodule(name)
                 hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
             torch.manual_seed(0)
-            found.append(entry(model, _copy(inputs)))
-        return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
+            call = partial(entry, model, _copy(inputs))
+            made = record_choices(model, call) if like is None else repeat_choices(model, call, like)
+        tensors = [_dense(tensor) for tensor in tensors_in(found, made.output, made.read)]
+        return [tensor.double() for tensor in tensors if tensor.is_floating_point() and tensor.numel()], made
+
+    def _compare(self, call: Call, model: nn.Module) -> float:
+        """Return the difference of a model's outputs in a call, infinity if it makes other choices."""
+        outputs, made = self._outputs(model, call.entry, call.inputs, call.made)
+        if made.unmatched:
+            return math.inf
+        return relative_difference(call.outputs, outputs)
 
     def flows(self, model: nn.Module) -> Iterator[tuple[nn.Module, Flow]]:
         """Yield what happens in each call, with the model or the copy of it that it ran on."""
@@ -160,9 +178,7 @@ class ReferenceCalls:
         """
         largest = 0.0
         for call in sorted(self.calls, key=lambda call: _numbers_in(call.inputs)):
-            outputs = self._outputs(self._to_call(model), call.entry, call.inputs)
-            found = relative_difference(call.outputs, outputs)
-            largest = max(largest, found)
+            largest = max(largest, self._compare(call, self._to_call(model)))
             if not largest <= limit:
                 break
         return largest
@@ -174,6 +190,8 @@ class ReferenceCalls:
         except Exception as error:  # of any code that meets another module than before
             return f"the model does not run with it merged: {first_line(error)[:100]}"
         if not difference <= TOLERANCE:
+            if math.isinf(difference):
+                return "with it merged, the model chooses among other numbers"
             return f"with it merged, outputs differ by {difference:.1e} of the largest"
         self.largest = difference
         return None
@@ -182,7 +200,11 @@ class ReferenceCalls:
         """Return the difference of the outputs of a copy of the model in another precision, at the smallest inputs."""
         forwards = [call for call in self.calls if call.entry == FORWARD]
         call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
-        return relative_difference(call.outputs, self._outputs(model, call.entry, call.inputs))
+        return self._compare(call, model)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _copy(inputs: Inputs) -> Inputs:
