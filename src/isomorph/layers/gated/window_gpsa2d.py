@@ -21,7 +21,7 @@ from isomorph.layers.gated import window_tiles
 from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import mix_weights, without_subnormals
 from isomorph.layers.gated.window_strips import attend_strips
-from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, pad_to_tiles, tile_bias
+from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
 from isomorph.layers.grid import GridSize, odd_window
 from isomorph.layers.modes import can_keep, constant, disable_autocast, in_functorch, is_eager, on_cpu, recomputed
 
@@ -30,6 +30,12 @@ WINDOW = 7
 
 # Most entries of maps that are in memory at the same time, of one image at least.
 MAX_ENTRIES = 2**26
+
+
+def _project(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows times the features of every position, by position. Shape: (B, C, H, W), (n, C) -> (B, H, W, n)"""
+    tokens = x.flatten(2).mT  # (B, H W, C), read where they are
+    return torch.bmm(tokens, rows.t().expand(len(x), -1, -1)).unflatten(1, x.shape[2:])
 
 
 @register_notrace_module
@@ -63,66 +69,91 @@ class WindowGPSA2d(GPSA2d):
         super().__init__(*args, **kwargs)
         self.window = self.content_window = odd_window(window)
 
-    def wide_map(self, q: Tensor, k: Tensor, v: Tensor, H: int, W: int) -> Tensor:
-        if not self.takes_strips(q):
-            return super().wide_map(q, k, v, H, W)
+    def without_maps(self, x: Tensor, H: int, W: int) -> Tensor:
+        if not (on_cpu(x) and can_keep(x.detach(), *self.parameters()) and not in_functorch()):
+            return super().without_maps(x, H, W)
         tiles = self.tiles(H, W, window_tiles.CPU_TILE)
-        offset = self.tile_positions(tiles, H, W, v.dtype)
-        if offset is None:
-            return super().wide_map(q, k, v, H, W)
-        return self.attend_strips(q, k, v, tiles, self.weight.flatten(2), offset)
+        q, keys_values = self.queries_keys_values_by_position(x)
+        values = keys_values[..., -self.in_channels :]  # (B, H, W, C)
+        offset = self.tile_positions(tiles, H, W, values.dtype)
+        if offset is not None:
+            y = self._attend_strips(q, keys_values, self.weight.flatten(2), offset, tiles)
+            return self.with_bias(y)
+        position = self.position_taps(values.permute(0, 3, 1, 2), self.position_share)
+        content = self._attend_strips(q, keys_values, self.content_filters(), None, tiles)
+        return self.with_bias(position + content)
 
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
-        q, k, filters = self.distinct_heads(q, k)
-        if self.takes_strips(q):
-            return self.attend_strips(q, k, values, self.tiles(H, W, window_tiles.CPU_TILE), filters)
+        heads = self.content_heads
         Hq, Wq = self.query_grid(H, W)
-        tiles = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))
-        queries, joint = self._padded(q, k, values, tiles, H, W)
+        tiles = rows, columns = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))
+        joint = torch.cat([k[:, :heads].flatten(1, 2), values], 1).unflatten(2, (H, W))
+        joint = F.pad(joint, (*columns.pads, *rows.pads))
+        queries = (q[:, :heads] * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
+        queries = F.pad(queries, (0, -Wq % columns.size, 0, -Hq % rows.size))
         bias = constant(tile_bias, q, tiles, self.window, q.dtype)
-        count = max(1, MAX_ENTRIES // (bias.numel() * q.shape[1]))
-        filters = filters.to(values.dtype)
+        filters = self.content_filters().to(values.dtype)
+        count = max(1, MAX_ENTRIES // (bias.numel() * heads))
         parts = zip(queries.split(count), joint.split(count), strict=True) if is_eager() else [(queries, joint)]
         y = torch.cat([recomputed(attend_tiles, *part, bias, filters, tiles) for part in parts])
         return self.with_bias(y[:, :, :Hq, :Wq])
 
-    def takes_strips(self, q: Tensor) -> bool:
-        """True on a CPU, where windows are computed by strip, unless something traces or transforms the call."""
-        return on_cpu(q) and can_keep(q.detach()) and not in_functorch()
+    @property
+    def content_heads(self) -> int:
+        """Number of heads with rows of W_qry, and one for all others, which attend uniformly: there, C < k k."""
+        return min(self.num_heads, self.in_channels + 1)
 
-    def distinct_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and filters of content, with one head for all that have no rows of W_qry.
-
-        There are such heads where there are more taps than channels. They attend uniformly: their filters add up.
-        Shape: q, k (B, nh, hd, n) -> (B, heads, hd, n), filters (C_out, C / groups, heads)
-        """
+    def content_filters(self) -> Tensor:
+        """Return the filters of the heads of content, by its share in the gate. Shape: -> (C_out, C / groups, heads)"""
         filters = self.weight.flatten(2) * torch.sigmoid(-self.gate)
-        own = self.in_channels
-        if self.num_heads <= own + 1:
-            return q, k, filters
-        uniform = filters[..., own:].sum(-1, keepdim=True)
-        return q[:, : own + 1], k[:, : own + 1], torch.cat([filters[..., :own], uniform], -1)
+        own = self.content_heads - 1
+        if own == self.num_heads - 1:
+            return filters
+        return torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], -1)
 
-    def attend_strips(
-        self, q: Tensor, k: Tensor, values: Tensor, tiles: Tiles, filters: Tensor, offset: Tensor | None = None
+    def queries_keys_values_by_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries of the heads of content, by sqrt(hd), and keys and values.
+
+        Shape: x (B, C, H, W) -> (B, Hq, Wq, heads, hd), (B, H, W, heads hd + C)
+        """
+        weight = self.cached(self.projections(), self.joint_weight)[:, :, 0]
+        every, width = self.num_heads * self.head_width, self.content_heads * self.head_width
+        of_queries, of_keys, of_values = weight[:width], weight[every : every + width], weight[2 * every :]
+        if self.value is None:
+            of_values = of_values[:0]
+        middle = self.kernel_size // 2
+        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
+            rows = torch.cat([of_queries, of_keys, of_values[: self.in_channels]])
+            q, keys_values = _project(x, rows).tensor_split([width], 3)
+        else:
+            q = _project(self.query_positions(x), of_queries)
+            keys_values = _project(x, torch.cat([of_keys, of_values[: self.in_channels]]))
+        if self.value is None:
+            keys_values = torch.cat([keys_values, x.permute(0, 2, 3, 1).to(keys_values.dtype)], 3)
+        return (q * self.head_width**-0.5).unflatten(3, (self.content_heads, -1)), keys_values
+
+    def _attend_strips(
+        self, q: Tensor, keys_values: Tensor, filters: Tensor, offset: Tensor | None, tiles: Tiles
     ) -> Tensor:
-        """Return the sum over heads of content, and position where there is an offset, times values times filter."""
-        H, W = tiles[0].keys, tiles[1].keys
-        Hq, Wq = self.query_grid(H, W)
-        queries, joint = self._padded(q, k, values, tiles, H, W)
+        """Shape: as `attend_strips`, without padding -> (B, C_out, Hq, Wq)"""
+        rows, columns = tiles
+        _, Hq, Wq, _, _ = q.shape
+        dtype = keys_values.dtype
+        queries = F.pad(q, (0, 0, 0, 0, 0, -Wq % columns.size, 0, -Hq % rows.size))
+        joint = F.pad(keys_values, (0, 0, *columns.pads, *rows.pads))
         axes = zip(tiles, self.window, strict=True)
-        row_bias, column_bias = (constant(axis_bias, q, *axis, q.dtype) for axis in axes)
-        scale = torch.sigmoid(-self.gate).to(values.dtype)
+        row_bias, column_bias = (constant(axis_bias, q, *axis, dtype) for axis in axes)
+        scale = torch.sigmoid(-self.gate[: q.shape[3]]).to(dtype)
         with disable_autocast(q.device):
-            y = attend_strips(queries, joint, filters.to(values.dtype), scale, offset, (row_bias, column_bias), tiles)
-        return self.with_bias(y[:, :, :Hq, :Wq])
+            y = attend_strips(queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles)
+        return y[:, :Hq, :Wq].permute(0, 3, 1, 2).contiguous()
 
     def tile_positions(self, tiles: Tiles, H: int, W: int, dtype: torch.dtype) -> Tensor | None:
         """Return position attention in a tile, times its share, where it ends within the window and the padded map.
 
-        Shape: -> (n, nh, m), keys column by column, or None
+        Shape: -> (nh, n, m), keys column by column, or None
         """
-        if not can_keep(self.centre, self.raw_locality) or self.num_heads > self.in_channels + 1:
+        if self.content_heads < self.num_heads:
             return None
         maps = []
         for axis, own, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
@@ -132,14 +163,14 @@ class WindowGPSA2d(GPSA2d):
             near = axis.window(reach)  # (nh, 2 reach + 1)
             before = (window // 2 - reach + axis.stride * query for query in range(own.size))
             each = [F.pad(near, (n, own.length - n - near.shape[1])) for n in before]
-            maps.append(torch.stack(each))  # (t, nh, keys)
+            maps.append(torch.stack(each, 1))  # (nh, t, keys)
         rows, columns = maps
-        both = rows[:, None, :, None, :] * columns[None, :, :, :, None]  # (t, t, nh, columns, rows)
+        both = rows[:, :, None, None, :] * columns[:, None, :, :, None]  # (nh, t, t', columns, rows)
         share = mix_weights(self.gate)[0]
-        return without_subnormals((both.flatten(3).flatten(0, 1) * share[:, None]).to(dtype))
+        return without_subnormals((both.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype))
 
     def tiles(self, H: int, W: int, size: tuple[int, int]) -> Tiles:
-        """Return the tiles of an H x W map, of `size` queries without stride, and as few with a stride."""
+        """Return the tiles of an H x W map, of `size` queries without a stride and fewer with one."""
         sizes = zip(size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True)
         rows, columns = (self._axis_tiles(*each) for each in sizes)
         return rows, columns
@@ -148,12 +179,3 @@ class WindowGPSA2d(GPSA2d):
         number = (queries + size - 1) // size  # rounded up without negative numbers, which ONNX rounds towards 0
         first = self.kernel_size // 2 - padding - window // 2
         return AxisTiles(number, size, first, stride * size, stride * (size - 1) + window, padding, keys)
-
-    def _padded(
-        self, q: Tensor, k: Tensor, values: Tensor, tiles: Tiles, H: int, W: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return scaled queries for whole tiles, and keys and values, as maps."""
-        Hq, Wq = self.query_grid(H, W)
-        joint = pad_to_tiles(torch.cat([k.flatten(1, 2), values], 1).unflatten(2, (H, W)), tiles)
-        queries = (q * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
-        return F.pad(queries, (0, -Wq % tiles[1].size, 0, -Hq % tiles[0].size)), joint

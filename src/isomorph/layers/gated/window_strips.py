@@ -1,121 +1,188 @@
 """Attention to windows on a CPU: a strip of the map at a time, a few heads at a time, in its cache.
 
-A strip is a row of tiles. Its rows of keys and values are copied once, column after column, so that the keys of a tile
-are neighbours in memory, and those of two tiles overlap: they are read where they are. A map that does not leave its
-tile, as that of a sharp position, is added to the content's before the values are read:
+A strip is a row of tiles. Its keys and values are copied once, column after column, so that those of a tile are
+neighbours in memory; where tiles overlap they are read where they are. A position map that does not leave the tile is
+added to the content's before the values are read:
 
     A_h = scale_h softmax(q_h k_h^T + bias) + offset_h
 
-The heads of one product share its keys: the queries of each are written among zeros. The backward pass computes the
-maps again.
+Some heads share one product: the queries of each stand among zeros for the keys of the others. The backward pass
+computes the maps again.
 
-Letters: B images, R strips of S tiles, n queries and m keys of a tile, nh heads, hd head width, C channels, G groups.
+Letters: B images, R strips of S tiles, n = t t' queries and m keys of a tile, P parts of h heads, hd head width,
+C channels, G groups.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from isomorph.layers.gated.window_tiles import AxisTiles, Tiles
+from isomorph.layers.gated.window_tiles import Tiles
 
-# Heads of one product (measured by benchmarks/gpsa_stages.py): more multiply zeros, fewer make it too small.
-HEADS = 3
+# Most heads of one product.
+MAX_HEADS = 7
 
 
-def _parts(heads: int) -> Iterator[slice]:
-    for first in range(0, heads, HEADS):
-        yield slice(first, min(first + HEADS, heads))
+def _heads_at_once(nh: int) -> int:
+    return max(h for h in range(1, MAX_HEADS + 1) if nh % h == 0)
+
+
+def _by_tile(q: Tensor, tiles: Tiles) -> Tensor:
+    """Return the queries of every head by strip, part and tile. Shape: (B, R t, S t', nh, hd) -> (B, R, P, S, n, h, hd)"""
+    rows, columns = tiles
+    B, _, _, nh, hd = q.shape
+    heads = _heads_at_once(nh)
+    split = q.reshape(B, rows.number, rows.size, columns.number, columns.size, nh // heads, heads, hd)
+    return split.permute(0, 1, 5, 3, 2, 4, 6, 7).flatten(4, 5)
+
+
+def _from_tiles(by_tile: Tensor, tiles: Tiles) -> Tensor:
+    """Undo `_by_tile`."""
+    rows, columns = tiles
+    split = by_tile.unflatten(4, (rows.size, columns.size)).permute(0, 1, 4, 3, 5, 2, 6, 7)
+    return split.flatten(5, 6).flatten(3, 4).flatten(1, 2)
+
+
+def _spread(by_tile: Tensor) -> Tensor:
+    """Write the queries of each head of a part among zeros. Shape: (..., n, h, hd) -> (..., n h, h hd)"""
+    *outer, h, hd = by_tile.shape
+    spread = by_tile.new_zeros(*outer, h, h, hd)
+    spread.diagonal(dim1=-3, dim2=-2).copy_(by_tile.mT)
+    return spread.flatten(-2).flatten(-3, -2)
+
+
+def _collect(spread: Tensor, h: int) -> Tensor:
+    """Return what stands at the queries of each head: the adjoint of `_spread`. Shape: (..., n h, h hd) -> (..., n, h, hd)"""
+    split = spread.unflatten(-1, (h, -1)).unflatten(-3, (-1, h))  # (..., n, h, h, hd)
+    return split.diagonal(dim1=-3, dim2=-2).mT
 
 
 def _read_strip(image: Tensor, strip: int, tiles: Tiles) -> Tensor:
-    """Return the keys and values of the tiles of a strip. Shape: image (rows, height, width) -> (S, rows, m)"""
+    """Return the keys and values of the tiles of a strip. Shape: image (height, width, rows) -> (S, m, rows)"""
     rows, columns = tiles
     first = strip * rows.step
-    near = image[:, first : first + rows.length].mT.contiguous().flatten(1)  # (rows, width length)
-    return near.unfold(1, columns.length * rows.length, columns.step * rows.length).transpose(0, 1)
+    near = image[first : first + rows.length].transpose(0, 1).contiguous()  # (width, length, rows)
+    width = near.shape[2]
+    size = (columns.number, columns.length * rows.length, width)
+    return near.as_strided(size, (columns.step * rows.length * width, width, 1))
 
 
-def _add_strip(tiles_of_strip: Tensor, strip: int, tiles: Tiles, image: Tensor) -> None:
+def _add_strip(each_tile: Tensor, strip: int, tiles: Tiles, image: Tensor) -> None:
     """Add what every tile has for its keys to those of the image: the adjoint of `_read_strip`."""
     rows, columns = tiles
-    each = tiles_of_strip.transpose(0, 1).unflatten(2, (columns.length, rows.length))  # (rows, S, keys, length)
+    each = each_tile.unflatten(1, (columns.length, rows.length))  # (S, columns, rows, width)
     steps = -(-columns.length // columns.step)
-    near = image.new_zeros(len(image), columns.number - 1 + steps, columns.step, rows.length)
+    near = image.new_zeros(columns.number - 1 + steps, columns.step, *each.shape[2:])
     for step in range(steps):
-        part = each[:, :, step * columns.step : (step + 1) * columns.step]
-        near[:, step : step + columns.number, : part.shape[2]].add_(part)
+        part = each[:, step * columns.step : (step + 1) * columns.step]
+        near[step : step + columns.number, : part.shape[1]].add_(part)
     first = strip * rows.step
-    image[:, first : first + rows.length].add_(near.flatten(1, 2)[:, : image.shape[2]].mT)
+    image[first : first + rows.length].add_(near.flatten(0, 1)[: image.shape[1]].transpose(0, 1))
 
 
-def _spread(q: Tensor) -> Tensor:
-    """Return the queries of every head among zeros for the others. Shape: (S, n, nh, hd) -> (S, n nh, nh hd)"""
-    return torch.diag_embed(q.mT, dim1=2, dim2=3).flatten(3).flatten(1, 2)
-
-
-def _collect(spread: Tensor, q: Tensor) -> Tensor:
-    """Undo `_spread`: what is among the queries of other heads is left out. Shape: (S, n nh, nh hd) -> (S, n, nh, hd)"""
-    return spread.view(*q.shape[:2], q.shape[2], *q.shape[2:]).diagonal(dim1=2, dim2=3).mT
-
-
-def _by_group(read: Tensor, groups: int) -> Tensor:
-    """Return what heads read, by group of channels. Shape: (S n, nh, C) -> (G, S n, nh C / G)"""
-    return read.unflatten(2, (groups, -1)).permute(2, 0, 1, 3).flatten(2)
-
-
-def _from_groups(patches: Tensor, heads: int) -> Tensor:
-    """Undo `_by_group`. Shape: (G, S n, nh C / G) -> (S n, nh, C)"""
-    return patches.unflatten(2, (heads, -1)).permute(1, 2, 0, 3).flatten(2)
-
-
-def _filters_by_group(filters: Tensor, channels: int) -> Tensor:
-    """Shape: filters (C_out, C / G, nh) -> (G, nh, C / G, C_out / G)"""
+def _filters_by_part(filters: Tensor, channels: int) -> Tensor:
+    """Shape: filters (C_out, C / G, nh) -> (P, G, h C / G, C_out / G)"""
     groups = channels // filters.shape[1]
-    return filters.unflatten(0, (groups, -1)).permute(0, 3, 2, 1).contiguous()
+    heads = _heads_at_once(filters.shape[2])
+    split = filters.unflatten(2, (-1, heads)).unflatten(0, (groups, -1))  # (G, C_out / G, C / G, P, h)
+    return split.permute(3, 0, 4, 2, 1).flatten(2, 3)
 
 
-class _Strip:
-    """The tiles of a strip: attention of some heads, and what they read. Shape: q (S, n, nh, hd)"""
-
-    def __init__(self, q: Tensor, keys_values: Tensor, bias: Tensor) -> None:
-        width = q.shape[2] * q.shape[3]
-        self.q = q
-        self.k = keys_values[:, :width]  # (S, nh hd, m)
-        self.v = keys_values[:, width:]  # (S, C, m)
-        self.bias = bias  # (S, n, 1, m)
-
-    def keys(self, heads: slice) -> Tensor:
-        width = self.q.shape[3]
-        return self.k[:, heads.start * width : heads.stop * width]
-
-    def content(self, heads: slice) -> Tensor:
-        """Shape: -> (S, n, heads, m)"""
-        scores = torch.bmm(_spread(self.q[:, :, heads]), self.keys(heads))
-        return scores.unflatten(1, (self.q.shape[1], -1)).add_(self.bias).softmax(-1).to(self.v.dtype)
-
-    def read(self, maps: Tensor) -> Tensor:
-        """Shape: maps (S, n, heads, m) -> (S n, heads, C)"""
-        read = torch.bmm(maps.flatten(1, 2), self.v.mT)
-        return read.view(-1, maps.shape[2], read.shape[2])
+def _filters_from_parts(taps: Tensor, heads: int) -> Tensor:
+    """Undo `_filters_by_part`."""
+    return taps.unflatten(2, (heads, -1)).permute(1, 4, 3, 0, 2).flatten(3).flatten(0, 1)
 
 
-def _strip_bias(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return what is added to scores. Shape: rows (t, rows), columns (S, t, columns) -> (S, n, 1, columns rows)"""
-    bias = columns[:, None, :, :, None] + rows[:, None, None]  # (S, t, t, columns, rows)
-    return bias.flatten(3).flatten(1, 2)[:, :, None]
+def _to_patches(read: Tensor, heads: int, groups: int) -> Tensor:
+    """Arrange what heads read for their filters. Shape: (S, n h, C) -> (G, S n, h C / G)"""
+    by_query = read.view(-1, heads, groups, read.shape[2] // groups)  # (S n, h, G, C / G)
+    return by_query.permute(2, 0, 1, 3).flatten(2)
 
 
-def _mix(content: Tensor, scale: Tensor, offset: Tensor | None, heads: slice) -> Tensor:
-    if offset is None:
-        return content
-    return torch.addcmul(offset[:, heads], content, scale[heads, None])
+def _from_patches(patches: Tensor, heads: int, tiles: int) -> Tensor:
+    """Undo `_to_patches`. Shape: -> (S, n h, C)"""
+    by_query = patches.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)  # (S n, h, G, C / G)
+    return by_query.flatten(2).flatten(0, 1).unflatten(0, (tiles, -1))
+
+
+def _strip_bias(rows: Tensor, columns: Tensor, heads: int) -> Tensor:
+    """Return what is added to scores. Shape: rows (t, rows), columns (S, t', columns) -> (S, n h, columns rows)"""
+    bias = columns[:, None, :, :, None] + rows[:, None, None]  # (S, t, t', columns, rows)
+    bias = bias.flatten(3).flatten(1, 2)[:, :, None]  # (S, n, 1, m)
+    return bias.expand(-1, -1, heads, -1).flatten(1, 2)
+
+
+def _strip_biases(row_bias: Tensor, column_bias: Tensor, tiles: Tiles, heads: int) -> list[Tensor]:
+    """Return what is added to the scores of every strip: the same for all strips that no border cuts."""
+    made: dict[tuple[int, int], Tensor] = {}
+    biases = []
+    for strip, rows in enumerate(row_bias):
+        cut = tiles[0].cut(strip)
+        if cut not in made:
+            made[cut] = _strip_bias(rows, column_bias, heads)
+        biases.append(made[cut])
+    return biases
+
+
+def _attend(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """Return content attention. Shape: q (S, n h, h hd), k (S, m, h hd), bias (S, n h, m) -> (S, n h, m)"""
+    return torch.baddbmm(bias, q, k.mT).softmax(-1).to(k.dtype)
+
+
+class _Parts(NamedTuple):
+    """What all strips share, by part. Shape: queries (B, R, P, S, n h, h hd), taps (P, G, h C / G, C_out / G),
+    scales and offsets (P, n h, m) or None, biases (S, n h, m) of every strip
+    """
+
+    heads: int
+    queries: Tensor
+    taps: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    biases: list[Tensor]
+
+    @classmethod
+    def make(
+        cls,
+        q: Tensor,
+        keys_values: Tensor,
+        filters: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        row_bias: Tensor,
+        column_bias: Tensor,
+        tiles: Tiles,
+    ) -> Self:
+        nh, hd = q.shape[3:]
+        heads = _heads_at_once(nh)
+        scales = offsets = None
+        if offset is not None:
+            by_part = offset.unflatten(0, (-1, heads)).transpose(1, 2)  # (P, n, h, m)
+            offsets = by_part.flatten(1, 2)
+            scales = scale.view(-1, 1, heads, 1).expand_as(by_part).flatten(1, 2)
+        taps = _filters_by_part(filters, keys_values.shape[3] - nh * hd)
+        biases = _strip_biases(row_bias, column_bias, tiles, heads)
+        return cls(heads, _spread(_by_tile(q, tiles)), taps, scales, offsets, biases)
+
+    def of_strip(self, near: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the keys of every part, and the values. Shape: near (S, m, nh hd + C)"""
+        width = self.queries.shape[5]
+        parts = len(self.taps)
+        *keys, values = near.split([width] * parts + [near.shape[2] - parts * width], 2)
+        return keys, values
+
+    def mix(self, content: Tensor, part: int) -> Tensor:
+        """Return the maps of a part. Shape: content (S, n h, m) -> (S, n h, m)"""
+        if self.scales is None or self.offsets is None:
+            return content
+        return torch.addcmul(self.offsets[part], content, self.scales[part])
 
 
 class _AttendStrips(torch.autograd.Function):
-    """Shape: q (B, R, S, n, nh, hd), keys_values (B, nh hd + C, height, width), filters (C_out, C / G, nh), scale (nh,),
-    offset (n, nh, m) or None, row_bias (R, t, rows), column_bias (S, t, columns) -> (B, C_out, R t, S t)
+    """Shape: q (B, R t, S t', nh, hd), keys_values (B, height, width, nh hd + C), filters (C_out, C / G, nh),
+    scale (nh,), offset (nh, n, m) or None, row_bias (R, t, rows), column_bias (S, t', columns)
+    -> (B, R t, S t', C_out)
     """
 
     @staticmethod
@@ -129,24 +196,23 @@ class _AttendStrips(torch.autograd.Function):
         column_bias: Tensor,
         tiles: Tiles,
     ) -> Tensor:
-        B, R, S, _, nh, hd = q.shape
-        taps = _filters_by_group(filters, keys_values.shape[1] - nh * hd)
-        size = (tiles[0].size, tiles[1].size)
-        y = q.new_empty(B, len(filters), R, size[0], S, size[1])
-        for image in range(B):
-            for row in range(R):
-                near = _read_strip(keys_values[image], row, tiles)
-                strip = _Strip(q[image, row], near, _strip_bias(row_bias[row], column_bias))
+        rows, columns = tiles
+        shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
+        groups = shared.taps.shape[1]
+        y = q.new_empty(len(q), rows.number, rows.size, columns.number, columns.size, len(filters))
+        for image, queries_of_image in enumerate(shared.queries):
+            for row, queries in enumerate(queries_of_image):
+                keys, v = shared.of_strip(_read_strip(keys_values[image], row, tiles))
                 total = None
-                for heads in _parts(nh):
-                    maps = _mix(strip.content(heads), scale, offset, heads)
-                    patches = _by_group(strip.read(maps), len(taps))  # (G, S n, heads C / G)
-                    some = taps[:, heads].flatten(1, 2)
-                    total = torch.bmm(patches, some) if total is None else total.baddbmm_(patches, some)
+                for part, (own, k) in enumerate(zip(queries, keys, strict=True)):
+                    maps = shared.mix(_attend(own, k, shared.biases[row]), part)
+                    patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
+                    taps = shared.taps[part]
+                    total = torch.bmm(patches, taps) if total is None else total.baddbmm_(patches, taps)
                 assert total is not None
-                by_tile = total.unflatten(1, (S, *size)).permute(0, 4, 2, 1, 3)  # (G, C_out / G, t, S, t)
-                y[image, :, row] = by_tile.flatten(0, 1)
-        return y.flatten(4).flatten(2, 3)
+                by_tile = total.transpose(0, 1).reshape(columns.number, rows.size, columns.size, -1)
+                y[image, row] = by_tile.transpose(0, 1)
+        return y.flatten(3, 4).flatten(1, 2)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -156,52 +222,52 @@ class _AttendStrips(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, keys_values, filters, scale, offset, row_bias, column_bias = ctx.saved_tensors
-        rows, columns = ctx.tiles
-        B, R, S, n, nh, hd = q.shape
-        taps = _filters_by_group(filters, keys_values.shape[1] - nh * hd)
-        groups = len(taps)
-        grad = grad.unflatten(3, (S, columns.size)).unflatten(2, (R, rows.size))  # (B, C_out, R, t, S, t)
+        rows, columns = tiles = ctx.tiles
+        shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
+        groups = shared.taps.shape[1]
+        grad = grad.unflatten(2, (-1, columns.size)).unflatten(1, (-1, rows.size))  # (B, R, t, S, t', C_out)
         d_keys_values = torch.zeros_like(keys_values)
-        d_taps = torch.zeros_like(taps)
-        d_scale = torch.zeros_like(scale)
-        d_offset = None if offset is None else torch.zeros_like(offset)
+        d_taps = torch.zeros_like(shared.taps)
+        d_scales = None if shared.scales is None else torch.zeros_like(shared.scales[..., :1])
+        d_offsets = None if shared.offsets is None else torch.zeros_like(shared.offsets)
         d_queries = []
-        for image in range(B):
-            for row in range(R):
-                near = _read_strip(keys_values[image], row, ctx.tiles)
-                strip = _Strip(q[image, row], near, _strip_bias(row_bias[row], column_bias))
-                dy = grad[image, :, row].unflatten(0, (groups, -1)).permute(0, 3, 2, 4, 1).flatten(1, 3)
+        for image, queries_of_image in enumerate(shared.queries):
+            for row, queries in enumerate(queries_of_image):
+                keys, v = shared.of_strip(_read_strip(keys_values[image], row, tiles))
+                dy = grad[image, row].transpose(0, 1).flatten(0, 2).unflatten(1, (groups, -1)).transpose(0, 1)
                 d_v = None
-                d_near = []
-                for heads in _parts(nh):
-                    content = strip.content(heads)  # (S, n, heads, m)
-                    maps = _mix(content, scale, offset, heads)
-                    patches = _by_group(strip.read(maps), groups)
-                    d_taps[:, heads].add_(torch.bmm(patches.mT, dy).view_as(taps[:, heads]))
-                    d_read = torch.bmm(dy, taps[:, heads].flatten(1, 2).mT)
-                    d_read = _from_groups(d_read, maps.shape[2]).view(S, -1, strip.v.shape[1])  # (S, n heads, C)
-                    flat = maps.flatten(1, 2)
-                    d_v = torch.bmm(d_read.mT, flat) if d_v is None else torch.baddbmm(d_v, d_read.mT, flat)
-                    d_maps = torch.bmm(d_read, strip.v).view_as(maps)
+                d_keys = []
+                for part, (own, k) in enumerate(zip(queries, keys, strict=True)):
+                    content = _attend(own, k, shared.biases[row])  # (S, n h, m)
+                    maps = shared.mix(content, part)
+                    patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
+                    d_taps[part].add_(torch.bmm(patches.mT, dy))
+                    d_patches = torch.bmm(dy, shared.taps[part].mT)
+                    d_read = _from_patches(d_patches, shared.heads, columns.number)  # (S, n h, C)
+                    d_v = torch.bmm(maps.mT, d_read) if d_v is None else torch.baddbmm(d_v, maps.mT, d_read)
+                    d_maps = torch.bmm(d_read, v.mT)
                     product = content * d_maps
-                    total = product.sum(-1, keepdim=True)
-                    d_scores = torch.addcmul(product, content, total, value=-1).flatten(1, 2)
-                    own = q[image, row, :, :, heads]
-                    if d_offset is not None:
-                        d_offset[:, heads].add_(d_maps.sum(0))
-                        d_scale[heads].add_(total.sum((0, 1, 3)))
-                        factor = scale[heads, None]
-                    else:
-                        factor = 1
-                    d_own = _collect(torch.bmm(d_scores, strip.keys(heads).mT), own)
-                    d_near.append((d_own * factor, torch.bmm(_spread(own * factor).mT, d_scores)))
+                    sums = product.sum(-1, keepdim=True)
+                    d_scores = torch.addcmul(product, content, sums, value=-1)  # but for the scale
+                    d_q = torch.bmm(d_scores, k)  # (S, n h, h hd)
+                    if shared.scales is not None:
+                        assert d_offsets is not None and d_scales is not None
+                        d_offsets[part].add_(d_maps.sum(0))
+                        d_scales[part].add_(sums.sum(0))
+                        scale_of_row = shared.scales[part, :, :1]
+                        d_q = d_q * scale_of_row
+                        own = own * scale_of_row
+                    d_queries.append(d_q)
+                    d_keys.append(torch.bmm(d_scores.mT, own))
                 assert d_v is not None
-                d_queries.append(torch.cat([each for each, _ in d_near], 2))
-                d_k = torch.cat([each for _, each in d_near], 1)
-                _add_strip(torch.cat([d_k, d_v], 1), row, ctx.tiles, d_keys_values[image])
-        d_q = torch.stack(d_queries).view_as(q)
-        d_filters = d_taps.permute(0, 3, 2, 1).flatten(0, 1)
-        return d_q, d_keys_values, d_filters, d_scale, d_offset, None, None, None
+                _add_strip(torch.cat([*d_keys, d_v], 2), row, tiles, d_keys_values[image])
+        d_q = _collect(torch.stack(d_queries), shared.heads).unflatten(0, shared.queries.shape[:3])
+        d_scale = d_offset = None
+        if d_scales is not None and d_offsets is not None:
+            d_scale = d_scales.unflatten(1, (-1, shared.heads)).sum((1, 3)).flatten()
+            d_offset = d_offsets.unflatten(1, (-1, shared.heads)).transpose(1, 2).flatten(0, 1)
+        d_filters = _filters_from_parts(d_taps, shared.heads)
+        return _from_tiles(d_q, tiles), d_keys_values, d_filters, d_scale, d_offset, None, None, None
 
 
 def attend_strips(
@@ -217,12 +283,8 @@ def attend_strips(
 
     Without an offset, A_h is the softmax alone, and scales belong to the filters.
 
-    Shape: q (B, nh hd, R t, S t), keys_values (B, nh hd + C, height, width), filters (C_out, C / G, nh), scale (nh,),
-        offset (n, nh, m), keys column by column, or None, biases (R, t, rows), (S, t, columns) -> (B, C_out, R t, S t)
+    Shape: q (B, R t, S t', nh, hd), keys_values (B, height, width, nh hd + C), filters (C_out, C / G, nh), scale (nh,),
+        offset (nh, n, m), keys column by column, or None, biases (R, t, rows), (S, t', columns)
+        -> (B, R t, S t', C_out)
     """
-    nh = filters.shape[2]
-    rows, columns = tiles
-    sizes = (rows.number, rows.size), (columns.number, columns.size)
-    by_tile = q.unflatten(3, sizes[1]).unflatten(2, sizes[0]).unflatten(1, (nh, -1))  # (B, nh, hd, R, t, S, t)
-    queries = by_tile.permute(0, 3, 5, 4, 6, 1, 2).flatten(3, 4)  # (B, R, S, n, nh, hd)
-    return _AttendStrips.apply(queries.contiguous(), keys_values, filters, scale, offset, *biases, tiles)
+    return _AttendStrips.apply(q, keys_values, filters, scale, offset, *biases, tiles)

@@ -27,6 +27,16 @@ class AxisTiles(NamedTuple):
     padding: int
     keys: int
 
+    @property
+    def pads(self) -> tuple[int, int]:
+        """Positions to add before and after the map, so that it has the keys of every tile, and no others."""
+        return -self.first, self.first + self.step * (self.number - 1) + self.length - self.keys
+
+    def cut(self, tile: int) -> tuple[int, int]:
+        """Return the number of keys before and after the padded map that a tile has."""
+        first = self.first + self.step * tile
+        return max(0, -self.padding - first), max(0, first + self.length - self.keys - self.padding)
+
     def inside(self, window: int, device: torch.device) -> Tensor:
         """Return the keys of a tile that are in the padded map and in the window of a query.
 
@@ -43,14 +53,6 @@ class AxisTiles(NamedTuple):
 
 # Rows and columns.
 Tiles = tuple[AxisTiles, AxisTiles]
-
-
-def pad_to_tiles(keys_values: Tensor, tiles: Tiles) -> Tensor:
-    """Pad a map so that it has the keys of every tile, and no others. Shape: (B, rows, H, W) -> (B, rows, H', W')"""
-    rows, columns = tiles
-    below = rows.first + rows.step * (rows.number - 1) + rows.length - rows.keys
-    right = columns.first + columns.step * (columns.number - 1) + columns.length - columns.keys
-    return F.pad(keys_values, (-columns.first, right, -rows.first, below))
 
 
 def tile_bias(tiles: Tiles, window: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
