@@ -118,19 +118,17 @@ class WindowGPSA2d(GPSA2d):
         """
         weight = self.cached(self.projections(), self.joint_weight)[:, :, 0]
         every, width = self.num_heads * self.head_width, self.content_heads * self.head_width
-        of_queries, of_keys, of_values = weight[:width], weight[every : every + width], weight[2 * every :]
-        if self.value is None:
-            of_values = of_values[:0]
+        of_queries = weight[:width] * self.head_width**-0.5
+        of_keys_values = torch.cat([weight[every : every + width], weight[2 * every :]])
         middle = self.kernel_size // 2
         if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
-            rows = torch.cat([of_queries, of_keys, of_values[: self.in_channels]])
-            q, keys_values = _project(x, rows).tensor_split([width], 3)
+            q, keys_values = _project(x, torch.cat([of_queries, of_keys_values])).tensor_split([width], 3)
         else:
             q = _project(self.query_positions(x), of_queries)
-            keys_values = _project(x, torch.cat([of_keys, of_values[: self.in_channels]]))
+            keys_values = _project(x, of_keys_values)
         if self.value is None:
             keys_values = torch.cat([keys_values, x.permute(0, 2, 3, 1).to(keys_values.dtype)], 3)
-        return (q * self.head_width**-0.5).unflatten(3, (self.content_heads, -1)), keys_values
+        return q.unflatten(3, (self.content_heads, -1)), keys_values
 
     def _attend_strips(
         self, q: Tensor, keys_values: Tensor, filters: Tensor, offset: Tensor | None, tiles: Tiles
@@ -140,13 +138,13 @@ class WindowGPSA2d(GPSA2d):
         _, Hq, Wq, _, _ = q.shape
         dtype = keys_values.dtype
         queries = F.pad(q, (0, 0, 0, 0, 0, -Wq % columns.size, 0, -Hq % rows.size))
-        joint = F.pad(keys_values, (0, 0, *columns.pads, *rows.pads))
+        joint = F.pad(keys_values.transpose(1, 2), (0, 0, *rows.pads, *columns.pads))
         axes = zip(tiles, self.window, strict=True)
         row_bias, column_bias = (constant(axis_bias, q, *axis, dtype) for axis in axes)
         scale = torch.sigmoid(-self.gate[: q.shape[3]]).to(dtype)
         with disable_autocast(q.device):
             y = attend_strips(queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles)
-        return y[:, :Hq, :Wq].permute(0, 3, 1, 2).contiguous()
+        return y[:, :, :Hq, :Wq].contiguous()
 
     def tile_positions(self, tiles: Tiles, H: int, W: int, dtype: torch.dtype) -> Tensor | None:
         """Return position attention in a tile, times its share, where it ends within the window and the padded map.

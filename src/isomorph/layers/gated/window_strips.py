@@ -29,40 +29,38 @@ def _heads_at_once(nh: int) -> int:
 
 
 def _by_tile(q: Tensor, tiles: Tiles) -> Tensor:
-    """Return the queries of every head by strip, part and tile. Shape: (B, R t, S t', nh, hd) -> (B, R, P, S, n, h, hd)"""
+    """View queries by strip, part and tile. Shape: (B, R t, S t', nh, hd) -> (B, R, P, S, t, t', h, hd)"""
     rows, columns = tiles
     B, _, _, nh, hd = q.shape
     heads = _heads_at_once(nh)
-    split = q.reshape(B, rows.number, rows.size, columns.number, columns.size, nh // heads, heads, hd)
-    return split.permute(0, 1, 5, 3, 2, 4, 6, 7).flatten(4, 5)
+    split = q.view(B, rows.number, rows.size, columns.number, columns.size, nh // heads, heads, hd)
+    return split.permute(0, 1, 5, 3, 2, 4, 6, 7)
 
 
-def _from_tiles(by_tile: Tensor, tiles: Tiles) -> Tensor:
+def _from_tiles(by_tile: Tensor) -> Tensor:
     """Undo `_by_tile`."""
-    rows, columns = tiles
-    split = by_tile.unflatten(4, (rows.size, columns.size)).permute(0, 1, 4, 3, 5, 2, 6, 7)
-    return split.flatten(5, 6).flatten(3, 4).flatten(1, 2)
+    return by_tile.permute(0, 1, 4, 3, 5, 2, 6, 7).flatten(5, 6).flatten(3, 4).flatten(1, 2)
 
 
 def _spread(by_tile: Tensor) -> Tensor:
-    """Write the queries of each head of a part among zeros. Shape: (..., n, h, hd) -> (..., n h, h hd)"""
+    """Write the queries of each head of a part among zeros. Shape: (P, S, t, t', h, hd) -> (P, S, n h, h hd)"""
     *outer, h, hd = by_tile.shape
     spread = by_tile.new_zeros(*outer, h, h, hd)
     spread.diagonal(dim1=-3, dim2=-2).copy_(by_tile.mT)
-    return spread.flatten(-2).flatten(-3, -2)
+    return spread.flatten(-2).flatten(2, -2)
 
 
-def _collect(spread: Tensor, h: int) -> Tensor:
-    """Return what stands at the queries of each head: the adjoint of `_spread`. Shape: (..., n h, h hd) -> (..., n, h, hd)"""
-    split = spread.unflatten(-1, (h, -1)).unflatten(-3, (-1, h))  # (..., n, h, h, hd)
-    return split.diagonal(dim1=-3, dim2=-2).mT
+def _collect(spread: Tensor, by_tile: torch.Size) -> Tensor:
+    """Return what stands at the queries of each head: the adjoint of `_spread`."""
+    *outer, h, hd = by_tile
+    return spread.view(*outer, h, h, hd).diagonal(dim1=-3, dim2=-2).mT
 
 
 def _read_strip(image: Tensor, strip: int, tiles: Tiles) -> Tensor:
-    """Return the keys and values of the tiles of a strip. Shape: image (height, width, rows) -> (S, m, rows)"""
+    """Return the keys and values of the tiles of a strip. Shape: image (width, height, rows) -> (S, m, rows)"""
     rows, columns = tiles
     first = strip * rows.step
-    near = image[first : first + rows.length].transpose(0, 1).contiguous()  # (width, length, rows)
+    near = image[:, first : first + rows.length].contiguous()  # (width, length, rows)
     width = near.shape[2]
     size = (columns.number, columns.length * rows.length, width)
     return near.as_strided(size, (columns.step * rows.length * width, width, 1))
@@ -78,7 +76,7 @@ def _add_strip(each_tile: Tensor, strip: int, tiles: Tiles, image: Tensor) -> No
         part = each[:, step * columns.step : (step + 1) * columns.step]
         near[step : step + columns.number, : part.shape[1]].add_(part)
     first = strip * rows.step
-    image[first : first + rows.length].add_(near.flatten(0, 1)[: image.shape[1]].transpose(0, 1))
+    image[:, first : first + rows.length].add_(near.flatten(0, 1)[: len(image)])
 
 
 def _filters_by_part(filters: Tensor, channels: int) -> Tensor:
@@ -131,15 +129,15 @@ def _attend(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Parts(NamedTuple):
-    """What all strips share, by part. Shape: queries (B, R, P, S, n h, h hd), taps (P, G, h C / G, C_out / G),
-    scales and offsets (P, n h, m) or None, biases (S, n h, m) of every strip
+    """What all strips share, by part. Shape: taps (G, h C / G, C_out / G), scales and offsets (n h, m) or none of them,
+    biases (S, n h, m) of every strip
     """
 
     heads: int
-    queries: Tensor
-    taps: Tensor
-    scales: Tensor | None
-    offsets: Tensor | None
+    width: int
+    taps: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+    offsets: tuple[Tensor, ...]
     biases: list[Tensor]
 
     @classmethod
@@ -156,33 +154,33 @@ class _Parts(NamedTuple):
     ) -> Self:
         nh, hd = q.shape[3:]
         heads = _heads_at_once(nh)
-        scales = offsets = None
+        scales: tuple[Tensor, ...] = ()
+        offsets: tuple[Tensor, ...] = ()
         if offset is not None:
             by_part = offset.unflatten(0, (-1, heads)).transpose(1, 2)  # (P, n, h, m)
-            offsets = by_part.flatten(1, 2)
-            scales = scale.view(-1, 1, heads, 1).expand_as(by_part).flatten(1, 2)
-        taps = _filters_by_part(filters, keys_values.shape[3] - nh * hd)
+            offsets = by_part.flatten(1, 2).unbind()
+            scales = scale.view(-1, 1, heads, 1).expand_as(by_part).flatten(1, 2).unbind()
+        taps = _filters_by_part(filters, keys_values.shape[3] - nh * hd).unbind()
         biases = _strip_biases(row_bias, column_bias, tiles, heads)
-        return cls(heads, _spread(_by_tile(q, tiles)), taps, scales, offsets, biases)
+        return cls(heads, heads * hd, taps, scales, offsets, biases)
 
     def of_strip(self, near: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return the keys of every part, and the values. Shape: near (S, m, nh hd + C)"""
-        width = self.queries.shape[5]
         parts = len(self.taps)
-        *keys, values = near.split([width] * parts + [near.shape[2] - parts * width], 2)
+        *keys, values = near.split([self.width] * parts + [near.shape[2] - parts * self.width], 2)
         return keys, values
 
     def mix(self, content: Tensor, part: int) -> Tensor:
         """Return the maps of a part. Shape: content (S, n h, m) -> (S, n h, m)"""
-        if self.scales is None or self.offsets is None:
+        if not self.offsets:
             return content
         return torch.addcmul(self.offsets[part], content, self.scales[part])
 
 
 class _AttendStrips(torch.autograd.Function):
-    """Shape: q (B, R t, S t', nh, hd), keys_values (B, height, width, nh hd + C), filters (C_out, C / G, nh),
+    """Shape: q (B, R t, S t', nh, hd), keys_values (B, width, height, nh hd + C), filters (C_out, C / G, nh),
     scale (nh,), offset (nh, n, m) or None, row_bias (R, t, rows), column_bias (S, t', columns)
-    -> (B, R t, S t', C_out)
+    -> (B, R, S, t, t', C_out)
     """
 
     @staticmethod
@@ -198,21 +196,23 @@ class _AttendStrips(torch.autograd.Function):
     ) -> Tensor:
         rows, columns = tiles
         shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
-        groups = shared.taps.shape[1]
-        y = q.new_empty(len(q), rows.number, rows.size, columns.number, columns.size, len(filters))
-        for image, queries_of_image in enumerate(shared.queries):
-            for row, queries in enumerate(queries_of_image):
-                keys, v = shared.of_strip(_read_strip(keys_values[image], row, tiles))
+        groups = len(shared.taps[0])
+        by_tile = _by_tile(q, tiles)
+        y = q.new_empty(len(q), rows.number, columns.number * rows.size * columns.size, len(filters))
+        for image, keys_values_of_image in enumerate(keys_values):
+            for row in range(rows.number):
+                queries = _spread(by_tile[image, row])
+                keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
+                bias = shared.biases[row]
                 total = None
                 for part, (own, k) in enumerate(zip(queries, keys, strict=True)):
-                    maps = shared.mix(_attend(own, k, shared.biases[row]), part)
+                    maps = shared.mix(_attend(own, k, bias), part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
                     taps = shared.taps[part]
                     total = torch.bmm(patches, taps) if total is None else total.baddbmm_(patches, taps)
                 assert total is not None
-                by_tile = total.transpose(0, 1).reshape(columns.number, rows.size, columns.size, -1)
-                y[image, row] = by_tile.transpose(0, 1)
-        return y.flatten(3, 4).flatten(1, 2)
+                y[image, row] = total.transpose(0, 1).flatten(1)
+        return y.unflatten(2, (columns.number, rows.size, columns.size))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -224,50 +224,52 @@ class _AttendStrips(torch.autograd.Function):
         q, keys_values, filters, scale, offset, row_bias, column_bias = ctx.saved_tensors
         rows, columns = tiles = ctx.tiles
         shared = _Parts.make(q, keys_values, filters, scale, offset, row_bias, column_bias, tiles)
-        groups = shared.taps.shape[1]
-        grad = grad.unflatten(2, (-1, columns.size)).unflatten(1, (-1, rows.size))  # (B, R, t, S, t', C_out)
+        groups = len(shared.taps[0])
+        by_tile = _by_tile(q, tiles)
+        d_by_tile = []
         d_keys_values = torch.zeros_like(keys_values)
-        d_taps = torch.zeros_like(shared.taps)
-        d_scales = None if shared.scales is None else torch.zeros_like(shared.scales[..., :1])
-        d_offsets = None if shared.offsets is None else torch.zeros_like(shared.offsets)
-        d_queries = []
-        for image, queries_of_image in enumerate(shared.queries):
-            for row, queries in enumerate(queries_of_image):
-                keys, v = shared.of_strip(_read_strip(keys_values[image], row, tiles))
-                dy = grad[image, row].transpose(0, 1).flatten(0, 2).unflatten(1, (groups, -1)).transpose(0, 1)
+        d_taps = [torch.zeros_like(each) for each in shared.taps]
+        d_scales = [torch.zeros_like(each[:, :1]) for each in shared.scales]
+        d_offsets = [torch.zeros_like(each) for each in shared.offsets]
+        for image, keys_values_of_image in enumerate(keys_values):
+            for row in range(rows.number):
+                queries = _spread(by_tile[image, row])
+                keys, v = shared.of_strip(_read_strip(keys_values_of_image, row, tiles))
+                dy = grad[image, row].flatten(0, 2).unflatten(1, (groups, -1)).transpose(0, 1)  # (G, S n, C_out / G)
                 d_v = None
+                d_queries = []
                 d_keys = []
                 for part, (own, k) in enumerate(zip(queries, keys, strict=True)):
                     content = _attend(own, k, shared.biases[row])  # (S, n h, m)
                     maps = shared.mix(content, part)
                     patches = _to_patches(torch.bmm(maps, v), shared.heads, groups)
-                    d_taps[part].add_(torch.bmm(patches.mT, dy))
+                    d_taps[part].baddbmm_(patches.mT, dy)
                     d_patches = torch.bmm(dy, shared.taps[part].mT)
                     d_read = _from_patches(d_patches, shared.heads, columns.number)  # (S, n h, C)
-                    d_v = torch.bmm(maps.mT, d_read) if d_v is None else torch.baddbmm(d_v, maps.mT, d_read)
+                    d_v = torch.bmm(maps.mT, d_read) if d_v is None else d_v.baddbmm_(maps.mT, d_read)
                     d_maps = torch.bmm(d_read, v.mT)
                     product = content * d_maps
                     sums = product.sum(-1, keepdim=True)
                     d_scores = torch.addcmul(product, content, sums, value=-1)  # but for the scale
                     d_q = torch.bmm(d_scores, k)  # (S, n h, h hd)
-                    if shared.scales is not None:
-                        assert d_offsets is not None and d_scales is not None
+                    if shared.offsets:
                         d_offsets[part].add_(d_maps.sum(0))
                         d_scales[part].add_(sums.sum(0))
-                        scale_of_row = shared.scales[part, :, :1]
+                        scale_of_row = shared.scales[part][:, :1]
                         d_q = d_q * scale_of_row
                         own = own * scale_of_row
                     d_queries.append(d_q)
                     d_keys.append(torch.bmm(d_scores.mT, own))
                 assert d_v is not None
+                d_by_tile.append(_collect(torch.stack(d_queries), by_tile.shape[2:]))
                 _add_strip(torch.cat([*d_keys, d_v], 2), row, tiles, d_keys_values[image])
-        d_q = _collect(torch.stack(d_queries), shared.heads).unflatten(0, shared.queries.shape[:3])
-        d_scale = d_offset = None
-        if d_scales is not None and d_offsets is not None:
-            d_scale = d_scales.unflatten(1, (-1, shared.heads)).sum((1, 3)).flatten()
-            d_offset = d_offsets.unflatten(1, (-1, shared.heads)).transpose(1, 2).flatten(0, 1)
-        d_filters = _filters_from_parts(d_taps, shared.heads)
-        return _from_tiles(d_q, tiles), d_keys_values, d_filters, d_scale, d_offset, None, None, None
+        d_q = _from_tiles(torch.stack(d_by_tile).unflatten(0, by_tile.shape[:2]))
+        d_filters = _filters_from_parts(torch.stack(d_taps), shared.heads)
+        if not shared.offsets:
+            return d_q, d_keys_values, d_filters, None, None, None, None, None
+        d_scale = torch.stack(d_scales).unflatten(1, (-1, shared.heads)).sum((1, 3)).flatten()
+        d_offset = torch.stack(d_offsets).unflatten(1, (-1, shared.heads)).transpose(1, 2).flatten(0, 1)
+        return d_q, d_keys_values, d_filters, d_scale, d_offset, None, None, None
 
 
 def attend_strips(
@@ -283,8 +285,9 @@ def attend_strips(
 
     Without an offset, A_h is the softmax alone, and scales belong to the filters.
 
-    Shape: q (B, R t, S t', nh, hd), keys_values (B, height, width, nh hd + C), filters (C_out, C / G, nh), scale (nh,),
+    Shape: q (B, R t, S t', nh, hd), keys_values (B, width, height, nh hd + C), filters (C_out, C / G, nh), scale (nh,),
         offset (nh, n, m), keys column by column, or None, biases (R, t, rows), (S, t', columns)
-        -> (B, R t, S t', C_out)
+        -> (B, C_out, R t, S t')
     """
-    return _AttendStrips.apply(q, keys_values, filters, scale, offset, *biases, tiles)
+    y = _AttendStrips.apply(q, keys_values, filters, scale, offset, *biases, tiles)
+    return y.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
