@@ -22,7 +22,7 @@ from isomorph.layers.gated.gpsa2d import GPSA2d
 from isomorph.layers.gated.positions import mix_weights, without_subnormals
 from isomorph.layers.gated.window_strips import attend_strips
 from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
-from isomorph.layers.grid import GridSize, odd_window
+from isomorph.layers.grid import odd_window
 from isomorph.layers.modes import can_keep, constant, disable_autocast, in_functorch, is_eager, on_cpu, recomputed
 
 # Default height and width of the window.
