@@ -90,7 +90,8 @@ class Worker:
             raise SystemExit(f"isomorph came from {home}, not from {code}")
 
     def ask(self, row: str) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         print(row, file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline() or '{"error": "the process ended"}')
 
