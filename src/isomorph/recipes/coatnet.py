@@ -56,14 +56,15 @@ def _pretrain_in21k(
     setting = dict(data=PRETRAINING_DATA, optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
     augment = _randaugment(magnitude) | dict(smoothing=0.0001)
     expected = f"{precision} precision@1 on {IN21K}" if precision else ""
-    return _recipe(size, kwargs, source, expected, augment=augment, **setting)
+    return _recipe(size, kwargs, source, expected, augment=augment, dataset=IN21K, **setting)
 
 
 def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -> Fields:
     optim = _adamw(JFT_LEARNING_RATES[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=JFT_WARMUP_EPOCHS[data])
     augment = _randaugment(5) | dict(smoothing=0.0001)
     setting = dict(data=PRETRAINING_DATA, augment=augment, optim=optim, epochs=14, loss="sigmoid")
-    return _recipe(size, kwargs, source, f"needs {data}", drop_path=DROP_PATH_JFT[size], **setting)
+    setting |= dict(dataset=data.partition(" ")[0], drop_path=DROP_PATH_JFT[size])
+    return _recipe(size, kwargs, source, f"needs {data}", **setting)
 
 
 def _fine_tune(

@@ -250,7 +250,7 @@ class OptimPart(Part):
     """Optimiser and learning-rate schedule."""
 
     name: str = "adamw"
-    """Name of a timm optimiser."""
+    """Name of a timm optimiser; sgd has Nesterov's momentum, momentum the plain one."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
