@@ -1,5 +1,6 @@
 """Parameter groups, optimiser and schedule."""
 
+import math
 from typing import Any
 
 import timm.optim
@@ -20,6 +21,8 @@ from isomorph.training.recipe.recipe import check_part
 
 _GATED = (TokenPositions, TapHeads)
 
+# Kinds of parameter groups with weight decay.
+DECAYED_KINDS = ("decayed", "branches")
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas")
 
 
@@ -110,7 +113,7 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
             members.setdefault((scales[name], kind), []).append(parameter)
     rates = {"gates": optim.gate_lr, "positions": optim.position_lr, "gammas": optim.gamma_lr}
     rates["branches"] = optim.branch_lr or optim.lr
-    decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
+    decay = dict.fromkeys(DECAYED_KINDS, optim.weight_decay)
     order = sorted(members, key=lambda key: (-key[0], GROUP_KINDS.index(key[1])))
     return [
         dict(
@@ -145,6 +148,17 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     except (AssertionError, TypeError, ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser") from None
+
+
+def set_weight_decay(optimizer: Optimizer, optim: OptimPart, progress: float) -> None:
+    """Set the weight decay after a share of the run, if it falls: end + (start - end) (1 + cos(pi progress)) / 2."""
+    if optim.min_weight_decay is None:
+        return
+    fall = (1 + math.cos(math.pi * progress)) / 2
+    decay = optim.min_weight_decay + (optim.weight_decay - optim.min_weight_decay) * fall
+    for group in optimizer.param_groups:
+        if group["name"].startswith(DECAYED_KINDS):
+            group["weight_decay"] = decay
 
 
 def build_scheduler(

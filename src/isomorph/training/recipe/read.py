@@ -19,6 +19,7 @@ SCHEDULES: dict[str, int | None] = {
     "optim.warmup_iterations": 1,
     "optim.milestones": None,
     "anneal.epochs": None,
+    "augment.small_epochs": None,
     "model.recast_epoch": 0,
     "evaluate_every": 1,
     "keep_every": 1,
