@@ -12,6 +12,7 @@ from command_line import isomorph
 from isomorph.distributed import ALONE
 from isomorph.evaluation.cost import count_parameters
 from isomorph.recipes import RECIPES
+from isomorph.recipes.tables import published_rows
 from isomorph.training.build import plan_batches
 from isomorph.training.classification import recipe_task
 from isomorph.training.dry_run import rehearsal
@@ -228,4 +229,6 @@ def test_command_line(tmp_path):
     done = isomorph("train", "digits_cnn", "--dry-run", "--json", "data.batch_size=8", folder=tmp_path)
     plan = json.loads(done.stdout)
     assert plan["steps"] == 6 * (1347 // 8)
+    assert plan["published"] == []
+    assert "CoAtNet Table 13, CoAtNet-0 at 224: top-1 (%) 81.6" in published_rows("coatnet_0")
     assert plan["hours_here"] > 0

@@ -69,14 +69,17 @@ def train(
             "--iterations null as well"
         )
     with opt.loading():
+        from isomorph.recipes.tables import published_rows
         from isomorph.training import dry_run as try_recipe
         from isomorph.training import train as train_recipe
     if dry_run:
         plan = try_recipe(load_recipe(recipe, overrides))
+        published = published_rows(recipe)
         if json_:
-            show(json_, plan.as_dict())
+            show(json_, plan.as_dict() | {"published": published})
         else:
-            print_text_table(plan.table())
+            head, source, *rest = plan.table()
+            print_text_table([head, source, *[["published", text] for text in published], *rest])
         return
     result = train_recipe(load_recipe(recipe, overrides))
     if result.is_main:

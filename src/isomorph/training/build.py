@@ -71,9 +71,10 @@ def start_classifiers(model: nn.Module, std: float) -> None:
     """
     heads = model.get_classifier() if hasattr(model, "get_classifier") else ()  # type: ignore[operator]
     layers = [heads] if isinstance(heads, nn.Module) else list(heads)
-    if not layers or not all(isinstance(layer, nn.Linear) for layer in layers):
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if not linear or len(linear) < len(layers):
         raise UserError(f"model.head_std needs a linear classifier, which {type(model).__name__} does not have")
-    for layer in layers:
+    for layer in linear:
         nn.init.trunc_normal_(layer.weight, std=std)
         nn.init.zeros_(layer.bias)
 
