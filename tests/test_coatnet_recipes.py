@@ -76,6 +76,7 @@ def test_figure_1_is_bare():
         for recipe in (iso.load_recipe(f"coatnet_layout_{name}"), iso.load_recipe(f"coatnet_layout_{name}_jft")):
             assert recipe.augment == AugmentPart(scale=(1.0, 1.0), hflip=0.0)
             assert recipe.drop_path == recipe.optim.weight_decay == 0.0
+            assert recipe.data.test_crop == "whole"  # as in training, where the crop is the image
             assert recipe.epochs == (3 if recipe.name.endswith("jft") else 300)
 
 

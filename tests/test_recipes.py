@@ -159,6 +159,20 @@ def test_rates_follow_the_formula(schedule, begin):
 # fewer epochs
 
 
+def test_a_warm_up_takes_at_least_a_step():
+    """However few steps a shortened run has: the first is at the warm-up's start, the second at the peak."""
+    optim = OptimPart(lr=1e-3, warmup_epochs=0.01, schedule="cosine")
+    optimizer = build_optimizer(nn.Linear(2, 2), optim)
+    scheduler = build_scheduler(optimizer, optim, 2, 10)
+    rates = []
+    for step in range(3):
+        scheduler.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(1e-5)
+    assert rates[1] == pytest.approx(1e-3)
+    assert 0.9e-3 < rates[2] < 1e-3
+
+
 @pytest.mark.parametrize(
     ("name", "given", "wanted"),
     [
@@ -170,6 +184,10 @@ def test_rates_follow_the_formula(schedule, begin):
             {"optim.warmup_epochs": 0.25, "anneal.epochs": 1, "shortened": ""},
         ),
         ("digits_annealed", ["epochs=30"], {"anneal.epochs": 1.5, "shortened": ""}),
+        ("tcnn_late_0", ["epochs=2"], {"model.recast_epoch": 0}),
+        ("tcnn_late_100", ["epochs=2"], {"model.recast_epoch": 1}),  # a recast stays one in the middle
+        ("tcnn_late_100", ["epochs=1"], {"model.recast_epoch": 0}),
+        ("convit_s", ["epochs=1"], {"evaluate_every": 1, "keep_every": [1], "optim.warmup_epochs": 0.01667}),
     ],
 )
 def test_fewer_epochs_shorten_the_schedules_that_are_not_given(name, given, wanted):

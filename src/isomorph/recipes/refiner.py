@@ -12,8 +12,7 @@ those without: mixup .8 and cutmix 1 before MixToken, averaged weights, and a pe
 blocks' maps. NFNet's label maps are files to download (`--token_labels.maps FOLDER`); without them patches have their
 image's label.
 
-The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. Nor does it say how
-refiners are initialised; here they change nothing at first (`--model.kwargs.init paper` draws them randomly). Ablations
+What the paper leaves open (ratios, initial weights, what ratio 1 is) is in docs/guides/readings.md. Ablations
 with 16 blocks of width 384 are of `refined_vit_s`; plain networks keep their own queries and keys (`share` 0), as they
 lose 5 points otherwise. Table 12 with 12 heads has no recipe of its own: the refined network is `refiner_ratio_3` (82.6
 there, 82.8 in Table 1), the plain one `refiner_plain_share_0` (82 in Table 13). The plain numbers of Table 12 are
@@ -126,7 +125,8 @@ def _tables_9_and_11() -> dict[str, Fields]:
 
 
 # Blocks, test crop at 224, and top-1 and billions of FLOPs (multiply-accumulates) at 224 and fine-tuned. The released
-# README has 85.8 and 86.0 for L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13`).
+# README has 85.8 and 86.0 for L; with calibration Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13 --rfc-fill
+# black`).
 TABLE_7: dict[str, tuple[int, float, dict[int, tuple[str, str]]]] = {
     "s": (16, 0.9, {224: ("83.6", "7.2"), 384: ("84.6", "24.5")}),
     "m": (32, 1.0, {224: ("84.6", "13.5"), 384: ("85.6", "49.2")}),

@@ -11,9 +11,8 @@ in MAE, G2SD and Swin; DeiT's begins at the first step. With and without pyramid
 
 Every point of Figures 2 to 5 (pyramids in a part of the network, of several forms, rectified in several ways, or not at
 all) is two runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint, in Figures 2 and 5 from the fused one
-(`tdrl_fused_100ep`). The figures show no numbers, so the expected results are those that the text describes. It does
-not say which N Figs. 4 and 5 have, nor which three variants Fig. 2a has. B.4 and B.8 give no settings; they have those
-of ViT-S's fine-tuning here, without layer decay.
+(`tdrl_fused_100ep`). The figures show no numbers, so the expected results are those that the text describes. What the
+paper leaves open: docs/guides/readings.md.
 """
 
 from typing import Any

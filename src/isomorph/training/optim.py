@@ -168,11 +168,13 @@ def build_scheduler(
 
     At step t of T, with W steps of warm-up: min + (peak - min) shape((t - W) / (T - W)) for schedule_from peak, and
     min + (peak - min) shape(t / T) for schedule_from start, where shape falls from 1 to 0. The schedule step is the
-    peak divided by 10 at each milestone. A run of `iterations` has no epochs.
+    peak divided by 10 at each milestone. A run of `iterations` has no epochs. A warm-up takes at least a step.
     """
     if iterations:
         epochs, steps_per_epoch = iterations, 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
+    if warmup:
+        warmup = max(warmup, 1 / steps_per_epoch)
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
     # timm applies a milestone one step early; the half step keeps rounding from deciding
     reached = [(round(milestone * steps_per_epoch) + 0.5) / steps_per_epoch for milestone in optim.milestones]

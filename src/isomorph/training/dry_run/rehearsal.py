@@ -235,7 +235,7 @@ def dry_run(recipe: Recipe, steps: int = 2) -> DryRun:
         seconds=measured.seconds,
         measured_images=measured.images,
         measured_memory=measured.memory,
-        notes=measured.notes,
+        notes=[*filter(None, [recipe.shortened]), *measured.notes],
     )
 
 
