@@ -161,7 +161,8 @@ class LanguageTask(Task):
 
     def random_words(self, model: nn.Module, samples: int, device: torch.device) -> Tensor:
         """Return full sequences of random words, for a dry run. Shape: -> (samples, N)"""
-        words = model.table.shape[0]  # type: ignore[index, union-attr]
+        table: Any = model.table
+        words = table.shape[0]
         return torch.randint(words, (samples, self.options.length), device=device)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
