@@ -31,8 +31,8 @@ T_RESNETS = {  # parameters of the CNN, blocks of its last stage, millions in T-
 }
 PARAMETERS = {
     **dict(cifar_resnet20=269_722, cifar_resnet32=464_154, cifar_resnet44=658_586, cifar_resnet56=853_018),
-    **dict(coatnet_0=24_446_228, coatnet_1=41_635_184, coatnet_2=73_635_144, coatnet_3=164_605_432),
-    **dict(coatnet_4=273_064_456, coatnet_5=682_856_600, coatnet_6=1_461_684_976, coatnet_7=2_432_532_472),
+    **dict(coatnet_0=25_036_820, coatnet_1=42_225_776, coatnet_2=74_684_744, coatnet_3=166_966_264),
+    **dict(coatnet_4=275_425_288, coatnet_5=687_052_952, coatnet_6=1_471_125_232, coatnet_7=2_441_972_728),
     # the published counts less the dead biases of pos_proj: one a head in each of 10 layers
     **dict(convit_ti=5_710_512 - 40, convit_s=27_777_322 - 90, convit_b=86_540_040 - 160),
     **dict(convit_ti_plus=9_972_912 - 40, convit_s_plus=48_979_882 - 90, convit_b_plus=153_134_856 - 160),

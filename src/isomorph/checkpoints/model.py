@@ -30,7 +30,7 @@ from isomorph.checkpoints.files import (
 )
 from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.input_sizes import built_size, label_names
-from isomorph.models import create
+from isomorph.models import arguments_before, create
 from isomorph.operations import unwrap
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.modules import joint_candidates
@@ -79,11 +79,19 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
         "name": config["architecture"],
         "num_classes": getattr(model, "num_classes", None),
         "in_chans": getattr(model, "in_chans", 3),
+        **_arguments_to_record(model),
     }
+
+
+def _arguments_to_record(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments that a record spells out, because older records leave them out for another value."""
+    arguments = getattr(model, "arguments_to_record", None)
+    return arguments() if callable(arguments) else {}
 
 
 def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
     """Record on the model the timm.create_model arguments of its base, for `save`."""
+    base = {**_arguments_to_record(model), **base}
     update_record(model, base={key: value for key, value in base.items() if key != "pretrained"})
     return model
 
@@ -115,7 +123,9 @@ def record_data(model: nn.Module, data: dict[str, Any]) -> None:
 
 def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     """Create the base and apply the edits that its constructor has not made itself."""
-    model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
+    complete = {**arguments_before(base["name"]), **base}
+    arguments = {key: value for key, value in complete.items() if key not in ("name", "pretrained")}
+    model = create(base["name"], **arguments)
     for edit in recorded[len(edits(model)) :]:
         model = apply_edit(model, edit)
     return record_base(model, base)
@@ -174,6 +184,7 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
     made, config = edits(model), getattr(model, "pretrained_cfg", None) or {}
     if isinstance(base, dict):
+        base = {**_arguments_to_record(model), **base}
         _check_rebuilds(model, base, made)
         parts: dict[str, Any] = {"base": base}
     elif base is None and (record(model).base or config.get("architecture")) and (found := _find_rebuild_record(model)):
