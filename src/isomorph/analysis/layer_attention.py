@@ -173,7 +173,7 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
     for layer, fact in facts:
         if fact and fact.plain:
             forms += [(layer, "scale", layer.scale), (layer, "fused_attn", layer.fused_attn)]
-            layer.scale = score_scale(layer)
+            setattr(layer, "scale", score_scale(layer))  # noqa: B010 (types)
     windows = [layer for layer, _ in facts if isinstance(layer, WindowAttention) and not layer.no_map]
     forms += [(layer, "pruned", layer.pruned) for layer in windows]
     try:

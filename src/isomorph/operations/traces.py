@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isomorph.operations.values import NOT_HELD, held_by, value_of
 
 # Objects that nothing can change.
-_CONSTANTS = (bool, int, float, complex, str, bytes, range, slice, type(None), type(Ellipsis), Enum)
+_CONSTANTS: tuple[type, ...] = (bool, int, float, complex, str, bytes, range, slice, type(None), type(Ellipsis), Enum)
 _CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # A model that refers to more objects than this is not looked through.
 _MOST_OBJECTS = 200_000

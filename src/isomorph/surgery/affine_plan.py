@@ -447,7 +447,7 @@ class Plan:
             channels = follow_channels(self.flow, found.start, found.axis, found.steps)
             if channels and (reason := _why_stopped(channels, found.steps, gain, found.shift)):
                 return f"it is read by {reason}"
-            rows = channels and channels.along(axis)
+            rows = channels.along(axis) if channels else None
         if rows is None:
             return read_by
         zero = rows < 0

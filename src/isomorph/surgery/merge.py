@@ -312,7 +312,7 @@ def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
 
 def _reasons_left(model: nn.Module, plans: _Plans, bad: dict[Group, str]) -> dict[str, str]:
     """Return why norms are not merged, if they are not, and which modules with weights no call runs."""
-    reasons = {}
+    reasons: dict[str, str] = {}
     for group, reason in bad.items():
         reasons |= {name: reason for _, name in group.gone if name in plans.norms}
     reasons |= plans.left

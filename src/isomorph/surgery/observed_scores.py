@@ -216,9 +216,9 @@ def fused_scale(layer: Any, grids: Sequence[tuple[GridSize, int]] = ()) -> float
     except Exception:  # a layer that cannot be copied
         return None
     for x, more in _trials(copied, _grids_of(grids)):
-        copied.fused_attn = False
+        setattr(copied, "fused_attn", False)  # noqa: B010 (types)
         plain = _run(copied, x, more)
-        copied.fused_attn = True
+        setattr(copied, "fused_attn", True)  # noqa: B010 (types)
         fused = _run(copied, x, more)
         if plain and fused and plain.logits is not None and fused.fused is not None:
             return _fit_scale(plain.logits, fused.fused)

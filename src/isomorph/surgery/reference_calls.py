@@ -76,7 +76,7 @@ class ReferenceCalls:
         self._leaves_traces = False
         self._watched: list[str] = []
         self._watched = self._modules_around_choices(model, first)
-        others = others or _other_sizes(first)
+        others = others or [*_other_sizes(first)]
         for inputs in others:
             self._try(model, FORWARD, inputs)
         if not self.calls and not given[1:]:  # it runs at one size only

@@ -128,7 +128,7 @@ def compare_outputs(
 
 def _check_batches(inputs: Inputs | Sequence[Inputs], atol: float | None) -> list[Inputs]:
     several = isinstance(inputs, Iterable) and not isinstance(inputs, Tensor | Mapping)
-    batches = list(inputs) if several else [inputs]
+    batches: list[Any] = list(inputs) if several else [inputs]
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
     if isinstance(atol, str) or (atol is not None and not atol >= 0):
@@ -158,8 +158,8 @@ def _compare_int8(original: nn.Module, recast: nn.Module, batches: Sequence[Inpu
 
 def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list[str]]:
     """Return the differences for what a batch cannot show, and notes on what was not compared, and on what is left."""
-    rows = []
-    said = []
+    rows: list[Difference] = []
+    said: list[str] = []
     attempts = [(name, partial(pair.row, inputs, name, extra=True)) for name, inputs in _further_inputs(batch)]
     attempts += [(mode, partial(pair.mode_row, batch, mode)) for mode in _modes(batch)]
     for name, attempt in attempts:
@@ -180,10 +180,13 @@ def _try_further(pair: ModelPair, batch: Inputs) -> tuple[list[Difference], list
 
 def _further_inputs(batch: Inputs) -> Iterator[tuple[str, Inputs]]:
     yield from other_inputs(batch)
-    is_images = isinstance(batch, Tensor) and batch.ndim == 4 and batch.is_floating_point()
-    if is_images and max(batch.shape[-2:]) <= _DOUBLED:
+    if isinstance(batch, Tensor) and _is_small_image(batch):
         yield _TWICE, F.interpolate(batch[:2].float(), scale_factor=2).to(batch.dtype)
     yield "zeros", map_floats(batch, torch.zeros_like)
+
+
+def _is_small_image(batch: Tensor) -> bool:
+    return batch.ndim == 4 and batch.is_floating_point() and max(batch.shape[-2:]) <= _DOUBLED
 
 
 def _modes(batch: Inputs) -> list[str]:

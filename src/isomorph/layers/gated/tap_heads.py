@@ -180,7 +180,8 @@ class TapHeads(PositionHeads):
             y = folded_taps(values, self.tap_axes(H, W), filters, axis_maps)
             if y is not None:
                 return y
-        return soft_taps(values, *axis_maps(), filters)
+        rows, columns = axis_maps()
+        return soft_taps(values, rows, columns, filters)
 
     def tap_axes(self, H: int, W: int) -> list[TapAxis]:
         """Return the heads along the rows and the columns of an H x W map."""
