@@ -173,7 +173,7 @@ def build_scheduler(
     if iterations:
         epochs, steps_per_epoch = iterations, 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
-    if warmup:
+    if warmup and epochs * steps_per_epoch > 1:  # a run of one step has no peak to warm up to
         warmup = max(warmup, 1 / steps_per_epoch)
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
     # timm applies a milestone one step early; the half step keeps rounding from deciding
