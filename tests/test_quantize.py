@@ -183,11 +183,12 @@ def test_only_rows_of_classes_have_a_class(what, tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 5, 4, 4), make()).eval()
     if what == "one number":
         net = nn.Sequential(nn.Conv2d(3, 1, 8), make()).eval()
-    report = iso.quantize(net, [torch.randn(4, 3, 8, 8)], tmp_path / "int8.onnx", size=(8, 8))
+    images = torch.randn(4, 3, 8, 8)
+    report = iso.quantize(net, [images], tmp_path / "int8.onnx", size=(8, 8))
     assert ("same class" in str(report)) is classes
     assert (report.agreement is not None) is classes
     assert math.isfinite(report.output_sqnr)
-    assert iso.verify(net, iso.deployment.open_artefact(report.path), torch.randn(4, 3, 8, 8)).passed
+    assert iso.verify(net, iso.deployment.open_artefact(report.path), images).passed
 
 
 def test_reports_are_json_and_torch_draws_as_before(vit, images, quantized, graphs, tmp_path, monkeypatch):

@@ -120,7 +120,9 @@ def compare_outputs(
         rows += further
         said += skipped
     else:
-        said.append("not tried: other sizes, batch sizes and signs, or a second call; thorough=True tries them")
+        said.append(
+            "not tried: other sizes, batch sizes, signs and precisions, or a second call; thorough=True tries them"
+        )
     targets = pair.targets(cast_floats(batches[0], torch.float64))
     report = VerifyReport(atol, tuple(rows), targets, not_called=not_called)
     return replace(report, notes=(*said, *pair.notes(), *_doubts(report, pair, batches[0])))
