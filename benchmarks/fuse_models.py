@@ -48,7 +48,7 @@ TRANSFORMERS = {
     "Levit": {},
     "MobileViT": {},
     "MobileViTV2": dict(width_multiplier=0.5),
-    "Cvt": dict(embed_dim=[32, 64, 128], depth=[1, 1, 3]),
+    "Cvt": dict(embed_dim=[32, 64, 128], drop_path_rate=[0.0, 0.0, 0.0]),
     "PoolFormer": dict(hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 1, 1]),
     "Bit": dict(hidden_sizes=[128, 256], depths=[1, 1], embedding_size=32),
     "SwiftFormer": dict(depths=[1, 1, 2, 1]),

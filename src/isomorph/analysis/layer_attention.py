@@ -168,12 +168,12 @@ class LayerCall(NamedTuple):
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Context in which layers run in the form that has a map of all tokens: not fused, or with masked windows."""
-    facts = [(layer, facts_of(layer)) for layer in model.modules()]
+    facts: list[tuple[Any, Any]] = [(layer, facts_of(layer)) for layer in model.modules()]
     forms: list[Any] = []
     for layer, fact in facts:
         if fact and fact.plain:
             forms += [(layer, "scale", layer.scale), (layer, "fused_attn", layer.fused_attn)]
-            setattr(layer, "scale", score_scale(layer))  # noqa: B010 (types)
+            layer.scale = score_scale(layer)
     windows = [layer for layer, _ in facts if isinstance(layer, WindowAttention) and not layer.no_map]
     forms += [(layer, "pruned", layer.pruned) for layer in windows]
     try:

@@ -212,13 +212,13 @@ def fused_scale(layer: Any, grids: Sequence[tuple[GridSize, int]] = ()) -> float
     if getattr(layer, "fused_attn", True) or first_float(layer).is_meta:
         return None
     try:
-        copied = _silence(_in_float64(layer))
+        copied: Any = _silence(_in_float64(layer))
     except Exception:  # a layer that cannot be copied
         return None
     for x, more in _trials(copied, _grids_of(grids)):
-        setattr(copied, "fused_attn", False)  # noqa: B010 (types)
+        copied.fused_attn = False
         plain = _run(copied, x, more)
-        setattr(copied, "fused_attn", True)  # noqa: B010 (types)
+        copied.fused_attn = True
         fused = _run(copied, x, more)
         if plain and fused and plain.logits is not None and fused.fused is not None:
             return _fit_scale(plain.logits, fused.fused)
