@@ -132,7 +132,8 @@ def refined(make: Callable[[], nn.Module] | None = None, call: Call = TOKENS, he
 def pyramid(make: Callable[[], nn.Module], call: Call = MAP, **options: Any) -> Row:
     row = {name: options.pop(name) for name in Row._fields if name in options}
     leak = row.pop("leak", 1e-10)
-    return Row(iso.LinearToPyramid(**options), make, call, back=iso.fuse, leak=leak, **row)
+    back = functools.partial(iso.fuse, norms=False)  # without an example no other norm is merged
+    return Row(iso.LinearToPyramid(**options), make, call, back=back, leak=leak, **row)
 
 
 IN_VIT = dict(where="blocks.*.attn", other=OTHER_IMAGES, heads=4)
