@@ -52,7 +52,7 @@ FORWARD = EntryPoint()
 
 
 def entry_points(model: nn.Module, batch: Inputs) -> list[EntryPoint]:
-    """Return how a model may be called with a batch beside its forward; some may raise, and not all give numbers.
+    """Return the ways to call a model with a batch other than its plain forward; some may raise or give no numbers.
 
     They are its forward with each flag turned, and the public methods that take the same, but for those whose names say
     that they change the model or write files.
@@ -67,7 +67,7 @@ def untried_arguments(model: nn.Module, batch: Inputs) -> list[str]:
     """Return the arguments of a model's forward that choose what it computes by something else than yes or no."""
     untried = []
     for name, parameter in _arguments(model.forward, batch):
-        if isinstance(parameter.default, str) or (type(parameter.default) is int):
+        if isinstance(parameter.default, str) or type(parameter.default) is int:
             untried.append(name)
     return untried
 

@@ -116,7 +116,7 @@ class ReferenceCalls:
         copied = copy_module(model)
         before = state_of(copied)
         try:
-            outputs, made = self._outputs(copied, entry, inputs)
+            outputs, made = self._outputs(copied, entry, inputs, record_choices)
         except Exception:  # of any code that is called in a way it may not be meant for
             return False
         self._leaves_traces |= not left_no_trace(copied, before, model)
@@ -137,11 +137,11 @@ class ReferenceCalls:
 
     @torch.no_grad()
     def _outputs(
-        self, model: nn.Module, entry: EntryPoint, inputs: Inputs, like: ChosenCall | None = None
+        self, model: nn.Module, entry: EntryPoint, inputs: Inputs, run: Callable[..., ChosenCall]
     ) -> tuple[list[Tensor], ChosenCall]:
         """Return the floating-point outputs of a call, and those of the watched modules; and its choices.
 
-        The choices are recorded, or those of another call are repeated.
+        `run` makes the call: it records choices, repeats those of another call, or does neither.
         """
         self._count_call()
         found: list[Any] = []
@@ -150,8 +150,7 @@ class ReferenceCalls:
                 watched = model.get_submodule(name)
                 hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
             torch.manual_seed(0)
-            call = partial(entry, model, _copy(inputs))
-            made = record_choices(model, call) if like is None else repeat_choices(model, call, like)
+            made = run(model, partial(entry, model, _copy(inputs)))
         return _numbers_of(found, made.output), made
 
     def _compare(self, call: Call, model: nn.Module) -> float:
@@ -160,13 +159,14 @@ class ReferenceCalls:
         Outputs that differ are compared again with the choices of the reference, and so are the numbers chosen by.
         """
         try:
-            outputs, _ = self._outputs(self._to_call(model), call.entry, call.inputs)
+            outputs, _ = self._outputs(self._to_call(model), call.entry, call.inputs, _run_plainly)
             plain = relative_difference(call.outputs, outputs)
         except UserError:  # a detector finds another number of objects
             plain = math.inf
         if plain <= TOLERANCE or not call.made.choices:
             return plain
-        outputs, made = self._outputs(self._to_call(model), call.entry, call.inputs, call.made)
+        repeat = partial(repeat_choices, made=call.made)
+        outputs, made = self._outputs(self._to_call(model), call.entry, call.inputs, repeat)
         if made.unmatched:
             return math.inf
         read = _numbers_of(call.made.read), _numbers_of(made.read)
@@ -213,6 +213,10 @@ class ReferenceCalls:
         return self._compare(call, model)
 
 
+def _run_plainly(_: nn.Module, call: Callable[[], Any]) -> ChosenCall:
+    return ChosenCall(call(), ())
+
+
 def _numbers_of(*values: Any) -> list[Tensor]:
     """Return the floating-point tensors in values, in float64."""
     tensors = [x if x.layout == torch.strided else x.to_dense() for x in tensors_in(*values)]
@@ -249,7 +253,7 @@ def _other_sizes(inputs: Inputs) -> list[Tensor]:
 
 
 def _shorter(side: int, quarters: int) -> int:
-    """Return so many quarters of a side, or of a smaller one where the side is long."""
+    """Return a number of quarters of a side; of a long side, quarters of twice `SMALL`."""
     return min(side, 2 * SMALL) * quarters // 4
 
 
