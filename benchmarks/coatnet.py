@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, write
-from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.analysis.cost import count_macs, count_parameters
 from isomorph.layers.relative.attention import attend_with_bias, expand_table
 
 NEAREST = dict(conv_stride_mode="1x1", conv_pool_type="max2", transformer_pool_type="max2")

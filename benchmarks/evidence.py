@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 import isomorph as iso
 from interleave import RESULTS, processor, show
-from isomorph.data import open_source
-from isomorph.data.sources import decode
+from isomorph.lab.data import open_source
+from isomorph.lab.data.sources import decode
 
 VALIDATION, BATCH, PAD = 5_000, 128, 4
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

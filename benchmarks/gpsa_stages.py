@@ -17,7 +17,7 @@ from torch import nn
 
 import isomorph as iso
 from interleave import forward, interleaved, processor, saved_mib, show, step, update
-from isomorph.evaluation import saved_bytes
+from isomorph.lab.evaluation import saved_bytes
 from naive import NaiveGPSA2d
 
 STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batch

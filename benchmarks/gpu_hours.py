@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import isomorph as iso
 from gpu_model import BANDWIDTH, RESULTS, Costs, OnGPU, Recorder, imitate_autocast
 from interleave import show
+from isomorph.lab.training.build import build_model
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.training.build import build_model
 
 GPUS, IMAGES = 8, 1_281_167
 RUNS = {

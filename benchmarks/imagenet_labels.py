@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isomorph.data.imagenet_labels import LABEL_FILE
+from isomorph.lab.data.imagenet_labels import LABEL_FILE
 
 
 def kept(path: Path, wnids: list[str]) -> np.ndarray:

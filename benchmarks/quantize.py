@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 import isomorph as iso
 from interleave import RESULTS, show, write
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.model_data import sample_images
+from isomorph.lab.evaluation.model_data import sample_images
+from isomorph.models.input_sizes import evaluation_config
 from quantize_models import trained
 
 FORMS: dict[str, dict[str, Any]] = {

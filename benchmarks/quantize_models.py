@@ -15,7 +15,7 @@ from timm.models.byobnet import ByobNet, ByoModelCfg, MobileOneBlock, _mobileone
 from torch import nn
 
 import isomorph as iso
-from isomorph.recipes.tdrl import CIFAR_MODEL
+from isomorph.lab.recipes.tdrl import CIFAR_MODEL
 
 WARM_UP = dict(warmup_epochs=0.5, schedule_from="start", min_lr=1e-5)
 

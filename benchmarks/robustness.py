@@ -22,7 +22,7 @@ import torch
 from timm.data import resolve_data_config
 
 from interleave import show, write
-from isomorph.data.corruptions.corrupt import (
+from isomorph.lab.data.corruptions.corrupt import (
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
     IMAGENET_C_CROP,
@@ -32,8 +32,8 @@ from isomorph.data.corruptions.corrupt import (
     corruption_seed,
     image_transform,
 )
-from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import batch_ranges, ordered_loader
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.loaders import batch_ranges, ordered_loader
 
 ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 

@@ -19,8 +19,8 @@ from torch._inductor.utils import run_and_get_code
 
 import isomorph as iso
 from interleave import compiled, forward, graphed, interleaved, memory_mib, saved_mib, show, step, update
+from isomorph.lab.training.objectives.masked import GenericDistillationLoss
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.training.objectives.masked import GenericDistillationLoss
 from naive import branch_by_branch
 from tdrl_networks import build
 

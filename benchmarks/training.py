@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader
 import isomorph as iso
 from interleave import interleaved, show, write
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
-from isomorph.data.loaders import train_transform
-from isomorph.training.build import data_config
-from isomorph.training.optim import scaled_groups
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.guards import StopRequest
-from isomorph.training.run.log import Journal, read_log
-from isomorph.training.run.loop import StepMonitor, train_step
-from isomorph.training.run.state import open_run
+from isomorph.lab.data.loaders import train_transform
+from isomorph.lab.training.build import data_config
+from isomorph.lab.training.optim import scaled_groups
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run.guards import StopRequest
+from isomorph.lab.training.run.log import Journal, read_log
+from isomorph.lab.training.run.loop import StepMonitor, train_step
+from isomorph.lab.training.run.state import open_run
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
 NOTHING = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1))
@@ -113,7 +113,7 @@ def overhead(options):
 
 
 def start(out, options):
-    code = "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import validate\n"
+    code = "import json, sys; import isomorph as iso; from isomorph.lab.training.recipe.recipe import validate\n"
     code += "iso.train(validate(json.loads(sys.argv[1])), show=False)"
     return subprocess.Popen([sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})])
 

@@ -172,9 +172,9 @@ def field_line(name: str, field: Any, meaning: str = "") -> str:
 
 def group_lines(part: Any, prefix: str) -> str:
     """Return the fields of a group that are not groups themselves, as lists; those of rules and tasks by owner."""
+    from isomorph.lab.training.recipe.fields import TaskPart, part_of
+    from isomorph.lab.training.recipe.tasks import TASKS, find_task
     from isomorph.surgery.rule import rule_texts
-    from isomorph.training.recipe.fields import TaskPart, part_of
-    from isomorph.training.recipe.tasks import TASKS, find_task
 
     lists: dict[str, list[str]] = {}
     if part is TaskPart:
@@ -204,7 +204,7 @@ def group_lines(part: Any, prefix: str) -> str:
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
     """Return a section for a group of fields, and for each group in it."""
-    from isomorph.training.recipe.fields import part_of
+    from isomorph.lab.training.recipe.fields import part_of
 
     title = f"## {prefix.rstrip('.')}" if prefix else "## The run"
     lead = [] if not prefix else [first_line(part.__doc__)]
@@ -224,7 +224,7 @@ def first_line(docstring: str | None) -> str:
 
 def recipe_fields_page() -> str:
     """Return the reference of all recipe fields, from the models that validate them."""
-    from isomorph.training import Recipe
+    from isomorph.lab.training import Recipe
 
     lead = (
         "A recipe is a YAML or TOML file with these fields. Every field is also an option of `isomorph train`: the "
@@ -256,7 +256,7 @@ PAPERS = ("T-CNN", "ConViT", "TDRL", "Refiner", "CoAtNet")
 
 def recipes_page() -> str:
     """Return the list of all named recipes, by paper and source."""
-    from isomorph.recipes import RECIPES
+    from isomorph.lab.recipes import RECIPES
 
     papers: dict[str, dict[str, list[str]]] = {paper: {} for paper in (*PAPERS, "isomorph")}
     for name, fields in sorted(RECIPES.items()):
@@ -289,7 +289,7 @@ def model_rows() -> list[list[str]]:
     import torch
 
     import isomorph as iso
-    from isomorph.evaluation import count_macs
+    from isomorph.lab.evaluation import count_macs
 
     rows = []
     for name in iso.models.names():
@@ -318,8 +318,8 @@ def models_page() -> str:
 
 def suites_page() -> str:
     """Return the tables of the test suites: ImageNet's, and the corruptions."""
-    from isomorph.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
-    from isomorph.evaluation import SUITES
+    from isomorph.lab.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
+    from isomorph.lab.evaluation import SUITES
 
     categories = {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}
     rows = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import isomorph as iso
-from isomorph.evaluation import count_parameters, evaluation_config
+from isomorph.lab.evaluation import count_parameters, evaluation_config
 
 folder = sys.argv[1] if len(sys.argv) > 1 else None
 small = dict(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4)

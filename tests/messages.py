@@ -45,8 +45,8 @@ def cut_file(folder, _):
 
 
 def idle_layers(folder, _):
-    from isomorph.training.run import loop
-    from isomorph.training.run.state import Run
+    from isomorph.lab.training.run import loop
+    from isomorph.lab.training.run.state import Run
     from tiny_runs import tiny
 
     with loop._idle_layers_reported(Run(tiny(folder)), SimpleNamespace(say=print)):
@@ -69,7 +69,7 @@ def process_alone(_, patch):
 
 
 def without_pycocotools(_, patch):
-    from isomorph.tasks.detection.data import pycocotools
+    from isomorph.lab.tasks.detection.data import pycocotools
 
     patch.setitem(sys.modules, "pycocotools.coco", None)
     pycocotools("coco")

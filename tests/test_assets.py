@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import isomorph
-from isomorph.report.html import SCRIPTS
+from isomorph.lab.report.html import SCRIPTS
 
 ASSETS = Path(isomorph.__file__).parent / "report" / "assets"
 FILES = sorted(ASSETS.iterdir())

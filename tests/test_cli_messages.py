@@ -18,10 +18,10 @@ from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.messages import explain_parse_error, name_options
 from isomorph.cli.run import app
-from isomorph.data.sources import Source, spaced_images
+from isomorph.lab.data.sources import Source, spaced_images
+from isomorph.lab.training.recipe.read import apply_overrides
+from isomorph.lab.training.recipe.recipe import validate
 from isomorph.models import download
-from isomorph.training.recipe.read import apply_overrides
-from isomorph.training.recipe.recipe import validate
 from messages import MESSAGES, NOWHERE, without_network
 from refusals import refused
 

@@ -7,12 +7,12 @@ import timm
 import torch
 
 import isomorph as iso
+from isomorph.analysis.cost import count_macs
 from isomorph.checkpoints.model import describe_model, write_model
-from isomorph.evaluation.cost import count_macs
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.recipe.model_fields import ModelPart
 from isomorph.layers import MBConv, RelativeAttention
 from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, parse_layout, split_layout
-from isomorph.training.build import build_model
-from isomorph.training.recipe.model_fields import ModelPart
 
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
 STRIDED_DEPTHWISE = {0: 4.6, 1: 8.8, 2: 16.6}  # Table 9

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 
 import isomorph as iso
-from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.analysis.cost import count_macs, count_parameters
+from isomorph.lab.recipes import coatnet
+from isomorph.lab.training.build import build_model, data_config
+from isomorph.lab.training.objectives.supervised import build_criterion
+from isomorph.lab.training.recipe.fields import AugmentPart
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
-from isomorph.recipes import coatnet
-from isomorph.training.build import build_model, data_config
-from isomorph.training.objectives.supervised import build_criterion
-from isomorph.training.recipe.fields import AugmentPart
 
 
 @pytest.mark.parametrize("name", coatnet.RECIPES)

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from containers import CLASSES, CONTAINERS, EXPECTED, SAMPLES, as_folder, as_shards, as_tar, picture, pixels, write_tar
-from isomorph.data.formats.registry import open_source
-from isomorph.data.sources import Source, class_fraction
 from isomorph.errors import DataWarning
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.sources import Source, class_fraction
 from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("caches")

@@ -7,8 +7,8 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 
 import isomorph as iso
+from isomorph.analysis.cost import count_macs
 from isomorph.checkpoints.model import load_weights
-from isomorph.evaluation.cost import count_macs
 from isomorph.layers import GPSA, PSA
 from law_rows import noisy
 from refusals import refused

@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from isomorph.data.corruptions import corrupt
-from isomorph.data.loaders import batch_ranges, ordered_loader
-from isomorph.data.sources import Source
+from isomorph.lab.data.corruptions import corrupt
+from isomorph.lab.data.loaders import batch_ranges, ordered_loader
+from isomorph.lab.data.sources import Source
 
 ALL = (*corrupt.IMAGENET_C_CORRUPTIONS, *corrupt.EXTRA_CORRUPTIONS)
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")

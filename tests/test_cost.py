@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import isomorph as iso
 import references
-from isomorph.evaluation.cost import count_branches, count_macs, count_pass, peak_bytes, pyramid_cost, saved_bytes
-from isomorph.evaluation.speed import measure_speeds
+from isomorph.analysis.cost import count_branches, count_macs, count_pass, peak_bytes, pyramid_cost, saved_bytes
+from isomorph.analysis.speed import measure_speeds
 
 
 def small_vit(**kwargs):

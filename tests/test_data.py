@@ -12,10 +12,10 @@ from PIL.PngImagePlugin import PngInfo
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader, train_loader, train_transform, transformed
-from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.sources import Source, class_fraction, read_image
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.loaders import eval_loader, train_loader, train_transform, transformed
+from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
+from isomorph.lab.data.sources import Source, class_fraction, read_image
 from refusals import refused
 from small_images import write_crops
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
-from isomorph.evaluation.input_sizes import random_inputs
+from isomorph.models.input_sizes import random_inputs
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
 
 SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isomorph.demo import next_commands, run_demo, write_demo_page
+from isomorph.lab.demo import next_commands, run_demo, write_demo_page
 
 SMALL = ["epochs=1", "data.fraction=0.03", "optim.warmup_epochs=0", "data.test_images=30"]
 

@@ -19,11 +19,11 @@ from torchvision.transforms.v2.functional import normalize
 import isomorph as iso
 from command_line import isomorph
 from isomorph.errors import NotFinite
-from isomorph.tasks.detection import data as detection_data
-from isomorph.tasks.detection.results import Results, as_results, ground_truth, metric_rows
-from isomorph.tasks.detection.task import DetectionPart, GuidedDetectionLoss, guided_losses
-from isomorph.training.optim import learning_rate_scales
-from isomorph.training.recipe.recipe import validate
+from isomorph.lab.tasks.detection import data as detection_data
+from isomorph.lab.tasks.detection.results import Results, as_results, ground_truth, metric_rows
+from isomorph.lab.tasks.detection.task import DetectionPart, GuidedDetectionLoss, guided_losses
+from isomorph.lab.training.optim import learning_rate_scales
+from isomorph.lab.training.recipe.recipe import validate
 from refusals import refused
 from tiny_runs import same_snapshots, stopped_run
 

@@ -14,12 +14,12 @@ from isomorph.cli.sample import fid
 from isomorph.cli.sample import sample as sample_command
 from isomorph.distributed import ALONE
 from isomorph.errors import NotFinite
-from isomorph.recipes.diffusion import PYRAMIDS
-from isomorph.tasks.diffusion import NoiseSchedule, sample
-from isomorph.tasks.diffusion.image_distance import Extractor, compare_folder, image_distances, open_real_images
-from isomorph.tasks.diffusion.sampling import denoise, next_images, spaced_times
-from isomorph.tasks.diffusion.task import DenoisingLoss, denoising_errors
-from isomorph.training.task import task_of
+from isomorph.lab.recipes.diffusion import PYRAMIDS
+from isomorph.lab.tasks.diffusion import NoiseSchedule, sample
+from isomorph.lab.tasks.diffusion.image_distance import Extractor, compare_folder, image_distances, open_real_images
+from isomorph.lab.tasks.diffusion.sampling import denoise, next_images, spaced_times
+from isomorph.lab.tasks.diffusion.task import DenoisingLoss, denoising_errors
+from isomorph.lab.training.task import task_of
 from tiny_runs import same_snapshots, stopped_run
 
 TINY = dict(channels=[8, 16], blocks=1, groups=4, attention=[1], time_steps=10, drop_rate=0.1)

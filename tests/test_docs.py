@@ -53,8 +53,8 @@ def test_files_and_symbols_exist(page):
 
 
 def test_every_recipe_and_model_that_the_docs_name_exists():
+    from isomorph.lab.recipes import RECIPES
     from isomorph.models import names
-    from isomorph.recipes import RECIPES
 
     text = "\n".join(page.read_text() for page in PAGES)
     for recipe in re.findall(r"isomorph (?:train|recipes show) ([a-z]\w+)(?!\.)\b", text):

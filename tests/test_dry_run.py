@@ -9,16 +9,16 @@ import torch
 
 import isomorph as iso
 from command_line import isomorph
+from isomorph.analysis.cost import count_parameters
 from isomorph.distributed import ALONE
-from isomorph.evaluation.cost import count_parameters
-from isomorph.recipes import RECIPES
-from isomorph.recipes.tables import published_rows
-from isomorph.training.build import plan_batches
-from isomorph.training.classification import recipe_task
-from isomorph.training.dry_run import rehearsal
-from isomorph.training.dry_run.needs import list_needs
-from isomorph.training.dry_run.synthetic import PUBLISHED_SIZES
-from isomorph.training.run.state import Run
+from isomorph.lab.recipes import RECIPES
+from isomorph.lab.recipes.tables import published_rows
+from isomorph.lab.training.build import plan_batches
+from isomorph.lab.training.classification import recipe_task
+from isomorph.lab.training.dry_run import rehearsal
+from isomorph.lab.training.dry_run.needs import list_needs
+from isomorph.lab.training.dry_run.synthetic import PUBLISHED_SIZES
+from isomorph.lab.training.run.state import Run
 from refusals import refused
 
 

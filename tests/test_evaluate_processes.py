@@ -9,7 +9,7 @@ from PIL import Image
 
 import isomorph as iso
 from command_line import isomorph
-from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, sum_counts
+from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, sum_counts
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
 

@@ -9,9 +9,9 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.evaluation.accuracy import MultiLabelCounts, PredictionCounts, evaluate, sum_counts
-from isomorph.evaluation.cost import count_macs
-from isomorph.evaluation.speed import throughput
+from isomorph.analysis.cost import count_macs
+from isomorph.analysis.speed import throughput
+from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, evaluate, sum_counts
 from refusals import refused
 
 

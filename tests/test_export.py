@@ -21,7 +21,7 @@ from command_line import isomorph
 from isomorph.deployment.artefact import describe
 from isomorph.deployment.program import prepare, to_onnx, trace
 from isomorph.deployment.shapes import plan_shapes
-from isomorph.evaluation.robustness.cells import weights_hash
+from isomorph.lab.evaluation.robustness.cells import weights_hash
 from refusals import refused
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear")

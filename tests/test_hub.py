@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from containers import CLASSES, EXPECTED, SAMPLES, as_parquet, dataset
-from isomorph.data.formats.registry import open_source
-from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.streams import open_stream, stream_loader
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.sampler import BatchOrder, BatchParts, TrainSampler
+from isomorph.lab.data.streams import open_stream, stream_loader
 from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("caches")
@@ -83,5 +83,5 @@ class TestStream:
     @pytest.mark.parametrize("skip", [0, 6])
     def test_skipping_resumes(self, stream, skip, monkeypatch):
         whole = list(stream.samples(2, 1, 1, 2))
-        monkeypatch.setattr("isomorph.data.streams.decode", None)
+        monkeypatch.setattr("isomorph.lab.data.streams.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]

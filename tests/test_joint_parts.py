@@ -10,8 +10,8 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.cli import main
+from isomorph.lab.training.recipe.model_fields import RecastPart
 from isomorph.layers import JointPyramid, PyramidLinear
-from isomorph.training.recipe.model_fields import RecastPart
 from law_rows import noisy
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)

@@ -19,12 +19,12 @@ from isomorph.cli.open_models import open_given
 from isomorph.cli.options import CheckpointOptions
 from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import NotFinite
-from isomorph.tasks.language import glue
-from isomorph.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
-from isomorph.tasks.language.text import LanguageTask, open_tokenizer, pad_batch
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.recipe.tasks import find_task
-from isomorph.training.task import EvaluationOptions, task_of
+from isomorph.lab.tasks.language import glue
+from isomorph.lab.tasks.language.masked_lm import IGNORED, PackedTexts, _masked_sums, pack
+from isomorph.lab.tasks.language.text import LanguageTask, open_tokenizer, pad_batch
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.recipe.tasks import find_task
+from isomorph.lab.training.task import EvaluationOptions, task_of
 from tiny_runs import same_snapshots, stopped_run
 
 transformers = pytest.importorskip("transformers")

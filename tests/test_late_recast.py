@@ -10,12 +10,12 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.named_state import split_optimizer
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.recipe.model_fields import ModelPart, RecastPart
+from isomorph.lab.training.run.log import Journal, read_log
+from isomorph.lab.training.run.loop import recast_when_due, train_epoch
+from isomorph.lab.training.run.state import Run
 from isomorph.surgery import RULES
-from isomorph.training.build import build_model
-from isomorph.training.recipe.model_fields import ModelPart, RecastPart
-from isomorph.training.run.log import Journal, read_log
-from isomorph.training.run.loop import recast_when_due, train_epoch
-from isomorph.training.run.state import Run
 from law_rows import noisy
 from tiny_runs import TINY, same_snapshots, tiny
 
@@ -99,7 +99,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_interrupted_around_the_recast(epoch, whole, tmp_path):
     """Stopped before or after it, a run finds its way; the recast is made once."""
-    import isomorph.training.run.loop as loop
+    import isomorph.lab.training.run.loop as loop
 
     def dying(run, *rest, close=loop.finish_epoch):
         close(run, *rest)

@@ -9,13 +9,13 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
-from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.training.objectives import masked
+from isomorph.lab.training.recipe.fields import MaskPart
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed, split_patches
 from isomorph.surgery import edits
-from isomorph.training.objectives import masked
-from isomorph.training.recipe.fields import MaskPart
 from refusals import refused
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from timm.models._features_fx import create_feature_extractor, get_graph_node_na
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
+from isomorph.lab.training.optim import learning_rate_scales, scaled_groups
+from isomorph.lab.training.recipe.fields import OptimPart
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.models.tcnn import checkpoint_filter_fn
-from isomorph.training.optim import learning_rate_scales, scaled_groups
-from isomorph.training.recipe.fields import OptimPart
 
 CIFAR = ((20, 269_722, 5), (56, 853_018, 17))
 T_RESNETS = {  # parameters of the CNN, blocks of its last stage, millions in T-CNN Table 2

@@ -20,10 +20,10 @@ from isomorph.checkpoints.files import strip_wrappers
 from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
-from isomorph.data.label_maps import _load_label_map
-from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
+from isomorph.lab.data.label_maps import _load_label_map
+from isomorph.lab.tasks.diffusion.image_distance import InceptionFeatures
+from isomorph.models.input_sizes import evaluation_config, random_inputs
 from isomorph.surgery import notes
-from isomorph.tasks.diffusion.image_distance import InceptionFeatures
 from refusals import refused
 
 VIT = dict(img_size=96, patch_size=8, depth=2)

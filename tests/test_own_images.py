@@ -13,15 +13,15 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.model import record_data
-from isomorph.data.label_maps import LabelMapSource
-from isomorph.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
 from isomorph.errors import DataWarning
-from isomorph.evaluation.input_sizes import check_same_classes, evaluation_config
-from isomorph.evaluation.model_data import open_test_images
-from isomorph.tasks.detection.data import Annotations, DetectionSource, ImageRecord
-from isomorph.tasks.detection.data import open_split as open_boxes
-from isomorph.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
-from isomorph.training.classification import CLASSIFICATION
+from isomorph.lab.data.label_maps import LabelMapSource
+from isomorph.lab.data.sources import decode, hash_to_unit, image_name, read_image, upright_size
+from isomorph.lab.evaluation.model_data import open_test_images
+from isomorph.lab.tasks.detection.data import Annotations, DetectionSource, ImageRecord
+from isomorph.lab.tasks.detection.data import open_split as open_boxes
+from isomorph.lab.tasks.segmentation.data import Files, MaskedImages, lookup_table, masks
+from isomorph.lab.training.classification import CLASSIFICATION
+from isomorph.models.input_sizes import check_same_classes, evaluation_config
 from refusals import refused
 
 CLASSES = ("apple", "pear", "plum")

@@ -8,7 +8,7 @@ import timm
 import torch
 
 import isomorph as iso
-from isomorph.evaluation.input_sizes import training_config
+from isomorph.models.input_sizes import training_config
 from small_images import write_crops
 from test_docs_code import blocks_of, run_shell
 

@@ -8,11 +8,11 @@ import pytest
 
 from command_line import isomorph
 from isomorph.cli.run import app
-from isomorph.recipes import RECIPES, load_recipe
-from isomorph.recipes.tables import PAPERS, find_table, published_tables, table_with_runs, tables_of
-from isomorph.report.published_table import COLUMNS, MEASURED, published_charts, published_table
-from isomorph.report.run_files import read_run_logs
-from isomorph.training.recipe.differences import describe_differences
+from isomorph.lab.recipes import RECIPES, load_recipe
+from isomorph.lab.recipes.tables import PAPERS, find_table, published_tables, table_with_runs, tables_of
+from isomorph.lab.report.published_table import COLUMNS, MEASURED, published_charts, published_table
+from isomorph.lab.report.run_files import read_run_logs
+from isomorph.lab.training.recipe.differences import describe_differences
 from refusals import refused
 
 TABLES = published_tables()

@@ -13,13 +13,13 @@ from timm.data import create_transform
 from torch import nn
 
 import isomorph as iso
-from isomorph.evaluation.cost import count_parameters
-from isomorph.recipes import RECIPES, convit, refiner
-from isomorph.training.build import build_model
-from isomorph.training.optim import build_optimizer, build_scheduler
-from isomorph.training.recipe.fields import OptimPart, magnitudes
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.state import Run
+from isomorph.analysis.cost import count_parameters
+from isomorph.lab.recipes import RECIPES, convit, refiner
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.optim import build_optimizer, build_scheduler
+from isomorph.lab.training.recipe.fields import OptimPart, magnitudes
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run.state import Run
 from refusals import refused
 
 

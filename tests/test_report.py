@@ -11,27 +11,33 @@ import numpy as np
 import pytest
 import timm
 import torch
+from isomorph.lab.report.html import render_page
 from PIL import Image
 from scipy.stats import binomtest
 
 import isomorph as iso
 from isomorph import report
+from isomorph.analysis.cost import count_macs
 from isomorph.analysis.evolution import random_draw_indices
 from isomorph.checkpoints.foreign import NO_OPTIONS
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.cli.analyze import ImageOptions, gating_histories, open_test_loaders
-from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader
-from isomorph.data.sources import Source
-from isomorph.evaluation.cost import count_macs
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.model_data import sample_images
-from isomorph.evaluation.robustness.scores import robustness_summary
-from isomorph.report.attention_viewer import ViewerModel, build_viewer, capture_layer_maps, pack_layer_maps, round_rows
-from isomorph.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
-from isomorph.report.html import render_page
-from isomorph.report.robustness_page import robustness_charts, robustness_table
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.sources import Source
+from isomorph.lab.evaluation.model_data import sample_images
+from isomorph.lab.evaluation.robustness.scores import robustness_summary
+from isomorph.lab.report.attention_viewer import (
+    ViewerModel,
+    build_viewer,
+    capture_layer_maps,
+    pack_layer_maps,
+    round_rows,
+)
+from isomorph.lab.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
+from isomorph.lab.report.robustness_page import robustness_charts, robustness_table
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.terminal_tables import interval_text, metric_table
 from refusals import refused
 
@@ -228,7 +234,7 @@ class TestRuns:
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
     pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
     source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
-    monkeypatch.setattr("isomorph.evaluation.model_data.open_source", lambda *_: source)
+    monkeypatch.setattr("isomorph.lab.evaluation.model_data.open_source", lambda *_: source)
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")

@@ -15,8 +15,8 @@ import isomorph as iso
 from browser import open_tab
 from isomorph import report
 from isomorph.analysis import attention_windows
-from isomorph.report.page_images import normalise_images
-from isomorph.report.page_models import name_classes
+from isomorph.lab.report.page_images import normalise_images
+from isomorph.lab.report.page_models import name_classes
 from test_report import CONFIG as FRAMING
 from test_report import small_vit
 

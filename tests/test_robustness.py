@@ -11,11 +11,11 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 import isomorph as iso
-from isomorph.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
-from isomorph.data.corruptions.corrupt import IMAGENET_C_CORRUPTIONS, corrupt, corruption_seed
-from isomorph.data.loaders import eval_loader, eval_transform
-from isomorph.data.sources import Source
-from isomorph.evaluation.robustness.scores import ALEXNET, ALEXNET_CLEAN, compare_to_baseline, robustness_summary
+from isomorph.lab.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
+from isomorph.lab.data.corruptions.corrupt import IMAGENET_C_CORRUPTIONS, corrupt, corruption_seed
+from isomorph.lab.data.loaders import eval_loader, eval_transform
+from isomorph.lab.data.sources import Source
+from isomorph.lab.evaluation.robustness.scores import ALEXNET, ALEXNET_CLEAN, compare_to_baseline, robustness_summary
 from refusals import refused
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))

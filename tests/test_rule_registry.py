@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import isomorph as iso
+from isomorph.lab.training.recipe.recipe import document_fields, validate
 from isomorph.surgery.rule import RULES, rule_options
-from isomorph.training.recipe.recipe import document_fields, validate
 from refusals import refused
 
 

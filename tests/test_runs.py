@@ -16,11 +16,11 @@ from isomorph.checkpoints.named_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.snapshot import digest_of, list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
-from isomorph.training.history import saved_models
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.guards import lock_folder, stop_requests
-from isomorph.training.run.log import ClosableStream, read_log
-from isomorph.training.run.state import Run
+from isomorph.lab.training.history import saved_models
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run.guards import lock_folder, stop_requests
+from isomorph.lab.training.run.log import ClosableStream, read_log
+from isomorph.lab.training.run.state import Run
 from refusals import refused
 from test_own_images import images
 from tiny_runs import same_snapshots, stopped_run

@@ -13,13 +13,27 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.distributed import ALONE
 from isomorph.errors import DataWarning, NotFinite
-from isomorph.tasks.segmentation.augment import CappedCrop, RatioResize, SegmentationPart, TrainTransform, scaled_size
-from isomorph.tasks.segmentation.data import IGNORE, Pair, masks, open_masks, open_splits, open_test_pairs, read_mask
-from isomorph.tasks.segmentation.results import Confusion, slide, window_starts
-from isomorph.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
-from isomorph.training.optim import build_optimizer, build_scheduler
-from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.run.state import Run
+from isomorph.lab.tasks.segmentation.augment import (
+    CappedCrop,
+    RatioResize,
+    SegmentationPart,
+    TrainTransform,
+    scaled_size,
+)
+from isomorph.lab.tasks.segmentation.data import (
+    IGNORE,
+    Pair,
+    masks,
+    open_masks,
+    open_splits,
+    open_test_pairs,
+    read_mask,
+)
+from isomorph.lab.tasks.segmentation.results import Confusion, slide, window_starts
+from isomorph.lab.tasks.segmentation.task import SegmentationLoss, channel_distillation, pixel_cross_entropy
+from isomorph.lab.training.optim import build_optimizer, build_scheduler
+from isomorph.lab.training.recipe.fields import OptimPart
+from isomorph.lab.training.run.state import Run
 from refusals import refused
 
 VIT = dict(depth=2, embed_dim=24, num_heads=2)

@@ -17,8 +17,8 @@ from hub_server import TOKEN, Hub
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.deployment.model_card import model_card
-from isomorph.evaluation.input_sizes import evaluation_config, random_inputs
 from isomorph.models import download
+from isomorph.models.input_sizes import evaluation_config, random_inputs
 from refusals import refused
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)

@@ -11,8 +11,8 @@ from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
 from isomorph.cli.analyze import open_page_model
 from isomorph.cli.options import OpenOptions
-from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
-from isomorph.evaluation.model_data import evaluation_data
+from isomorph.lab.evaluation.model_data import evaluation_data
+from isomorph.models.input_sizes import evaluation_config, fit_to_size, training_config
 from refusals import refused
 
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)

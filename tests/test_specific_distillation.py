@@ -7,11 +7,11 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.recipe.model_fields import ModelPart
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run.state import Run
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.training.build import build_model
-from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.state import Run
 from test_operations import Launched
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3)

@@ -11,11 +11,11 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from containers import SAMPLES, as_folder, picture, write_tar
-from isomorph.data.formats.naming import IMAGE_SUFFIXES, names_only_a_split, split_words
-from isomorph.data.formats.registry import open_source
-from isomorph.data.streams import open_stream
 from isomorph.errors import DataWarning
-from isomorph.tasks.segmentation.data import read_mask
+from isomorph.lab.data.formats.naming import IMAGE_SUFFIXES, names_only_a_split, split_words
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.streams import open_stream
+from isomorph.lab.tasks.segmentation.data import read_mask
 from refusals import refused
 
 pytestmark = pytest.mark.usefixtures("caches")

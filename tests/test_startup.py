@@ -85,6 +85,36 @@ def test_importing_isomorph_imports_little_more_than_timm():
     assert not imported & {"matplotlib", "sklearn", "datasets", "pydantic", "jinja2", "cyclopts"}
 
 
+CHANGES = """
+import sys, timm, torch, isomorph as iso
+net = timm.create_model("cifar_resnet20").eval()
+images = torch.randn(2, 3, 32, 32)
+gated = iso.recast(net, iso.ConvToGPSA(init="exact"), where="layer3.2.conv2")
+iso.verify(net, gated, images)
+iso.save(gated, "gated.safetensors")
+gated = iso.load("gated.safetensors")
+iso.revert(gated)
+iso.fuse(net)
+grown = iso.insert(net, iso.layers.MapAttention, after="layer3.2", example=images)
+iso.export(grown, "grown.pt2", size=32)
+vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+iso.prune(iso.recast(vit, iso.AttentionToGPSA(), where="blocks.0.attn"))
+iso.attention_maps(vit, images)
+print(*sorted(sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_changing_a_model_loads_nothing_of_the_lab(tmp_path):
+    run = [sys.executable, "-c", CHANGES]
+    child = subprocess.run(run, cwd=tmp_path, env=settings(), text=True, capture_output=True)
+    assert child.returncode == 0, child.stderr
+    loaded = set(child.stdout.split())
+    assert "isomorph.surgery.recast" in loaded
+    assert not [name for name in loaded if name.startswith("isomorph.lab")]
+    assert not loaded & {"pyarrow", "datasets", "jinja2", "cyclopts", "matplotlib"}
+
+
 @pytest.mark.slow
 def test_the_tables_are_those_of_the_library():
     """After a change of models, rules or recipe fields: python -m isomorph.cli.write_tables."""

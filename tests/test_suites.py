@@ -14,9 +14,9 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.cli import main
-from isomorph.data.imagenet_labels import imagenet_labels
-from isomorph.evaluation import Sweep, evaluate_suites, open_suites
-from isomorph.evaluation.model_data import run_sweep
+from isomorph.lab.data.imagenet_labels import imagenet_labels
+from isomorph.lab.evaluation import Sweep, evaluate_suites, open_suites
+from isomorph.lab.evaluation.model_data import run_sweep
 from refusals import refused
 
 LABELS = imagenet_labels()

@@ -11,14 +11,14 @@ from timm.task import TrainingTask
 
 import isomorph as iso
 from isomorph.cli import main
-from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader, eval_transform, train_loader, transformed
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.training.recipe import tasks
-from isomorph.training.recipe.fields import Part, Positive
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.recipe.tasks import ENTRY_POINTS, TASKS
-from isomorph.training.task import Objective, Task, recorded_task, task_of
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.loaders import eval_loader, eval_transform, train_loader, transformed
+from isomorph.lab.training.recipe import tasks
+from isomorph.lab.training.recipe.fields import Part, Positive
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.recipe.tasks import ENTRY_POINTS, TASKS
+from isomorph.lab.training.task import Objective, Task, recorded_task, task_of
+from isomorph.models.input_sizes import evaluation_config
 
 
 class ParityOptions(Part):

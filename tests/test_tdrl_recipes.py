@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import isomorph as iso
+from isomorph.lab.recipes import RECIPES
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.optim import build_optimizer, set_weight_decay
+from isomorph.lab.training.recipe.model_fields import ModelPart
+from isomorph.lab.training.run.loop import train_step
+from isomorph.lab.training.run.state import Run
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
-from isomorph.recipes import RECIPES
-from isomorph.training.build import build_model
-from isomorph.training.optim import build_optimizer, set_weight_decay
-from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.run.loop import train_step
-from isomorph.training.run.state import Run
 from refusals import refused
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3)

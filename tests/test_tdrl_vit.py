@@ -6,16 +6,16 @@ import torch
 from torch import nn
 
 import isomorph as iso
+from isomorph.lab.recipes import tdrl
+from isomorph.lab.report import compare_sections, read_run_logs
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.optim import scaled_groups
+from isomorph.lab.training.recipe.fields import OptimPart
+from isomorph.lab.training.recipe.model_fields import ModelPart
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run import loop
+from isomorph.lab.training.run.log import read_log
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
-from isomorph.recipes import tdrl
-from isomorph.report import compare_sections, read_run_logs
-from isomorph.training.build import build_model
-from isomorph.training.optim import scaled_groups
-from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run import loop
-from isomorph.training.run.log import read_log
 from refusals import refused
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)

@@ -14,18 +14,18 @@ from torch.utils.data import default_collate
 
 import isomorph as iso
 from containers import CLASSES, SAMPLES, as_folder, as_tar
-from isomorph.data.formats.registry import open_source
-from isomorph.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
-from isomorph.data.loaders import train_transform
 from isomorph.distributed import seed_generators
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
+from isomorph.lab.data.loaders import train_transform
+from isomorph.lab.training.classification import CLASSIFICATION
+from isomorph.lab.training.objectives.supervised import PenalisedLoss, neighbour_similarity
+from isomorph.lab.training.objectives.token_labels import MixedLabelMaps, TokenLabelLoss, crop_label_maps, dense_scores
+from isomorph.lab.training.recipe.fields import AugmentPart, MapSimilarityPart, TokenLabelPart
+from isomorph.lab.training.run.loop import train_epoch
+from isomorph.lab.training.run.state import Run
 from isomorph.models import create
 from isomorph.models.blockwise import Box
-from isomorph.training.classification import CLASSIFICATION
-from isomorph.training.objectives.supervised import PenalisedLoss, neighbour_similarity
-from isomorph.training.objectives.token_labels import MixedLabelMaps, TokenLabelLoss, crop_label_maps, dense_scores
-from isomorph.training.recipe.fields import AugmentPart, MapSimilarityPart, TokenLabelPart
-from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import Run
 
 CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
 NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)
@@ -137,7 +137,7 @@ class TestGeometry:
 @pytest.mark.parametrize("kind", ["label", "map"])
 def test_the_loss_is_the_formula(kind, monkeypatch):
     target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
-    monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
+    monkeypatch.setattr("isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: box)
     model = create("refined_vit_s", **NETWORK).double().eval()
     part = TokenLabelPart(weight=0.7, maps="maps", class_token=kind)
     found = TokenLabelLoss(model, part, 0.1, torch.device("cpu"))(x, target)
@@ -237,7 +237,7 @@ def test_similarity_is_the_formula_and_so_are_its_gradients(pairs):
 @pytest.mark.parametrize("tokens", [False, True])
 def test_loss_and_gradients_are_the_formula_s(name, tokens, monkeypatch):
     """Every parameter's gradient, against maps taken block by block and compared entry by entry."""
-    monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
+    monkeypatch.setattr("isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
     model = drawn(create(name, **SMALL)).double().train()
     reference = copy.deepcopy(model)
     x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
@@ -294,7 +294,7 @@ class TestMixedLabels:
     def test_patches_have_the_labels_of_both_images(self, kind, monkeypatch):
         """In the images' shares, whatever the place (as the released code has it), and MixToken comes after."""
         box = Box(0, 1, 0, 2)
-        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
+        monkeypatch.setattr("isomorph.lab.training.objectives.token_labels.draw_box", lambda *_: box)
         model = drawn(create("refined_vit_s", **SMALL)).double().eval()
         x, target, own = torch.randn(4, 3, 32, 32).double(), self.target(), torch.tensor([0.7, 0.6, 0.6, 0.7])
         task = TokenLabelLoss(model, TokenLabelPart(weight=0.7, maps="maps", class_token=kind), 0.1, CPU)

@@ -7,8 +7,8 @@ import timm
 import torch
 
 import isomorph as iso
-from isomorph.evaluation.input_sizes import random_inputs
 from isomorph.layers import modes
+from isomorph.models.input_sizes import random_inputs
 from isomorph.surgery.reference_calls import own_example
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]

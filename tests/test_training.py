@@ -13,19 +13,19 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
 from isomorph.distributed import Runtime
-from isomorph.training.objectives.distillation import build_distillation
-from isomorph.training.optim import (
+from isomorph.lab.training.objectives.distillation import build_distillation
+from isomorph.lab.training.optim import (
     build_optimizer,
     build_scheduler,
     describe_groups,
     learning_rate_scales,
     scaled_groups,
 )
-from isomorph.training.recipe.fields import DistillPart, OptimPart
-from isomorph.training.run import loop
-from isomorph.training.run.log import read_log
-from isomorph.training.run.loop import train_epoch, train_step
-from isomorph.training.run.state import Run
+from isomorph.lab.training.recipe.fields import DistillPart, OptimPart
+from isomorph.lab.training.run import loop
+from isomorph.lab.training.run.log import read_log
+from isomorph.lab.training.run.loop import train_epoch, train_step
+from isomorph.lab.training.run.state import Run
 from refusals import refused
 from small_images import digit_images, write_parquet
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-from isomorph.evaluation.cost import count_macs
+from isomorph.analysis.cost import count_macs
+from isomorph.lab.training.build import build_model
+from isomorph.lab.training.recipe.model_fields import ModelPart
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run.log import read_log
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.models.vanillanet import checkpoint_filter_fn
-from isomorph.training.build import build_model
-from isomorph.training.recipe.model_fields import ModelPart
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.log import read_log
 from refusals import refused
 
 SMALL = dict(dims=[8, 12, 16, 20], num_classes=5)

@@ -9,9 +9,9 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
-from isomorph.training import Stopped
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.loop import StepMonitor
+from isomorph.lab.training import Stopped
+from isomorph.lab.training.recipe.recipe import validate
+from isomorph.lab.training.run.loop import StepMonitor
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from isomorph import analysis, data, deployment, evaluation, layers, models, report, surgery, training
+    from isomorph import analysis, deployment, layers, models, surgery
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
+    from isomorph.analysis.cost import cost_table
     from isomorph.checkpoints.model import load_weights, save
     from isomorph.checkpoints.open import load
     from isomorph.deployment import push, save_for_hub
     from isomorph.deployment.export import export
     from isomorph.deployment.quantize import quantize
     from isomorph.errors import UserError
-    from isomorph.evaluation import cost_table
+    from isomorph.lab import data, evaluation, report, training
+    from isomorph.lab.recipes import load_recipe
+    from isomorph.lab.tasks.evaluate import evaluate
+    from isomorph.lab.tasks.robustness import robustness
+    from isomorph.lab.training import Recipe, train
     from isomorph.process import keep_freed_memory
-    from isomorph.recipes import load_recipe
     from isomorph.surgery import (
         Anneal,
         AttentionToGPSA,
@@ -46,53 +50,90 @@ if TYPE_CHECKING:
         unstride,
         verify,
     )
-    from isomorph.tasks.evaluate import evaluate
-    from isomorph.tasks.robustness import robustness
-    from isomorph.training import Recipe, train
+_PACKAGES = ("analysis", "checkpoints", "deployment", "layers", "models", "surgery")
+_LAB_PACKAGES = ("data", "evaluation", "recipes", "report", "training")
 # Public names by the module that defines them, which is imported when the first of them is used (PEP 562).
-_HOMES = {
+_NAMES = {
     "analysis": "attention_maps cka gates nonlocality",
+    "analysis.cost": "cost_table",
     "checkpoints.open": "load",
     "checkpoints.model": "load_weights save",
     "deployment": "export push quantize save_for_hub",
     "errors": "UserError",
-    "evaluation": "cost_table",
     "process": "keep_freed_memory",
-    "recipes": "load_recipe",
     "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
     "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune "
     "recalibrate recast revert targets unstride verify",
-    "tasks.evaluate": "evaluate",
-    "tasks.robustness": "robustness",
-    "training": "Recipe train",
+    "lab.recipes": "load_recipe",
+    "lab.tasks.evaluate": "evaluate",
+    "lab.tasks.robustness": "robustness",
+    "lab.training": "Recipe train",
 }
-__all__ = ["analysis", "data", "deployment", "evaluation", "layers", "models", "report", "surgery", "training"]
-_SUBPACKAGES = (*__all__, "checkpoints", "recipes")
-__all__ += [
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+__all__ = [
     "Anneal",
     "AttentionToGPSA",
     "AttentionToLinears",
     "AttentionToRefined",
     "AttentionToRelative",
     "AttentionToWindow",
+    "ConvToConvNorm",
+    "ConvToGPSA",
+    "LinearToPyramid",
+    "Recipe",
+    "Rule",
+    "UserError",
+    "analysis",
+    "attention_maps",
+    "cka",
+    "cost_table",
+    "data",
+    "deployment",
+    "edits",
+    "evaluate",
+    "evaluation",
+    "export",
+    "fuse",
+    "gates",
+    "insert",
+    "keep_freed_memory",
+    "layers",
+    "load",
+    "load_recipe",
+    "load_weights",
+    "models",
+    "nonlocality",
+    "prune",
+    "push",
+    "quantize",
+    "recalibrate",
+    "recast",
+    "report",
+    "revert",
+    "robustness",
+    "save",
+    "save_for_hub",
+    "surgery",
+    "targets",
+    "train",
+    "training",
+    "unstride",
+    "verify",
 ]
-__all__ += ["ConvToConvNorm", "ConvToGPSA"]
-__all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
-__all__ += ["evaluate", "export", "fuse", "gates", "insert", "keep_freed_memory", "load", "load_recipe", "load_weights"]
-__all__ += ["nonlocality", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness", "save"]
-__all__ += ["save_for_hub", "targets", "train", "unstride", "verify"]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
 
     def __getattr__(name: str) -> Any:
-        home = next((module for module, names in _HOMES.items() if name in names.split()), None)
-        if home:
-            value = getattr(import_module(f"isomorph.{home}"), name)
-        elif name in _SUBPACKAGES:
+        if name in _HOMES:
+            value = getattr(import_module(f"isomorph.{_HOMES[name]}"), name)
+        elif name in _PACKAGES:
             value = import_module(f"isomorph.{name}")
+        elif name in _LAB_PACKAGES:
+            value = import_module(f"isomorph.lab.{name}")
         else:
-            hint = "".join(f"; did you mean {close}?" for close in get_close_matches(name, __all__, n=1))
+            close = get_close_matches(name, __all__, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
             raise AttributeError(f"module 'isomorph' has no attribute {name!r}{hint}")
         globals()[name] = value
         return value

@@ -15,8 +15,8 @@ from isomorph.checkpoints.files import Contents, check_foreign_kwargs, parse_dat
 from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered
+from isomorph.models.input_sizes import training_config
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Edit, Reparameterize, apply_edit
 from isomorph.surgery.rule import add_notes

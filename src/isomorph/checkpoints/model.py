@@ -29,8 +29,8 @@ from isomorph.checkpoints.files import (
     write_atomically,
 )
 from isomorph.errors import DataWarning, UserError
-from isomorph.evaluation.input_sizes import built_size, label_names
 from isomorph.models import arguments_before, create
+from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import unwrap
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.modules import joint_candidates

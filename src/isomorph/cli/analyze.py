@@ -13,7 +13,7 @@ from isomorph.errors import UserError
 from isomorph.terminal_tables import say
 
 if TYPE_CHECKING:
-    from isomorph.report.page_models import PageModel
+    from isomorph.lab.report.page_models import PageModel
 
 _CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")  # which decide the pixels that a model gets
 
@@ -79,10 +79,10 @@ def analyze(
         raise UserError("--evolution compares features of test images; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
-        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections
-        from isomorph.report.charts import Dots, series_table
-        from isomorph.report.html import write_page
-        from isomorph.report.page_images import open_images
+        from isomorph.lab.report.analyze_page import AnalyzeOptions, analyze_sections
+        from isomorph.lab.report.charts import Dots, series_table
+        from isomorph.lab.report.page_images import open_images
+        from isomorph.lab.report.html import write_page
     models = _open_models([model, *([against] if against else [])], opening, device, size)
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
@@ -98,7 +98,7 @@ def analyze(
 def _open_models(
     names: list[str], opening: opt.OpenOptions, device: str, size: tuple[int, int] | None
 ) -> list["PageModel"]:
-    from isomorph.report.page_models import unique_names
+    from isomorph.lab.report.page_models import unique_names
 
     titles = unique_names(names)
     models = [open_page_model(name, title, opening, device, names) for name, title in zip(names, titles, strict=True)]
@@ -111,7 +111,7 @@ def _open_models(
 
 
 def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
-    from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
+    from isomorph.models.input_sizes import evaluation_config, fit_to_size
 
     own, new = ("{} x {}".format(*sides) for sides in (model.config["input_size"][-2:], size))
     try:
@@ -129,8 +129,8 @@ def open_page_model(
     from isomorph.checkpoints.open import is_checkpoint_or_run
     from isomorph.cli.open_models import find_recipe, open_given
     from isomorph.distributed import open_runtime
-    from isomorph.evaluation.input_sizes import evaluation_config
-    from isomorph.report.page_models import PageModel
+    from isomorph.lab.report.page_models import PageModel
+    from isomorph.models.input_sizes import evaluation_config
 
     path = Path(name)
     model = open_given(name, opening, among=among or [name])
@@ -150,7 +150,7 @@ def open_test_loaders(
     """
     from isomorph.analysis import feature_evolution
     from isomorph.analysis.evolution import random_draw_indices
-    from isomorph.evaluation.model_data import default_data, open_test_images, sample_images
+    from isomorph.lab.evaluation.model_data import default_data, open_test_images, sample_images
 
     if not (test.data or test.root):
         return {}, "", {}
@@ -164,7 +164,7 @@ def open_test_loaders(
 
 
 def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Iterable[Any]]:
-    from isomorph.data.loaders import eval_loader
+    from isomorph.lab.data.loaders import eval_loader
 
     crop = {key: models[0].config[key] for key in _CROP_KEYS}
     return {m.name: eval_loader(source, {**m.config, **crop}, 32) for m in models}
@@ -227,9 +227,9 @@ def compare_(
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
         from isomorph.cli.open_models import library_options
-        from isomorph.report.compare_page import compare_sections, histories_json, history_tables
-        from isomorph.report.html import write_page
-        from isomorph.report.run_files import read_run_logs
+        from isomorph.lab.report.compare_page import compare_sections, histories_json, history_tables
+        from isomorph.lab.report.run_files import read_run_logs
+        from isomorph.lab.report.html import write_page
     logs = read_run_logs(folders)
     options = library_options(opening)
     points = _accuracy_points(folders, logs, evaluated or [], options)
@@ -250,7 +250,7 @@ def compare_(
 
 def gating_histories(folders: Sequence[Path], logs: Sequence[Any], options: Any) -> dict[str, Any]:
     """Return gates, centres and spans along each run of a model with gated layers; other runs are left out."""
-    from isomorph.training import gating_history
+    from isomorph.lab.training import gating_history
 
     histories = {}
     for folder, log in zip(folders, logs, strict=True):
@@ -260,9 +260,9 @@ def gating_histories(folders: Sequence[Path], logs: Sequence[Any], options: Any)
 
 
 def _open_images(log: Any, test: AlongOptions) -> Any:
-    from isomorph.data.formats.registry import open_source
-    from isomorph.data.sources import first_classes
-    from isomorph.evaluation.model_data import sample_images
+    from isomorph.lab.data.formats.registry import open_source
+    from isomorph.lab.data.sources import first_classes
+    from isomorph.lab.evaluation.model_data import sample_images
 
     own = {} if test.data else log.recipe.get("data") or {}
     name, root = test.data or own.get("source"), test.root or own.get("root")
@@ -283,9 +283,9 @@ def _measure_along(
 ) -> dict[str, Any]:
     """Measure attention on every saved checkpoint of each run; failures are added to the problems of the run's log."""
     from isomorph.distributed import open_runtime
-    from isomorph.report.compare_page import MeasureHistory
-    from isomorph.report.page_models import MEASURES
-    from isomorph.training.history import attention_history
+    from isomorph.lab.report.compare_page import MeasureHistory
+    from isomorph.lab.report.page_models import MEASURES
+    from isomorph.lab.training.history import attention_history
 
     if not logs:
         raise UserError("--along measures runs; give the folder of at least one run")
@@ -311,8 +311,8 @@ def _accuracy_points(
     folders: Sequence[Path], logs: Sequence[Any], evaluated: Sequence[Path], options: Any
 ) -> list[Any]:
     """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model."""
-    from isomorph.report.run_files import AccuracyPoint, read_points
-    from isomorph.training.history import run_cost
+    from isomorph.lab.report.run_files import AccuracyPoint, read_points
+    from isomorph.lab.training.history import run_cost
 
     points = read_points(evaluated)
     if len(logs) + len(points) <= 1:

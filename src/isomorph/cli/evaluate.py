@@ -84,9 +84,9 @@ def evaluate_(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.model_data import data_root, default_data
-        from isomorph.evaluation.suites import find_suites
-        from isomorph.training.task import EvaluationOptions, task_of
+        from isomorph.lab.evaluation.model_data import data_root, default_data
+        from isomorph.lab.evaluation.suites import find_suites
+        from isomorph.lab.training.task import EvaluationOptions, task_of
     locations = find_suites(of.suite, load.root, data) if of.suite else {}
     runtime = open_runtime(device)
     net = open_classifier(model, opening, runtime.device)
@@ -129,7 +129,7 @@ def _measure(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a row of metrics for every suite, size and rfc ratio, and the costs for every size."""
     from isomorph.checkpoints.files import write_atomically
-    from isomorph.evaluation.model_data import (
+    from isomorph.lab.evaluation.model_data import (
         Scoring,
         Sweep,
         TestSet,
@@ -139,7 +139,7 @@ def _measure(
         run_sweep,
         write_csv,
     )
-    from isomorph.evaluation.suites import NUM_CLASSES, open_located
+    from isomorph.lab.evaluation.suites import NUM_CLASSES, open_located
 
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
@@ -208,8 +208,8 @@ def predict(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.training.classification import CLASSIFICATION
-        from isomorph.training.task import recorded_task
+        from isomorph.lab.training.classification import CLASSIFICATION
+        from isomorph.lab.training.task import recorded_task
     net = open_classifier(model, opening, open_runtime(device).device)
     prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
     files = _planned_files(prediction.files, out, overwrite) if out else {}
@@ -279,11 +279,11 @@ def bench(
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
     with opt.loading():
+        from isomorph.analysis.cost import cost_table
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.cost import cost_table
-        from isomorph.evaluation.input_sizes import evaluation_config
-        from isomorph.report.analyze_page import cost_tables
+        from isomorph.lab.report.analyze_page import cost_tables
+        from isomorph.models.input_sizes import evaluation_config
     models = {name: open_given(name, opening, pretrained=False, among=names) for name in names}
     sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
     for net in models.values():

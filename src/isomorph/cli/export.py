@@ -125,9 +125,9 @@ def quantize(
 def _open_images(
     net: Any, given: opt.DataOptions, size: opt.Size, images: int, classes: int | None, batch_size: int
 ) -> tuple[Any, Any]:
-    from isomorph.data.loaders import eval_loader
-    from isomorph.data.sources import first_classes, spaced_images
-    from isomorph.evaluation.model_data import evaluation_data, open_split, sample_images
+    from isomorph.lab.data.loaders import eval_loader
+    from isomorph.lab.data.sources import first_classes, spaced_images
+    from isomorph.lab.evaluation.model_data import evaluation_data, open_split, sample_images
 
     test, config = evaluation_data(net, given.data, given.root, size, classes, given.split)
     train = open_split(net, "train", given.data, given.root, given.split)

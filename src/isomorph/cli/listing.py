@@ -15,7 +15,7 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.recipes import RECIPES, recipe_values
+from isomorph.lab.recipes import RECIPES, recipe_values
 from isomorph.terminal_tables import print_text_table, say
 
 

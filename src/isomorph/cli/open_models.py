@@ -22,18 +22,18 @@ from isomorph.checkpoints.open import (
 )
 from isomorph.checkpoints.paths import HUB
 from isomorph.cli.options import EXPORTED, CheckpointOptions, DataOptions, OpenOptions
-from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader
-from isomorph.data.sources import spaced_images
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import evaluation_config, random_inputs, training_config
-from isomorph.evaluation.model_data import record_root
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.sources import spaced_images
+from isomorph.lab.evaluation.model_data import record_root
+from isomorph.lab.training.recipe.read import parse_value
+from isomorph.models.input_sizes import evaluation_config, random_inputs, training_config
 from isomorph.process import is_main_process
 from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.rule import add_notes
 from isomorph.terminal_tables import say
-from isomorph.training.recipe.read import parse_value
 
 
 def open_given(

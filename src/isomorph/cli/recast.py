@@ -69,7 +69,7 @@ def recast(
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.evaluation.input_sizes import random_inputs
+        from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import NotEqual, compare_outputs, edits_since
         from isomorph.surgery.rule import build_rule
     chosen = build_rule(rule, **vars(fields))

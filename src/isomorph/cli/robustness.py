@@ -94,12 +94,12 @@ def robustness(
     with opt.loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.evaluation.model_data import open_test_images
-        from isomorph.evaluation.robustness.cells import measure_classifier, read_result
-        from isomorph.evaluation.robustness.images import SEVERITIES, RobustnessOptions, open_published
-        from isomorph.evaluation.robustness.scores import severity_table, summary_lines
-        from isomorph.report.robustness_page import write_robustness
-        from isomorph.tasks.robustness import check_classifier
+        from isomorph.lab.evaluation.model_data import open_test_images
+        from isomorph.lab.evaluation.robustness.cells import measure_classifier, read_result
+        from isomorph.lab.evaluation.robustness.images import SEVERITIES, RobustnessOptions, open_published
+        from isomorph.lab.evaluation.robustness.scores import severity_table, summary_lines
+        from isomorph.lab.report.robustness_page import write_robustness
+        from isomorph.lab.tasks.robustness import check_classifier
     own = dict(folder=of.folder, size=of.size, partial=of.partial)
     loaded = dict(limit=load.max_images, batch_size=load.batch_size, workers=load.workers)
     files = dict(out=cells.out, baseline=cells.baseline, name=opt.display_name(model, opening.pretrained))

@@ -52,8 +52,8 @@ def sample(
     with opt.loading():
         from isomorph.cli.open_models import open_given
         from isomorph.distributed import open_runtime
-        from isomorph.tasks.diffusion.sampling import check_replaceable, require_denoiser, write_folder, write_grid
-        from isomorph.tasks.diffusion.sampling import sample as generate
+        from isomorph.lab.tasks.diffusion.sampling import check_replaceable, require_denoiser, write_folder, write_grid
+        from isomorph.lab.tasks.diffusion.sampling import sample as generate
     target = open_runtime(device).device
     net = open_given(model, checkpoint)
     require_denoiser(net, model)
@@ -106,7 +106,7 @@ def fid(
     """
     with opt.loading():
         from isomorph.distributed import open_runtime
-        from isomorph.tasks.diffusion import image_distance
+        from isomorph.lab.tasks.diffusion import image_distance
     split: Literal["train", "test"] = "test" if test else "train"
     image_distance.open_folder(images)  # before the network is opened, whose weights may have to be downloaded
     real = image_distance.open_real_images(data, split, root, max_images)

@@ -118,7 +118,7 @@ def fuse(
     with opt.loading():
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
-        from isomorph.evaluation.input_sizes import random_inputs
+        from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import fuse_with_report
     check_pretrained_option([model], opening.weights, opening.pretrained)
     net = open_given(model, opening)
@@ -192,7 +192,7 @@ def insert(
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
         from isomorph.cli.open_models import open_given
-        from isomorph.evaluation.input_sizes import random_inputs
+        from isomorph.models.input_sizes import random_inputs
         from isomorph.surgery import edits_since
     net = open_given(model, opening)
     new = iso.insert(net, iso.layers.MapAttention, after if len(after) > 1 else after[0], random_inputs(1, net, size))
@@ -210,8 +210,8 @@ def _write_converted(
     merged: Any = None,
     size: opt.Size = None,
 ) -> None:
-    from isomorph.evaluation.cost import count_parameters
-    from isomorph.evaluation.input_sizes import random_inputs
+    from isomorph.analysis.cost import count_parameters
+    from isomorph.models.input_sizes import random_inputs
     from isomorph.surgery import NotEqual, compare_outputs
 
     report = compare_outputs(before, after, [random_inputs(1, before, size)], atol=atol)
@@ -261,9 +261,9 @@ def prune(
     images.check()
     opt.check_out(out, overwrite, model)
     with opt.loading():
+        from isomorph.analysis.cost import count_macs, count_parameters
         from isomorph.cli.open_models import comparison_inputs, open_given_checkpoint
-        from isomorph.evaluation.cost import count_macs, count_parameters
-        from isomorph.evaluation.input_sizes import training_config
+        from isomorph.models.input_sizes import training_config
         from isomorph.surgery import NotEqual, compare_outputs, prunable_layers
     with spinner("prune") as show_step:
         show_step(f"loading {model}")

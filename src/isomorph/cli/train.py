@@ -10,7 +10,7 @@ from isomorph.cli import options as opt
 from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.recipes import load_recipe, parse_overrides, recipe_values
+from isomorph.lab.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 
 _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
@@ -29,7 +29,7 @@ def demo(*, out: Path = Path("isomorph-demo.html"), overwrite: opt.Overwrite = F
     """
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
-        from isomorph.demo import next_commands, run_demo, write_demo_page
+        from isomorph.lab.demo import next_commands, run_demo, write_demo_page
 
     folder = out.with_name(out.stem + "-models")
     result = run_demo(folder)
@@ -69,9 +69,9 @@ def train(
             "--iterations null as well"
         )
     with opt.loading():
-        from isomorph.recipes.tables import published_rows
-        from isomorph.training import dry_run as try_recipe
-        from isomorph.training import train as train_recipe
+        from isomorph.lab.recipes.tables import published_rows
+        from isomorph.lab.training import dry_run as try_recipe
+        from isomorph.lab.training import train as train_recipe
     if dry_run:
         plan = try_recipe(load_recipe(recipe, overrides))
         published = published_rows(recipe)

@@ -9,13 +9,13 @@ import timm
 import torch
 
 import isomorph as iso
+from isomorph.analysis.cost import count_parameters
 from isomorph.cli.tables import PATH
-from isomorph.data.formats.registry import SOURCES
-from isomorph.data.streams import STREAMS
-from isomorph.evaluation.cost import count_parameters
+from isomorph.lab.data.formats.registry import SOURCES
+from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.training.recipe.recipe import document_fields
+from isomorph.lab.training.recipe.tasks import TASKS, find_task
 from isomorph.surgery.rule import rule_options, rule_texts
-from isomorph.training.recipe.recipe import document_fields
-from isomorph.training.recipe.tasks import TASKS, find_task
 
 
 def library_tables() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from isomorph.checkpoints.model import describe_data
 from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.models.input_sizes import evaluation_config
 from isomorph.surgery.comparison import Fidelity
 
 FORMATS = ("onnx", "pt2")

@@ -18,7 +18,7 @@ from isomorph.deployment.artefact import FORMATS, describe, load_artefact, prepa
 from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import ImageSize
+from isomorph.models.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
 from isomorph.surgery.comparison import TensorDifference, Tensors, compare_tensors, tensors_by_path

@@ -27,12 +27,12 @@ from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import rebuild, save
 from isomorph.checkpoints.paths import check_repository
 from isomorph.deployment.export import check_path
-from isomorph.deployment.model_card import model_card, read_training, recipe_text
+from isomorph.deployment.model_card import model_card, recipe_text
 from isomorph.errors import DataWarning, UserError
-from isomorph.evaluation.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.layers.modes import eval_mode
 from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
+from isomorph.models.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.operations import unwrap
 from isomorph.surgery.calls import relative_difference, run_model
 
@@ -157,7 +157,12 @@ def save_for_hub(
     numbers = {
         key: int(value) if isinstance(value, Integral) else float(value) for key, value in (results or {}).items()
     }
-    recipe, metrics = read_training(Path(run)) if run else (None, {})
+    recipe: dict[str, Any] | None = None
+    metrics: dict[str, float] = {}
+    if run:
+        from isomorph.lab.training.run.summary import read_training  # the one thing that sharing takes from the lab
+
+        recipe, metrics = read_training(Path(run))
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
         net = unwrap(model)

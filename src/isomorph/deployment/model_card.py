@@ -3,46 +3,17 @@
 import json
 import re
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
-from torch.utils._pytree import tree_map
 
 import isomorph.models as own_models
-from isomorph.checkpoints.files import short_reason
+from isomorph.analysis.cost import count_parameters
 from isomorph.checkpoints.model import describe_data, describe_edits
-from isomorph.errors import UserError
-from isomorph.evaluation.cost import count_parameters
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.models.input_sizes import evaluation_config, task_record
 from isomorph.surgery import edits
-from isomorph.terminal_tables import METRIC_FORMATS
-from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.log import read_log
-from isomorph.training.task import task_record
-
-_LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}  # about the machine, or the paper's result
-
-
-def read_training(run: Path) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return a run's recipe, less its defaults, and its last metrics (of the folder and its model.safetensors only).
-
-    Raises: UserError when there is no readable run.
-    """
-    folder = run if run.is_dir() else run.parent
-    try:
-        recipe = validate(json.loads((folder / "recipe.json").read_text()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{run} does not belong to a run with a readable recipe.json ({short_reason(error)})") from None
-    changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
-    rows = [row for row in read_log(folder / "log.jsonl") if METRIC_FORMATS.keys() & row.keys()]
-    last = rows[-1] if rows and (run.is_dir() or run.name == "model.safetensors") else {}
-    metrics = {key: value for key, value in last.items() if key in METRIC_FORMATS or key == "epoch"}
-    # a path tells of this machine: its last name is enough
-    plain = tree_map(lambda x: Path(x).name if isinstance(x, str) and x[:1] in ("/", "~") else x, changed)
-    return {"name": recipe.name, **plain}, metrics
 
 
 def recipe_text(values: Any) -> str:

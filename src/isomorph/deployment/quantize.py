@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis.speed import measure_speeds
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import describe, load_artefact, preparation_notes
 from isomorph.deployment.export import Progress, check_exportable, check_output, check_path, describe_left, encode
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
-from isomorph.evaluation import measure_speeds
-from isomorph.evaluation.input_sizes import ImageSize, evaluation_config
+from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.surgery.calls import relative_difference
 from isomorph.surgery.comparison import class_agreement, signal_to_noise
 from isomorph.surgery.modules import nearest_names

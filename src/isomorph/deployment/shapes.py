@@ -8,7 +8,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
+from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
 from isomorph.surgery.calls import Inputs, own_inputs
 
 # What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing.

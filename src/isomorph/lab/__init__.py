@@ -1,0 +1,1 @@
+"""What trains, evaluates and reports; nobody needs it to change a model."""

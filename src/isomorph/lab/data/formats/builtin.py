@@ -1,0 +1,76 @@
+"""Small data sets: scikit-learn's digits, and CIFAR from the files of the Hugging Face hub or of torchvision."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torchvision.datasets
+from PIL import Image
+
+from isomorph.errors import UserError, first_line, optional_module
+from isomorph.lab.data.formats.naming import check_known_classes, number_classes, numbered_by_name, visible
+from isomorph.lab.data.formats.parquet import label_columns, stored_classes
+from isomorph.lab.data.sources import Source
+
+
+def digits(split: str, root: Path) -> Source:
+    """Open scikit-learn's 1,797 handwritten digits (8 x 8): a fixed random split of 1,347 to train and 450 to test."""
+    data = optional_module("sklearn.datasets", "digits are images of scikit-learn", "demo").load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    chosen = order[:1347] if split == "train" else order[1347:]
+    images = [Image.fromarray((data.images[i] / 16 * 255).astype(np.uint8)) for i in chosen]
+    return Source(images, data.target[chosen].tolist(), [str(i) for i in range(10)])
+
+
+def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Source:
+    """Open CIFAR (labels are the fine ones) from `root/NAME/{train,test}-*.parquet`, else torchvision's files.
+
+    Raises: UserError when `root` has neither.
+    """
+    files = _parquet_files(root / name, split)
+    if files:
+        return _read_parquet(files, _parquet_files(root / name, "train"))
+    dataset = getattr(torchvision.datasets, name.upper())
+    try:
+        data = dataset(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"there is no {name} in {root} ({first_line(error)}); set data.root (or ISOMORPH_DATA) to a folder with "
+            f"{name}/{split}-*.parquet, or set ISOMORPH_DOWNLOAD=1 to let torchvision download it there"
+        ) from None
+    return Source(data.data, data.targets, data.classes)
+
+
+def _parquet_files(folder: Path, split: str) -> list[Path]:
+    return [path for path in visible(folder, ".parquet") if path.name.startswith(f"{split}-")]
+
+
+def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
+    """Read the images of a split; its classes are numbered by name as those of the files of the training split."""
+    folder = files[0].parent
+    needs = "reading parquet files needs pyarrow"
+    pyarrow = optional_module("pyarrow", needs, "data")
+    parquet = optional_module("pyarrow.parquet", needs, "data")
+    names = stored_classes(files)
+    known = stored_classes(train)
+    try:
+        table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
+    except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {folder}: {first_line(error)}") from None
+    image = next((name for name in ("image", "img") if name in table.column_names), None)
+    label = next(iter(label_columns(table.column_names)), None)
+    if image is None or label is None:
+        raise UserError(f"{folder} has columns {', '.join(table.column_names)}; it must have image and label")
+    labels = table[label].to_pylist()
+    images = [row and row["bytes"] for row in table[image].to_pylist()]
+    if not labels or not all(images) or not all(isinstance(each, int) and each >= 0 for each in labels):
+        raise UserError(f"{folder} has images without bytes, or without a label that is a number from 0")
+    if not names and not known:
+        return Source(images, labels, number_classes(max(labels), folder))
+    check_known_classes(files[0], names, train[0] if train else files[0], known or names)
+    classes, numbers = numbered_by_name(names or known, known or names)
+    if max(labels) >= len(numbers):
+        raise UserError(f"{folder} has label {max(labels)}, but {len(numbers)} classes; labels start at 0")
+    return Source(images, numbers[labels], classes)

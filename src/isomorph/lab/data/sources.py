@@ -1,0 +1,314 @@
+"""`Source`, a list of labelled images that are read when asked for, and subsets of it."""
+
+import copy
+import hashlib
+import io
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL import ExifTags, Image
+from PIL.Image import Transpose
+from torch.utils.data import Dataset
+
+from isomorph.errors import UserError, first_line
+
+ImageLike = Image.Image | np.ndarray | bytes | Path  # pixels are (H, W, 3) uint8
+# Largest value of 16-bit pixels below which their white is unknown: photos of 8, 10 or 12 bits are stored in them.
+_DIMMEST_WHITE = 4096
+_TURNS = {  # by the orientation in EXIF data
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+
+
+class ImageSubset(Sequence[ImageLike]):
+    """Some images of a sequence, by their indices in it; nothing is read or copied before it is asked for."""
+
+    images: Sequence[ImageLike]
+    indices: np.ndarray
+
+    def __init__(self, images: Sequence[ImageLike], indices: np.ndarray) -> None:
+        if isinstance(images, ImageSubset):
+            indices, images = images.indices[indices], images.images
+        self.images, self.indices = images, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.images[int(self.indices[index])]
+
+    def name(self, index: int) -> str:
+        return _describe_image(self.images, int(self.indices[index]))
+
+
+def _describe_image(images: Sequence[ImageLike], index: int) -> str:
+    """Name an image for an error: by its file, or archive and member, else by its index in the whole source."""
+    if hasattr(images, "name"):
+        return images.name(index)
+    image = images[index]
+    return str(image) if isinstance(image, Path) else f"image {index}"
+
+
+def image_name(images: Sequence[ImageLike], index: int) -> str | None:
+    """Return the name of an image's file below its folder, in its archive or in its data set; None without one."""
+    if isinstance(images, ImageSubset):
+        return image_name(images.images, int(images.indices[index]))
+    return images.file_name(index) if hasattr(images, "file_name") else None
+
+
+def decode(image: ImageLike) -> Image.Image:
+    """Return the image in RGB, turned as its EXIF data says."""
+    if isinstance(image, Image.Image | np.ndarray):
+        return _to_rgb(image if isinstance(image, Image.Image) else Image.fromarray(np.array(image)))
+    with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
+        return _to_rgb(upright(opened))
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return the image turned as the orientation in its EXIF data says.
+
+    >>> from PIL import Image
+    >>> from isomorph.lab.data.sources import upright
+    >>> photo, exif = Image.new("RGB", (40, 30)), Image.Exif()
+    >>> exif[274] = 6  # the camera was turned by a quarter
+    >>> photo.save("photo.jpg", exif=exif)
+    >>> upright(Image.open("photo.jpg")).size
+    (30, 40)
+    """
+    image.load()  # PNG may store EXIF data behind the pixels; TIFF is turned here
+    turn = _TURNS.get(_orientation(image))
+    return image if turn is None else image.transpose(turn)
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height of an opened image as `upright` returns it, without decoding it."""
+    turned = image.format != "TIFF" and _orientation(image) in (5, 6, 7, 8)
+    return (image.height, image.width) if turned else image.size
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation in an image's EXIF data; 1 (upright) without one, or if the data is damaged."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # of many types
+        return 1
+
+
+def read_image(path: Path) -> Image.Image:
+    """Return the image of a file in RGB. Raises: UserError naming the file when it cannot be read."""
+    with explain_decode_errors(lambda: str(path)):
+        return decode(path)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to RGB; 16 bits per pixel are scaled to 8, which Pillow would clip to white.
+
+    Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
+    """
+    if image.mode == "I" and image.format == "PPM":  # Pillow scales these to 16 bits, whatever their white
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode in ("F", "I"):
+        low, high = image.getextrema()
+        if not 0 <= low <= high <= 255 or (image.mode == "F" and high <= 1):  # type: ignore[operator]
+            raise ValueError(f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits")
+    if image.mode.startswith("I;16"):
+        pixels = np.asarray(image)
+        if 0 < (high := pixels.max()) < _DIMMEST_WHITE:
+            raise ValueError(f"its 16-bit pixels are at most {high}, without a known white; convert it to 8 bits")
+        image = Image.fromarray((pixels // 257).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+@contextmanager
+def explain_decode_errors(name: Callable[[], str]) -> Iterator[None]:
+    """Turn whatever decoding a damaged image raises (Pillow raises many things) into a UserError that names it."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise unreadable_image_error(name(), error) from None
+
+
+class UnreadableImage(UserError):
+    """An image file that cannot be decoded."""
+
+
+def unreadable_image_error(name: str, error: Exception) -> UnreadableImage:
+    """Return the error that names an image that cannot be read."""
+    return UnreadableImage(f"cannot read {name}: {first_line(error)}; remove or replace it")
+
+
+Examples = TypeVar("Examples")
+
+
+def with_changes(examples: Examples, **changes: Any) -> Examples:
+    """Return a shallow copy of an object with other values of some attributes."""
+    changed = copy.copy(examples)
+    vars(changed).update(changes)
+    return changed
+
+
+class Source(Dataset[tuple[Any, int]]):
+    """Labelled images of one split, each read when it is indexed.
+
+    `source[i]` is an image and its label. `transform` (PIL image -> anything) is None, or set by a loader. `images` is
+    any sequence whose `[i]` gives a PIL image, the bytes of an image file or the path of one; it may have a method
+    `name(i)`, which errors use. `split`, where `split_classes` made the source, is its fraction for testing and the
+    number of images before the split. A source can be pickled if its images can.
+
+    Shape: labels (n,) int64
+    Raises: UserError naming the image when one cannot be read.
+
+    >>> source = iso.data.open_source("digits", "test")
+    >>> len(source), source.classes[:3]
+    (450, ('0', '1', '2'))
+    >>> image, label = source[0]
+    >>> image.size
+    (8, 8)
+    >>> len(source.subset(range(10)))
+    10
+    """
+
+    def __init__(self, images: Sequence[ImageLike], labels: Sequence[int] | np.ndarray, classes: Iterable[str]) -> None:
+        self.images, self.labels, self.classes = images, np.asarray(labels, np.int64), tuple(classes)
+        if len(images) != len(self.labels):
+            raise UserError(f"a source needs as many labels as images; it has {len(self.labels)} and {len(images)}")
+        self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
+        self.split: tuple[float, int] | None = None
+        self.transform: Callable[[Image.Image], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        """Return one image in RGB, before the transform."""
+        with explain_decode_errors(lambda: _describe_image(self.images, index)):
+            return decode(self.images[index])
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = self.image(index)
+        return (image if self.transform is None else self.transform(image)), int(self.labels[index])
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
+        """Return the given images in the given order; their `ids` stay their indices in the whole source."""
+        chosen = np.asarray(indices, np.int64)
+        images, ids = ImageSubset(self.images, chosen), np.asarray(self.ids)[chosen]
+        return with_changes(self, images=images, labels=self.labels[chosen], ids=ids)
+
+
+def drawn_once(examples: Any, count: int | None) -> Any:
+    """Draw `count` examples in their order, the same at every call; all for None, or if there are fewer."""
+    if count is None or count >= len(examples):
+        return examples
+    return examples.subset(np.sort(random_indices(len(examples), count)))
+
+
+def drawn_fraction(examples: Any, fraction: float, seed: int | None) -> Any:
+    """Draw a fraction of the examples in their order, at least one, with `seed`; the first ones for None."""
+    if fraction == 1:
+        return examples
+    count = max(1, int(fraction * len(examples)))
+    return examples.subset(range(count) if seed is None else np.sort(random_indices(len(examples), count, seed)))
+
+
+def spaced_images(source: Source, count: int | None) -> Source:
+    """Return `count` images of a source, as `spaced_indices`; all of them for None, or where it has fewer."""
+    return source if count is None or count >= len(source) else source.subset(spaced_indices(source.labels, count))
+
+
+def random_indices(length: int, count: int, seed: int = 0) -> np.ndarray:
+    """Return `count` indices below `length` in random order, the same for every call with a seed. Shape: (count,)"""
+    return np.random.default_rng(seed).permutation(length)[:count]
+
+
+def spaced_indices(labels: np.ndarray, count: int) -> np.ndarray:
+    """Return `count` ascending indices, evenly spaced over each class in turn, so that each has its share.
+
+    Shape: labels (n,) -> (count,)
+    Raises: UserError for a count below 1.
+    """
+    if count < 1:
+        raise UserError(f"the number of images, {count}, must be at least 1")
+    by_class = np.argsort(labels, kind="stable")
+    return np.sort(by_class[np.linspace(0, len(labels) - 1, min(count, len(labels))).astype(int)])
+
+
+def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
+    """Return the same fraction of every class, at least one image each, in the source's order.
+
+    Rounded down as in ConViT's code: 5% of 732 images are 36. `seed` draws the images; with seed None they are the
+    first of each class (of sorted files, as in that code).
+
+    Raises: UserError when the fraction is not in (0, 1].
+
+    >>> source = iso.data.open_source("digits", "train")
+    >>> len(source), len(iso.data.class_fraction(source, 0.1))
+    (1347, 129)
+    """
+    if not 0 < fraction <= 1:
+        raise UserError(f"fraction {fraction} is not in (0, 1]")
+    rng = np.random.default_rng(seed)
+    members = [np.flatnonzero(source.labels == label) for label in np.unique(source.labels)]
+    ordered = members if seed is None else [rng.permutation(each) for each in members]
+    return source.subset(np.sort(np.concatenate([each[: max(1, int(fraction * len(each)))] for each in ordered])))
+
+
+def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]:
+    """Split a source in two, for training and for testing, with about the same fraction of every class for testing.
+
+    An image is for testing if the hash of its file's name in the folder, as a number from 0 to 1, is below the fraction
+    (of images without file names, of their index), so images keep their side when others are added or removed. A class
+    that has no image on one side gives it the one with the lowest or highest hash; a single image is for training.
+
+    Raises: UserError when the fraction is not between 0 and 1, or leaves no image for testing.
+
+    >>> train, test = iso.data.split_classes(iso.data.open_source("digits", "train"), 0.2)
+    >>> len(train), len(test)
+    (1070, 277)
+    """
+    if not 0 < test_fraction < 1:
+        raise UserError(f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2")
+    labels = np.asarray(source.labels)
+    places = np.array([hash_to_unit(image_name(source.images, i) or str(source.ids[i])) for i in range(len(labels))])
+    held_out = places < test_fraction
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        held_out[members[places[members].argmin()]] = True
+        held_out[members[places[members].argmax()]] = False
+    if not held_out.any():
+        raise UserError(f"{len(labels)} images of {len(source.classes)} classes are too few to split; add images")
+    train, test = (source.subset(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
+    train.split = test.split = (test_fraction, len(labels))
+    return train, test
+
+
+def hash_to_unit(name: str) -> float:
+    """Return a number from 0 to 1 that depends on the name alone."""
+    composed = unicodedata.normalize("NFC", name)  # file systems differ in it
+    digest = hashlib.blake2b(composed.encode("utf-8", "surrogateescape"), digest_size=6).digest()
+    return int.from_bytes(digest) / 2**48
+
+
+def first_classes(source: Source, number: int) -> Source:
+    """Return the images of the first `number` classes only. Raises: UserError when the source has fewer.
+
+    >>> iso.data.first_classes(iso.data.open_source("digits", "test"), 3).classes
+    ('0', '1', '2')
+    """
+    if not 0 < number <= len(source.classes):
+        raise UserError(f"cannot take the first {number} classes; the data has {len(source.classes)}")
+    part = source.subset(np.flatnonzero(np.asarray(source.labels) < number))
+    return with_changes(part, classes=source.classes[:number])

@@ -1,0 +1,90 @@
+"""The page of the demo."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.analysis import attention_spans, gates
+from isomorph.analysis.cost import count_macs
+from isomorph.lab.demo.run import LAYERS, SHOWN, VERIFIED, Demo
+from isomorph.lab.report.attention_viewer import Viewer, ViewerModel, build_viewer, capture_layer_maps
+from isomorph.lab.report.charts import Chart, Dots, Line, Panel
+from isomorph.lab.report.page_images import PageImage
+from isomorph.layers import GPSA, GPSA2d
+from isomorph.lab.report.html import Section, write_page
+
+
+def write_demo_page(demo: Demo, path: Path) -> int:
+    """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
+    sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo)]
+    title = "A CNN becomes attention, and a ViT starts as a convolution"
+    lead = f"{demo.equality} {demo.gain}"
+    made = f"{demo.seconds:.0f} s on one thread, torch {torch.__version__}. Made by:\n"
+    return write_page(path, title, lead, sections, f"{made}isomorph demo --out {shlex.quote(str(path))}")
+
+
+def _equality_section(demo: Demo) -> Section:
+    macs = [count_macs(model, demo.config["input_size"]) for model in (demo.tcnn, demo.cnn.model)]
+    return Section(
+        "The same function",
+        f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
+        f"({LAYERS}) were then recast as gated self-attention, without training. The outputs of both networks were "
+        f"compared on {VERIFIED} test images and on cropped ones, in two precisions and layer by layer, and their "
+        f"classes on all test images. The T-CNN needs {macs[0] / macs[1]:.2f} times the CNN's MACs: it is for training "
+        "further, not for speed.",
+        finding=demo.equality,
+        listing=str(demo.report),
+    )
+
+
+def _attention_section(demo: Demo) -> Section:
+    return Section(
+        "What each head attends to",
+        "Point at a patch of the digit, or choose another layer.",
+        finding=f"A head of the T-CNN gives {demo.weight:.1%} of its attention to one position, as a convolution does "
+        "(mean over layers, heads and patches).",
+        guide="A 3 x 3 convolution is attention with nine heads: each attends to one neighbour of the patch, or to the "
+        "patch itself. Gate 1.00 means that a head attends by position only.",
+        viewer=_viewer(demo, {"T-CNN": demo.tcnn}),
+    )
+
+
+def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
+    batch = demo.images[:SHOWN]
+    mean, std = (torch.tensor(demo.config[key])[:, None, None] for key in ("mean", "std"))
+    images = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
+    shown = []
+    for name, model in models.items():
+        gated = any(isinstance(layer, GPSA | GPSA2d) for layer in model.modules())
+        by_layer = _as_lists(gates(model)) if gated else {}
+        shown.append(ViewerModel(name, capture_layer_maps(model, batch)[0], by_layer))
+    return build_viewer(shown, images)
+
+
+def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    return {layer: heads.tolist() for layer, heads in values.items()}
+
+
+def _gain_section(demo: Demo) -> Section:
+    lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
+    conv = demo.vits[-1]
+    charts: list[Chart] = [
+        Panel("Top-1 on the test images", "epoch", "%", lines),
+        Dots("Gates", "sigma(gate)", {conv.name: _as_lists(gates(conv.model))}, 1.0),
+        Dots("Spans", "1 / locality", {conv.name: _as_lists(attention_spans(conv.model))}),
+    ]
+    return Section(
+        "What is gained",
+        "Two ViTs with the same images, epochs and learning rate; they differ in their first two attention layers, "
+        "which start as convolutions in one of them (ConViT). One seed; one image is "
+        f"{100 / len(demo.images):.2f} points. docs/training.md has the result of another seed.",
+        demo.table(),
+        finding=demo.gain,
+        guide="Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
+        "a head attends by position, in patches. The maps show what the heads of both ViTs attend to after training.",
+        charts=charts,
+        viewer=_viewer(demo, {vit.name: vit.model for vit in demo.vits}),
+    )

@@ -1,0 +1,375 @@
+"""The test images of a model, with its labels, and its accuracy on them, also by image size and calibration."""
+
+import csv
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isomorph.analysis.cost import count_parameters, count_pass
+from isomorph.analysis.speed import throughput
+from isomorph.distributed import ALONE, Runtime
+from isomorph.errors import DataWarning, UserError
+from isomorph.lab.data.formats import registry
+from isomorph.lab.data.formats.naming import ImageFiles, composed
+from isomorph.lab.data.formats.registry import open_source
+from isomorph.lab.data.formats.tar import TarImages
+from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.sources import Source, first_classes, random_indices, spaced_indices, with_changes
+from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts, for_each_batch, sum_counts
+from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
+from isomorph.models.input_sizes import (
+    check_own_classes,
+    evaluation_config,
+    fit_to_size,
+    image_size,
+    label_names,
+    recorded_split,
+    shorten,
+)
+from isomorph.surgery.rule import record, update_record
+
+_WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
+
+
+def default_data(model: nn.Module) -> str:
+    """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    source = config.get("source")
+    named = source in registry.SOURCES or not Path(str(source)).exists()  # a file may name no folder of this machine
+    if source and source not in _WEIGHT_LOCATIONS and named:
+        return source
+    return "cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder"
+
+
+def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
+    """Record the folder of the data that a run's recipe names. It is not saved with the model."""
+    data = recipe.get("data")
+    root = data.get("root") if isinstance(data, Mapping) else None
+    update_record(model, data_root=root if isinstance(root, str) else None)
+
+
+def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
+    """Return the given folder or, of the model's own data, the one its run was trained on; None if unknown or gone."""
+    own: Any = None if data or root else record(model).data_root
+    return Path(own) if own and Path(own).is_dir() else root
+
+
+def open_test_images(
+    model: nn.Module,
+    data: str | None,
+    root: Path | None,
+    classes: int | None = None,
+    test_fraction: float | None = None,
+) -> Source:
+    """Open the test images of a data source or folder, by default of the model's own, with the model's labels.
+
+    With `classes`, only of the first classes. `test_fraction` is as in `open_source`, and 1 for all images of a folder;
+    by default, of the folder that the model's training split, the images that it left out.
+
+    Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
+    some of these images.
+    """
+    source = open_split(model, "test", data, root, test_fraction)
+    if test_fraction != 1:
+        _check_unseen(source, model)
+    source = source if classes is None else first_classes(source, classes)
+    return with_model_labels(source, model)
+
+
+def open_split(
+    model: nn.Module, split: str, data: str | None, root: Path | None, test_fraction: float | None = None
+) -> Source:
+    """Open the `train` or `test` images of a data source or folder, by default of the model's own.
+
+    A folder that training split is split alike, unless another `test_fraction` is given (1: all images on both sides);
+    a folder of the same classes also if it has more or fewer images now, with a warning.
+
+    Raises: UserError when the data is missing.
+    """
+    if test_fraction is not None:
+        return _open(model, "test" if test_fraction == 1 else split, data, root, test_fraction % 1 or None)
+    fraction, images = recorded_split(model)
+    if fraction:
+        with suppress(UserError):  # other data, which cannot be split
+            part = _open(model, split, data, root, fraction)
+            now = (part.split or (0, 0))[1]
+            if now == images:
+                return part
+            if part.classes == tuple(map(composed, label_names(model))):
+                warnings.warn(
+                    f"the folder has {now} images, that of training had {images}: those that --split {fraction:g} gives"
+                    f" to {split}ing are used ({len(part)}); --split 1 takes all",
+                    DataWarning,
+                    stacklevel=2,
+                )
+                return part
+    return _open(model, split, data, root)
+
+
+def _open(model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None) -> Source:
+    try:
+        return open_source(data or default_data(model), split, data_root(model, data, root), fraction)
+    except UserError as error:
+        if data or root or default_data(model) != "imagefolder":
+            raise
+        raise UserError(f"give data=NAME, a folder of images or a data source; without it, {error}") from None
+
+
+def _check_unseen(source: Source, model: nn.Module) -> None:
+    """Raise for more images of a folder than training left out; a smaller fraction is part of a larger one."""
+    fraction, images = recorded_split(model)
+    tested, total = source.split or (1.0, len(source))
+    if fraction and total == images and tested > fraction:
+        raise UserError(
+            f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
+            f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"
+        )
+
+
+def with_model_labels(source: Source, model: nn.Module) -> Source:
+    """Return the source with labels by the names of the model's classes, where both are known, else unchanged.
+
+    Raises: UserError when a model has classes of other names than a folder or a tar of images, or than some of the
+    data's, or a name stands for several.
+    """
+    own = tuple(map(composed, label_names(model))) or _names_in_config(model, source.classes)
+    if not own or own == source.classes:
+        return source
+    unknown = [name for name in source.classes if name not in own]
+    if not unknown:
+        for names, whose in ((own, "the model"), (source.classes, "the data")):
+            for name in source.classes:
+                if (count := names.count(name)) > 1:
+                    raise UserError(f"{whose} has {count} classes named {name!r}; give each class a name of its own")
+        labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
+        return with_changes(source, labels=labels, classes=own)
+    known = len(unknown) < len(source.classes)
+    if known or isinstance(getattr(source.images, "images", source.images), ImageFiles | TarImages):
+        todo = "give images of the model's classes (classnames.txt names those of shards, one a line)"
+        todo = f"rename the folders that differ ({shorten(unknown)})" if known else todo
+        raise UserError(
+            f"the model has {len(own)} classes ({shorten(own)}), the data has {len(source.classes)} "
+            f"({shorten(source.classes)}); {todo}"
+        )
+    return source
+
+
+def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
+    names = getattr(getattr(model, "config", None), "id2label", None)
+    own = tuple(composed(str(name)) for name in names.values()) if isinstance(names, Mapping) else ()
+    return own if set(own) & set(classes) else ()
+
+
+def sample_images(source: Source, samples: int) -> Source:
+    """Return random images of a source in random order, the same ones at every call."""
+    return source.subset(random_indices(len(source), samples))
+
+
+def evaluation_data(
+    model: nn.Module,
+    data: str | None = None,
+    root: Path | None = None,
+    size: tuple[int, int] | None = None,
+    classes: int | None = None,
+    test_fraction: float | None = None,
+) -> tuple[Source, dict[str, Any]]:
+    """Open the test split of a data source (by default the model's own) and return it with the model's data config.
+
+    Raises: UserError when the data is missing, the size is not positive, or the data has not the model's classes.
+    """
+    config = evaluation_config(model, size)
+    source = open_test_images(model, data, root, classes, test_fraction)
+    where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))} (data=NAME is not given)"
+    check_own_classes(model, source.classes, where, size=size)
+    return source, config
+
+
+def evaluate_classifier(
+    model: nn.Module,
+    data: Iterable[Any] | Source | str | Path | None,
+    *,
+    test_fraction: float | None = None,
+    size: int | tuple[int, int] | None = None,
+    batch_size: int = 100,
+    workers: int = 0,
+) -> dict[str, float]:
+    """Return the accuracy as `iso.evaluate`. Raises: UserError when the data is missing, empty, or of other classes."""
+    size = None if size is None else image_size(size)
+    if data is None or isinstance(data, str | Path):
+        source, config = evaluation_data(model, str(data) if data else None, size=size, test_fraction=test_fraction)
+    elif test_fraction is not None:
+        raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
+    elif isinstance(data, Source):
+        source, config = with_model_labels(data, model), evaluation_config(model, size)
+        check_own_classes(model, source.classes, size=size)
+    elif size:
+        raise UserError("size is that of images from a folder or a source; leave it out for a loader")
+    else:
+        return evaluate_loader(model, data)
+    fitted = fit_to_size(model, size) if size else model
+    return evaluate_loader(fitted, eval_loader(source, config, batch_size, workers))
+
+
+Size = tuple[int, int]
+BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # batches, title, number of batches
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a suite scores a model's predictions on the images of a source.
+
+    `labels` holds a class index per image, or several per image padded with -1. `class_indices` are the model's classes
+    that the suite uses, in the order of `classes`; None for all. `num_classes` is the number of classes that the model
+    must have; None for any.
+
+    Shape: labels (n,) or (n, K)
+    """
+
+    name: str
+    labels: np.ndarray
+    classes: Sequence[str]
+    class_indices: np.ndarray | None = None
+    num_classes: int | None = None
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """The images of one or several suites, with the scoring of each suite."""
+
+    __test__ = False  # pytest would collect a class of this name
+    source: Source
+    scorings: Sequence[Scoring]
+
+    def spaced(self, count: int) -> "TestSet":
+        """Return `count` images, as `spaced_indices`, with their scorings. Raises: UserError for a count below 1."""
+        indices = spaced_indices(self.source.labels, count)
+        return TestSet(self.source.subset(indices), [replace(s, labels=s.labels[indices]) for s in self.scorings])
+
+    @property
+    def title(self) -> str:
+        """Names of the suites, joined by "+"."""
+        return "+".join(scoring.name for scoring in self.scorings)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Image sizes (height, width) and ratios of receptive-field calibration to evaluate at, in all combinations.
+
+    Without sizes, the model's own input size is used; without ratios, its own crop. `fill` pads images that are smaller
+    than the input: "zero" after normalisation (the mean colour), "black" before it.
+
+    >>> iso.evaluation.Sweep(sizes=[(160, 160), (224, 224)], ratios=[1.13]).points()
+    [((160, 160), 1.13), ((224, 224), 1.13)]
+    """
+
+    sizes: Sequence[Size] = ()
+    ratios: Sequence[float] = ()
+    fill: Literal["zero", "black"] = "zero"
+
+    def points(self) -> list[tuple[Size | None, float | None]]:
+        """Return every combination of size and ratio; None stands for the model's own."""
+        return list(product(self.sizes or (None,), self.ratios or (None,)))
+
+
+def run_sweep(
+    model: nn.Module,
+    test_sets: Sequence[TestSet],
+    sweep: Sweep = Sweep(),
+    batch_size: int = 100,
+    workers: int = 0,
+    progress: BatchProgress = lambda batches, title, total: batches,
+    runtime: Runtime = ALONE,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Evaluate every test set at every point of a sweep; return rows of metrics and rows of single classes.
+
+    The processes of `runtime` share the batches, and all of them return the same rows.
+
+    Raises: UserError when a size does not fit, or the model has not the number of classes of a suite.
+    """
+    jobs = []
+    for (size, ratio), test_set in product(sweep.points(), test_sets):
+        config = evaluation_config(model, size)
+        numbered = with_changes(test_set.source, labels=np.arange(len(test_set.source)))
+        loader = eval_loader(numbered, config, batch_size, workers, ratio, sweep.fill, batches=runtime.share)
+        jobs.append((size, ratio, test_set, loader))
+    fitted = {size: fit_to_size(model, size) if size else model for size, *_ in jobs}
+    rows: list[dict[str, Any]] = []
+    class_rows: list[dict[str, Any]] = []
+    for size, ratio, test_set, loader in jobs:
+        at = ["at {} x {}".format(*size) if size else "", f"at rfc {ratio:g}" if ratio else ""]
+        batches = progress(loader, " ".join(filter(None, ["evaluating", test_set.title, *at])), len(loader))
+        counts = _score_predictions(fitted[size], batches, test_set.scorings, runtime)
+        point: dict[str, Any] = {"size": list(size)} if size else {}
+        point |= {"rfc": ratio, "rfc_fill": sweep.fill} if ratio else {}
+        for scoring, own in zip(test_set.scorings, counts, strict=True):
+            head = ({"suite": scoring.name} if scoring.name else {}) | point
+            rows.append(head | own.metrics())
+            if isinstance(own, PredictionCounts):
+                found = zip(scoring.classes, own.total.tolist(), own.correct.tolist(), strict=True)
+                class_rows += [
+                    {**head, "class": name, "images": seen, "right": right, "top1": 100 * right / seen}
+                    for name, seen, right in found
+                    if seen
+                ]
+    return rows, class_rows
+
+
+def _score_predictions(
+    model: nn.Module, batches: Iterable[Any], scorings: Sequence[Scoring], runtime: Runtime
+) -> list[PredictionCounts | MultiLabelCounts]:
+    """Count predictions for every scoring in one pass over this process's share; counts are of all processes."""
+    counts = [MultiLabelCounts() if s.labels.ndim > 1 else PredictionCounts(len(s.classes)) for s in scorings]
+    labels = [torch.as_tensor(scoring.labels) for scoring in scorings]
+
+    def add_batch(logits: Tensor, indices: Tensor) -> None:
+        for scoring, own_labels, own in zip(scorings, labels, counts, strict=True):
+            check_num_classes(logits.shape[1], scoring.num_classes)
+            chosen = slice(None) if scoring.class_indices is None else torch.as_tensor(scoring.class_indices)
+            own.add(logits[:, chosen], own_labels[indices])
+
+    for_each_batch(model, batches, add_batch)
+    return [sum_counts(list(parts)) for parts in zip(*runtime.gather(counts), strict=True)]
+
+
+def check_num_classes(num_classes: int | None, expected: int | None) -> None:
+    """Raise UserError if a model has not the expected number of classes; None stands for unknown and passes."""
+    if num_classes is not None and expected is not None and num_classes != expected:
+        raise UserError(
+            f"the model has {num_classes} classes, these suites are for the {expected} of ImageNet-1k; use a model with"
+            " that head, such as timm's models whose names end in in1k"
+        )
+
+
+def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int, exported: bool) -> list[dict[str, Any]]:
+    """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
+
+    Fewer than 32 `images` are the batch of the speed. Nothing counts those of an `exported` model.
+    """
+    rows = []
+    for size in sizes or (None,):
+        fitted = fit_to_size(model, size) if size else model
+        shape = evaluation_config(model, size)["input_size"]
+        row: dict[str, Any] = {"size": list(size)} if size else {}
+        if not exported:
+            macs = count_pass(fitted, shape)
+            row |= {"parameters": count_parameters(model), "macs": macs.per_image}
+            row |= {"step_macs": macs.per_pass} if macs.per_pass else {}
+        rows.append(row | {"images_per_second": throughput(fitted, shape, max(1, min(images, 32)))})
+    return rows
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as CSV with the columns of all of them; a size is written as 224x320."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(row | ({"size": "x".join(map(str, row["size"]))} if "size" in row else {}) for row in rows)

@@ -1,0 +1,199 @@
+"""The cells of a robustness evaluation, a corruption at a severity each: wanted, measured, and kept in a result file.
+
+The file has a line that identifies the evaluation, which is compared with others on the same images only.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.lab.data.corruptions.corrupt import CLEAN, CorruptedImages
+from isomorph.lab.data.loaders import batch_ranges, ordered_loader
+from isomorph.lab.data.sources import Source
+from isomorph.lab.evaluation.accuracy import PredictionCounts, sum_counts
+from isomorph.lab.evaluation.robustness.images import PUBLISHED_SIZE, RobustnessInputs, RobustnessOptions, open_inputs
+from isomorph.lab.evaluation.robustness.scores import Cell, Cells, compare_to_baseline, robustness_summary
+from isomorph.layers.modes import eval_mode, first_float
+from isomorph.models.input_sizes import class_logits, fit_to_size
+
+_KIND = "isomorph robustness"
+_IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
+
+
+def measure_classifier(model: nn.Module, source: Source | None, options: RobustnessOptions) -> dict[str, Any]:
+    """Measure the cells of an image classifier that are not in the result file yet, and return the result.
+
+    Raises: UserError as `iso.robustness`, and for a file of another model or images, or without a cell to compare.
+    """
+    if options.batch_size < 1 or options.workers < 0 or (options.limit is not None and options.limit < 1):
+        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
+    runtime, severities = options.runtime, options.wanted()
+    wanted = [(name, severity) for name in severities for severity in severities[name]]
+    inputs = open_inputs(model, source, options)
+    fitted = fit_to_size(model, inputs.size)
+    weights = weights_hash(model, *(tuple(inputs.config[key]) for key in ("mean", "std")))
+    identity = {"model": options.name or type(model).__name__, "weights": weights, **inputs.identity()}
+    base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
+    if base:
+        if differences := _differences(base.identity, identity):
+            what = "measure both on the same images"
+            raise UserError(f"{options.baseline} was measured on other images: {differences}; {what}")
+        if base.cells.keys().isdisjoint(wanted):
+            raise UserError(f"{options.baseline} has none of these cells; evaluate both with the same options")
+    if options.workers:
+        _limit_opencv_threads()
+    out = Path(options.out).expanduser() if options.out and runtime.is_main else None
+    file = CellFile(out, identity)
+    cells: dict[tuple[str, int], Cell] = runtime.gather(file.cells)[0]  # of the process with the file
+    resumed = sum(key in cells for key in wanted)
+    for name, own in {CLEAN: (0,), **severities}.items():
+        left = tuple(severity for severity in own if (name, severity) not in cells)
+
+        def report(done: float, name: str = name) -> None:
+            if options.progress:
+                finished = sum(key in cells for key in wanted)
+                options.progress(finished + done * (name != CLEAN), len(wanted), name)
+
+        for images in inputs.groups(name, left) if left else ():
+            measured = _measure_group(fitted, images, inputs, report)
+            for severity, metrics in zip(images.severities, measured, strict=True):
+                cells[name, severity] = {"corruption": name, "severity": severity, **metrics}
+                file.append(cells[name, severity])
+    found, clean = {key: cells[key] for key in wanted if key in cells}, cells.get((CLEAN, 0))
+    count = min(cell.get("images", 0) for cell in found.values())
+    result = {**identity, "images": count, "clean": clean, "cells": list(found.values())}
+    imagenet = inputs.num_classes == 1000 and inputs.size == PUBLISHED_SIZE
+    result |= robustness_summary(found, clean, imagenet) | {"resumed": resumed}
+    if base:
+        result["against"] = compare_to_baseline(found, base.cells, base.identity["model"])
+    return result
+
+
+def _measure_group(
+    model: nn.Module, images: CorruptedImages, inputs: RobustnessInputs, report: Callable[[float], None]
+) -> list[dict[str, float]]:
+    options, together = inputs.options, len(images.severities)
+    batches = batch_ranges(len(images), max(1, options.batch_size // together))[options.runtime.share]
+    report(0)
+    counts: list[PredictionCounts] = []
+    loader = ordered_loader(images, batches, options.workers)
+    for done, (logits, labels) in enumerate(_predict(model, loader, inputs.config), 1):
+        counts = counts or [PredictionCounts(logits.shape[-1]) for _ in images.severities]
+        for own, own_logits in zip(counts, logits.unbind(1), strict=True):
+            own.add(own_logits, labels)
+        report(together * done / len(batches))
+    shares = [share for share in options.runtime.gather(counts) if share]  # some are empty if batches are few
+    return [sum_counts(list(parts)).metrics() for parts in zip(*shares, strict=True)]
+
+
+@torch.no_grad()
+def _predict(model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits and labels of batches of images, normalised as the data config says.
+
+    Shape: (B, severities, 3, H, W) uint8 -> (B, severities, K), (B,)
+    """
+    like = first_float(model)
+    mean, std = (torch.tensor(config[key], device=like.device)[:, None, None] for key in ("mean", "std"))
+    with eval_mode(model):
+        for images, labels in loader:
+            pixels = images.flatten(0, 1).to(like.device, non_blocking=True)  # (B * severities, 3, H, W)
+            logits = class_logits(model(((pixels / 255 - mean) / std).to(like.dtype)))
+            yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)
+
+
+def _limit_opencv_threads() -> None:
+    """Limit OpenCV to one thread: workers already use all cores, and one forked next to OpenCV's threads hangs."""
+    with suppress(ImportError):  # published images do not need it
+        import cv2
+
+        cv2.setNumThreads(1)
+
+
+def weights_hash(model: nn.Module, *more: Any) -> str:
+    """Return a hash of a model's state (names, types, shapes, bytes), of its modules' numbers, and of more values."""
+    digest = hashlib.sha256(repr(more).encode())
+    for module in model.modules():
+        values = {name: each for name, each in vars(module).items() if name != "training" and not name.startswith("_")}
+        plain = {name: each for name, each in values.items() if isinstance(each, int | float | str | tuple)}
+        written = {name: text for name, each in plain.items() if " at 0x" not in (text := repr(each))}
+        digest.update(repr((type(module).__name__, sorted(written.items()))).encode())
+    for name, tensor in model.state_dict().items():
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().data if values.numel() else b"")
+    return digest.hexdigest()[:16]
+
+
+class CellFile:
+    """The finished cells of one evaluation, appended to a file one by one; without a path in memory only.
+
+    Every line is on disk before the next cell begins; an incomplete last line, of a killed process, is cut off.
+
+    Raises: UserError when the file is of another model or other images, is not a result file, or cannot be written.
+    """
+
+    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+        self.path, self.cells = path, dict[tuple[str, int], Cell]()
+        if path is None:
+            return
+        if path.exists() and path.is_file() and path.stat().st_size:
+            saved = read_result(path)
+            if saved.identity["weights"] != identity["weights"]:
+                raise UserError(f"{path} has cells of {saved.identity['model']} with other weights; use another --out")
+            if differences := _differences(saved.identity, identity):
+                raise UserError(f"{path} has cells of other images: {differences}; use another --out")
+            self.cells.update(saved.cells)
+            os.truncate(path, saved.complete)
+        else:
+            self.append({"kind": _KIND, **identity})
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line to disk."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; give another file") from None
+
+
+class SavedResult(NamedTuple):
+    """The identity of an evaluation, its finished cells with the clean one, and the bytes in complete lines."""
+
+    identity: dict[str, Any]
+    cells: Cells
+    complete: int
+
+
+def read_result(path: Path) -> SavedResult:
+    """Read an --out file, without an incomplete last line. Raises: UserError for a file that is not one."""
+    try:
+        content = path.read_bytes()
+        complete = content.rfind(b"\n") + 1
+        identity, *cells = [json.loads(line) for line in content[:complete].splitlines()]
+        if identity.pop("kind") != _KIND or not identity.keys() >= {"model", "weights", *_IDENTITY_KEYS}:
+            raise ValueError
+        parsed = {(cell["corruption"], int(cell["severity"])): {**cell, "top1": float(cell["top1"])} for cell in cells}
+        return SavedResult(identity, parsed, complete)
+    except OSError as error:
+        raise UserError(f"cannot read results {path}: {error.strerror}; give a result file of {_KIND}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{path} is not a result file of {_KIND}, or is damaged") from None
+
+
+def _differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return in which values the images of two results differ, the first one's before the second's; "" if in none."""
+    differing = [key for key in _IDENTITY_KEYS if saved[key] != other[key]]
+    return ", ".join(f"{key} {saved[key]}, here {other[key]}" for key in differing)

@@ -1,0 +1,103 @@
+"""Recipes of the papers' runs by name, in all tasks, each with the result to expect.
+
+docs/recipes.md lists the published runs that are not included.
+"""
+
+import difflib
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isomorph.errors import UserError
+
+if TYPE_CHECKING:
+    from isomorph.lab.training import Recipe
+
+_PAPERS = ("tcnn", "convit", "deit", "tdrl", "refiner", "coatnet")
+_FILES = (*_PAPERS, "cifar", "diffusion", "language", "segmentation", "detection", "finetune")
+# Recipes by name: nested dicts of the fields that differ from their defaults.
+RECIPES: dict[str, dict[str, Any]] = {
+    name: fields for file in _FILES for name, fields in import_module(f"isomorph.lab.recipes.{file}").RECIPES.items()
+}
+
+# Options of other commands, and the recipe fields that they are.
+_OTHER_NAMES = {name: f"data.{name}" for name in ("split", "size", "root", "classes", "batch_size", "workers")}
+_OTHER_NAMES |= {"weights": "model.weights", "arch": "model.name", "num_classes": "model.num_classes"}
+
+
+def recipe_values(name: str) -> dict[str, Any]:
+    """Return the values in a named recipe, or in a YAML or TOML file.
+
+    Raises: UserError with the closest names if there is no such recipe.
+    """
+    if name in RECIPES:
+        return {"name": name, **RECIPES[name]}
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml", ".toml"):
+        from isomorph.lab.training.recipe.read import read_recipe
+
+        return {"name": path.stem, **read_recipe(path)}
+    if path.is_file():
+        raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
+    completions = [known for known in RECIPES if known.startswith(name)]
+    close = list(dict.fromkeys((*difflib.get_close_matches(name, completions or RECIPES, n=3), *completions)))[:3]
+    hint = f"; did you mean {', '.join(close)}?" if close else "; see `isomorph recipes`, or give a .yaml or .toml file"
+    raise UserError(f"there is no recipe {name!r}{hint}")
+
+
+def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":
+    """Load and check a recipe for `iso.train`.
+
+    `name` is that of one of isomorph's recipes (`isomorph recipes` lists them) or the path of a .yaml or .toml file.
+    `overrides` are assignments to its fields, such as `optim.lr=1e-4`. With fewer `epochs` than the recipe has, the
+    schedules that are measured in epochs (warm-up, anneal, recast, evaluations, saved models) become shorter in
+    proportion, unless they are given too; `recipe.shortened` says which.
+
+    Raises: UserError for an unknown recipe or an unreadable file; for invalid fields it lists every problem at once.
+
+    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=3", "optim.lr=1e-3"])
+    >>> recipe.model.name, recipe.epochs, recipe.optim.lr
+    ('cifar_resnet20', 3, 0.001)
+    >>> recipe.shortened
+    '3 of 6 epochs, so optim.warmup_epochs 1 -> 0.5'
+    """
+    from isomorph.lab.training.recipe.read import override_recipe
+
+    return override_recipe(recipe_values(name), overrides or [])
+
+
+def parse_overrides(tokens: Sequence[str]) -> list[str]:
+    """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
+
+    Names that other commands use are fields: `--size` is data.size, `--weights` is model.weights.
+
+    Raises: UserError for a field without a value, or one that is given twice.
+    """
+    assignments, rest, given = [], list(tokens), set[str]()
+    while rest:
+        token = rest.pop(0)
+        field = token.removeprefix("--")
+        if "=" not in token:
+            if token.startswith("--") and (not rest or rest[0].startswith("--")):
+                raise UserError(f"{token} has no value; write {token} VALUE")
+            if not token.startswith("--"):
+                raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
+            field = f"{field}={rest.pop(0)}"
+        name, option = field.partition("=")[0].replace("-", "_"), token.partition("=")[0]
+        if name in _OTHER_NAMES:
+            name = _OTHER_NAMES[name]
+            field = f"{name}={field.partition('=')[2]}"
+        if name in given:
+            raise UserError(f"{option} is given twice; give it one value")
+        given.add(name)
+        assignments.append(field)
+    return assignments
+
+
+__all__ = ["RECIPES", "load_recipe"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

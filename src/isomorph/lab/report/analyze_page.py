@@ -1,0 +1,326 @@
+"""The sections of the page of `isomorph analyze`: one model, or two side by side."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isomorph.analysis import attention_spans, gammas, gates, logit_stats, prefix_attention
+from isomorph.analysis.batches import batches
+from isomorph.analysis.cka import cka_of_pairs, pool_features
+from isomorph.analysis.cost import static_cost
+from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
+from isomorph.errors import UserError
+from isomorph.lab.report import guides
+from isomorph.lab.report.attention_viewer import (
+    EQUAL_BOUNDS,
+    MAX_MAP_CHARACTERS,
+    ViewerModel,
+    build_viewer,
+    capture_layer_maps,
+)
+from isomorph.lab.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
+from isomorph.lab.report.page_images import PageImage, normalise_images
+from isomorph.lab.report.page_models import (
+    MEASURES,
+    HeadMeasure,
+    PageModel,
+    class_logits,
+    framing_text,
+    model_history,
+    name_classes,
+    register_count,
+)
+from isomorph.lab.report.html import Details, ImageCard, Section
+from isomorph.surgery.calls import to_model
+from isomorph.surgery.modules import Where
+from isomorph.terminal_tables import count_of
+
+# Smaller differences of gates, spans, distances, entropies and logits are not drawn.
+RESOLUTION = 1e-3
+# Keys of the MACs in a row of `iso.cost_table`, and the heads of their columns.
+PASS_COSTS = {
+    "macs": "per image",
+    "step_macs": "per pass",
+    "training_macs": "training: per image",
+    "training_step_macs": "training: per pass",
+    "branch_macs": "branch by branch: per image",
+}
+# A row of `iso.cost_table`.
+CostRow = Mapping[str, Any]
+# F_k of every layer by model, as `iso.analysis.feature_evolution` returns it for each.
+Evolution = Mapping[str, Mapping[str, float]]
+
+
+def _largest_logits(*arguments: Any) -> dict[str, Tensor]:
+    return {layer: stats.max_logit for layer, stats in logit_stats(*arguments).items()}
+
+
+GATING = (
+    HeadMeasure("Gates", "sigma(gate)", gates, 1.0),
+    HeadMeasure("Spans", "1 / locality, grid steps", attention_spans),
+)
+GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas)
+PREFIX = HeadMeasure("Attention to class token and registers", "share", prefix_attention, 1.0)
+STATISTICS = (*MEASURES.values(), PREFIX, HeadMeasure("Largest attention logit", "logit", _largest_logits))
+
+
+def _mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:,.1f}"
+
+
+def _millions(row: CostRow, key: str) -> str:
+    return f"{row[key] / 1e6:,.1f}" if key in row else "-"
+
+
+def cost_tables(rows: Sequence[CostRow]) -> list[Table]:
+    """Return rows of `iso.cost_table` as text: the costs of one image, of a pass if any, and of batches if measured."""
+    by_size = {(row["model"], f"{row['height']}x{row['width']}"): row for row in rows}
+    image = [
+        [*key, f"{row['parameters']:,}", _millions(row, "macs"), _mebibytes(row["saved_bytes"])]
+        for key, row in by_size.items()
+    ]
+    one_pass = [
+        [*key, *(_millions(row, cost) for cost in PASS_COSTS)]
+        for key, row in by_size.items()
+        if row["step_macs"] or "branch_macs" in row
+    ]
+    batch = [
+        [
+            row["model"],
+            f"{row['batch']} x {row['height']}x{row['width']}",
+            _mebibytes(row["peak_bytes"]),
+            _mebibytes(row["training_peak_bytes"]),
+            f"{row['images_per_second']:,.1f}",
+            f"{row['low']:,.1f}-{row['high']:,.1f}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+        if "batch" in row
+    ]
+    tables = [
+        [["one image", "size", "parameters", "M MACs", "saved MiB"], *image],
+        [["M MACs", "size", *PASS_COSTS.values()], *one_pass],
+        [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *batch],
+    ]
+    return [table for table in tables if len(table) > 1]
+
+
+def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> str:
+    """Return how far the outputs of two models are apart; empty without classes in common. Shape: (B, classes)"""
+    first, second = logits
+    if first is None or second is None or first.shape != second.shape:
+        return ""
+    difference, largest = float((first - second).abs().max()), float(first.abs().max())
+    images, same = count_of(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
+    if not difference < torch.inf:
+        return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
+    if difference == 0:
+        return f"{names[1]} and {names[0]} compute the same outputs on {images}: difference 0."
+    apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
+    agree = f"the predicted class is the same on {same} of {len(first)}"
+    return f"On {images}, the outputs of {names[1]} and {names[0]} are {apart}; {agree}."
+
+
+def maps_finding(names: Sequence[str], differences: Mapping[str, list[list[float]]]) -> str:
+    """Return in how many heads two models differ, from `largest_differences` by layer; empty without any."""
+    heads = {(name, i): max(of) for name, own in differences.items() for i, of in enumerate(zip(*own, strict=True), 1)}
+    if not heads:
+        return ""
+    (layer, head), largest = max(heads.items(), key=lambda item: item[1])
+    if bounds := [bound for bound in EQUAL_BOUNDS if largest <= bound]:
+        within = f"{bounds[0]:.0e}".replace("e-0", "e-")
+        return f"The attention maps of both models are equal within {within} in all {len(heads)} heads."
+    count = sum(value > EQUAL_BOUNDS[-1] for value in heads.values())
+    return (
+        f"The attention maps of {names[1]} and {names[0]} differ in {count} of {len(heads)} heads, most in {layer}, "
+        f"head {head}: by {format_number(largest)}."
+    )
+
+
+def cost_finding(rows: Sequence[CostRow]) -> str:
+    """Return parameters and MACs of one model, or how much the second differs from the first."""
+    first, last = rows[0], rows[-1]
+    if first["model"] == last["model"] or not first["parameters"] or not first["macs"]:
+        cost = f"{first['parameters']:,} parameters and {first['macs'] / 1e6:,.1f} M MACs per image"
+        return f"{first['model']} has {cost}."
+    parameters, macs = (100 * (last[key] / first[key] - 1) for key in ("parameters", "macs"))
+    return f"{last['model']} compared with {first['model']}: parameters {parameters:+.3g} %, MACs {macs:+.3g} %."
+
+
+def _measure_charts(
+    measures: Sequence[HeadMeasure], models: Sequence[PageModel], *arguments: Mapping[str, Any]
+) -> list[Dots]:
+    charts = []
+    for measure in measures:
+        series = {}
+        for m in models:
+            with suppress(UserError):  # it does not apply to the model
+                layers = measure.of(m.model, *(argument[m.name] for argument in arguments))
+                series[m.name] = {layer: heads.flatten().tolist() for layer, heads in layers.items()}
+        if series := {name: layers for name, layers in series.items() if layers}:
+            charts.append(Dots(measure.title, measure.unit, series, measure.limit, RESOLUTION))
+    return charts
+
+
+def _gating_section(charts: Sequence[Dots]) -> Section:
+    spans = {name: layers.values() for chart in charts[1:] for name, layers in chart.series.items()}
+    lost = {name: sum(value != value for heads in layers for value in heads) for name, layers in spans.items()}
+    why = "without a centre (locality not positive), and so without a span"
+    texts = [f"Heads of {name} {why}: {count}." for name, count in lost.items() if count]
+    return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
+
+
+def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
+    height, width = models[0].config["input_size"][-2:]
+    costs = {m.name: static_cost(m.model, m.config["input_size"]) for m in models}
+    rows = [{"model": name, "height": height, "width": width, **cost} for name, cost in costs.items()]
+    first, *passes = cost_tables(rows)
+    sections = [Section("Cost", "Of one image.", first, finding=cost_finding(rows), guide=guides.COST)]
+    return sections + [Section("Cost per pass", table=table, guide=guides.PASS_COST) for table in passes]
+
+
+def _undrawn_layers(problems: Mapping[str, Mapping[str, str]]) -> Details | None:
+    layers_of: dict[str, list[str]] = {}
+    for model, reasons in problems.items():
+        for layer, reason in reasons.items():
+            layers_of.setdefault(reason, []).append(f"{model}: {layer}" if len(problems) > 1 else layer)
+    count = sum(map(len, layers_of.values()))
+    lines = [f"{', '.join(layers)}: {reason}." for reason, layers in layers_of.items()]
+    return Details(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
+
+
+@dataclass(frozen=True)
+class AnalyzeOptions:
+    """Optional content of `analyze_sections`.
+
+    `layers` selects attention layers, all by default. `cka_batches` are loaders by model of the same images for CKA,
+    `cka_images` names them in words; `evolution` is F_k of every layer by model (`iso.analysis.feature_evolution`).
+    `report_progress` is called with what is being computed.
+
+    >>> images = [(torch.randn(8, 3, 32, 32), None)]
+    >>> iso.report.AnalyzeOptions(cka_batches={"CNN": images}, cka_images="8 random images").cka_images
+    '8 random images'
+    """
+
+    layers: Where | None = None
+    cka_batches: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    cka_images: str = ""
+    evolution: Evolution = field(default_factory=dict)
+    max_map_characters: int = MAX_MAP_CHARACTERS
+    report_progress: Callable[[str], None] = lambda doing: None
+
+
+def _cka_section(
+    first: PageModel, second: PageModel, pairs: Iterable[tuple[Tensor, Tensor]], options: AnalyzeOptions
+) -> Section:
+    """Return the similarity of layers, or, where the images are too few, the sentence that says so."""
+    try:
+        cka = cka_of_pairs(first.model, second.model, pairs, read=pool_features)
+    except UserError as error:
+        return Section("Layer similarity (CKA)", f"{error}.")
+    title = f"Within {first.name}"
+    if first is not second:
+        title = f"{first.name} x {second.name}"
+    chart: Chart = Matrix(title, first.name, second.name, cka.rows, cka.columns, cka.matrix.tolist())
+    text = f"On {options.cka_images}." if options.cka_images else ""
+    return Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA)
+
+
+def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
+    sections = []
+    if options.cka_batches:
+        options.report_progress("CKA between layers")
+        first, second = models[0], models[-1]
+        loaders = [options.cka_batches[m.name] for m in (first, second)]
+        pairs = zip(*map(batches, loaders), strict=True)
+        sections.append(_cka_section(first, second, pairs, options))
+    if options.evolution:
+        text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
+        lines = {name: Line(range(1, len(of) + 1), list(of.values())) for name, of in options.evolution.items()}
+        chart = Panel("Feature evolution", "layer k", "F_k", lines)
+        sections.append(Section("Feature evolution", text, charts=[chart], guide=guides.EVOLUTION))
+    return sections
+
+
+def _attention_section(
+    models: Sequence[PageModel],
+    images: Sequence[PageImage],
+    batches: Mapping[str, Tensor],
+    gates_of: Mapping[str, Any],
+    options: AnalyzeOptions,
+) -> Section:
+    shown, outputs, problems = list[ViewerModel](), list[Tensor | None](), dict[str, dict[str, str]]()
+    for m in models:
+        options.report_progress(f"attention of {m.name}")
+        batch = batches[m.name]
+        maps, problems[m.name] = capture_layer_maps(m.model, batch, options.layers, keep_exact=len(models) == 2)
+        outputs.append(logits := class_logits(m.model, batch))
+        finite = logits is not None and bool(logits.isfinite().all())
+        predictions = name_classes(m.model, logits) if logits is not None and finite else ()
+        shown.append(ViewerModel(m.name, maps, gates_of.get(m.name, {}), predictions, register_count(m.model)))
+    viewer, details = build_viewer(shown, images, options.max_map_characters), _undrawn_layers(problems)
+    names, framing = [m.name for m in models], framing_text(models[0].config)
+    found = [outputs_finding(names, outputs)] if len(models) == 2 else []
+    if not any(found):
+        found = [f"{m.name} predicts {m.predictions[0]} for {images[0].name}." for m in shown if m.predictions]
+        lost = [name for name, y in zip(names, outputs, strict=True) if y is not None and not y.isfinite().all()]
+        found += [f"The outputs of {name} are not finite." for name in lost]
+    if viewer:
+        layers = viewer.data["layers"]
+        found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
+        found += [f"{m.name} has no attention map to draw." for m in shown if not m.maps]
+    undrawn = "" if viewer else ", and none of its attention can be drawn"
+    nothing = f"{' and '.join(names)} give{'s' * (len(names) == 1)} no classes{undrawn}."
+    finding = " ".join(filter(None, found)) or nothing
+    if viewer:
+        text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
+        guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])
+        return Section("Attention", text, viewer=viewer, details=details, finding=finding, guide=guide)
+    reason = "The model has no attention to draw; isomorph recast adds some."
+    reason = "None of its attention layers can be drawn." if details else reason
+    cards = []
+    for i, image in enumerate(images):
+        lines = [f"{m.name}: " * (len(models) > 1) + m.predictions[i] for m in shown if m.predictions]
+        cards.append(ImageCard(image.data_uri(), image.name, lines))
+    text, guide = f"{framing} {reason}", guides.PREDICTIONS
+    return Section("Predictions", text, images=cards, details=details, finding=finding, guide=guide)
+
+
+def analyze_sections(
+    models: Sequence[PageModel], images: Sequence[PageImage], options: AnalyzeOptions | None = None
+) -> list[Section]:
+    """Return the sections of the analyze page for one or two models, which take images of the same size.
+
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10).eval()
+    >>> config = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
+    >>> config |= {"crop_mode": "center", "interpolation": "bicubic"}
+    >>> models = [iso.report.PageModel("ViT", model, config)]
+    >>> images = [iso.report.PageImage("noise", torch.rand(3, 32, 32))]
+    >>> [section.title for section in iso.report.analyze_sections(models, images)]
+    ['Attention', 'Attention distance and entropy', 'Cost', 'Model history: ViT']
+
+    Raises: UserError when the option `layers` matches no attention layer.
+    """
+    options = options or AnalyzeOptions()
+    batches = {m.name: to_model(normalise_images(images, dict(m.config)), m.model) for m in models}
+    gating = _measure_charts(GATING, models)
+    sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
+    sections += [_gating_section(gating)] if gating else []
+    if charts := _measure_charts((GAMMAS,), models):
+        sections.append(Section("Inserted blocks", charts=charts, guide=guides.GAMMAS))
+    options.report_progress("attention statistics")
+    where = dict.fromkeys(batches, "*" if options.layers is None else options.layers)
+    if charts := _measure_charts(STATISTICS, models, batches, where):
+        title, text = "Attention distance and entropy", "On the images above."
+        sections.append(Section(title, text, charts=charts, guide=guides.DISTANCE))
+    sections += _similarity_sections(models, options)
+    options.report_progress("cost")
+    sections += _cost_sections(models)
+    return sections + [
+        Section(f"Model history: {m.name}", listing=model_history(m), guide=guides.HISTORY * (m is models[0]))
+        for m in models
+    ]

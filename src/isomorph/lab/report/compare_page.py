@@ -1,0 +1,274 @@
+"""The sections of the page of `isomorph compare`: the logs and checkpoints of runs, side by side."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isomorph.analysis import GatingHistory
+from isomorph.lab.report import guides
+from isomorph.lab.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
+from isomorph.lab.report.page_models import MEASURES
+from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
+from isomorph.lab.report.html import Details, Section
+from isomorph.terminal_tables import METRIC_FORMATS, chance_difference, count_of, interval_text
+
+
+class MeasureHistory(NamedTuple):
+    """A measure at the epochs of a run. Shape: epochs (T,), values {layer: (T, heads)}"""
+
+    epochs: Tensor
+    values: dict[str, Tensor]
+
+
+# {measure: {run: MeasureHistory}}
+MeasureHistories = Mapping[str, Mapping[str, MeasureHistory]]
+
+
+def head_range_line(epochs: Tensor, heads: Tensor) -> Line:
+    """Return the mean and range of a layer's heads, at the epochs at which any is finite. Shape: (T,), (T, heads)"""
+    known = heads.isfinite()
+    measured = known.any(1)
+    heads, known = heads[measured].double(), known[measured]
+    low, high = (heads.where(known, -sign * torch.inf) for sign in (-1, 1))
+    mean = heads.where(known, 0).sum(1) / known.sum(1)
+    return Line(*(values.tolist() for values in (epochs[measured], mean, low.amin(1), high.amax(1))))
+
+
+def _along_panel(title: str, unit: str, epochs: Tensor, layers: Mapping[str, Tensor]) -> Panel:
+    lines = {layer: head_range_line(epochs, heads) for layer, heads in layers.items()}
+    return Panel(title, "epoch", unit, lines, ordered=True, resolution=1e-3)
+
+
+def history_tables(histories: MeasureHistories) -> list[Table]:
+    """Return a table for each measure and run: layers down, epochs across, means over heads."""
+    tables = []
+    for key, runs in histories.items():
+        for run, history in runs.items():
+            head = f"{run}: {MEASURES[key].title.lower()} ({MEASURES[key].unit})"
+            epochs = [f"epoch {epoch:g}" for epoch in history.epochs.tolist()]
+            rows = [[layer, *map(format_number, heads.nanmean(1).tolist())] for layer, heads in history.values.items()]
+            tables.append([[head, *epochs], *rows])
+    return tables
+
+
+def histories_json(histories: MeasureHistories) -> dict[str, Any]:
+    """Return {measure: {run: {epochs, layers: {layer: a list of heads for each epoch}}}}, NaN where unknown."""
+
+    def numbers(history: MeasureHistory) -> dict[str, Any]:
+        layers = {layer: heads.tolist() for layer, heads in history.values.items()}
+        return {"epochs": history.epochs.tolist(), "layers": layers}
+
+    return {key: {run: numbers(history) for run, history in runs.items()} for key, runs in histories.items()}
+
+
+# Longer curves are drawn as means over as many equal parts.
+MAX_CURVE_POINTS = 600
+
+
+# Title, log, key of the y axis, unit.
+CURVES = (
+    ("Training loss by step", "steps", "loss", "loss"),
+    ("Loss by epoch", "epochs", "loss", "loss"),
+    ("Top-1", "epochs", "top1", "%"),
+    ("Top-1 on training images, as augmented", "epochs", "train_top1", "%"),
+    ("NLL on the test set", "epochs", "nll", "nats"),
+    ("Reconstruction", "epochs", "reconstruction", "MSE"),
+    ("Alignment with the teacher", "epochs", "alignment", "smooth L1"),
+    ("Learning rate", "steps", "lr", "rate"),
+    ("Images per second", "steps", "images_per_second", "images / s"),
+    ("Largest attention logit, maximum over layers", "monitor", "max_logit", "max logit"),
+    ("Largest attention weight, maximum over layers", "monitor", "max_attention", "max attention"),
+    ("Attention entropy, mean over layers", "monitor", "entropy", "entropy"),
+    ("Similarity of the branches of pyramids (CKA), mean over layers", "monitor", "branch_similarity", "similarity"),
+)
+
+
+def curve(rows: LogRows, x: str, y: str) -> Line | None:
+    """Return `y` by `x` where finite, thinned to means; of values by layer the largest of a maximum, else the mean."""
+
+    def number(row: dict[str, Any], key: str) -> Any:
+        value = row.get(key)
+        if not isinstance(value, Mapping):
+            return value
+        known = list(filter(is_number, value.values()))
+        return (max if key.startswith("max_") else fmean)(known) if known else None
+
+    pairs = ((number(row, x), number(row, y)) for row in rows)
+    points = sorted((float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b))
+    if len(points) > MAX_CURVE_POINTS:
+        cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
+        parts = [points[a:b] for a, b in pairwise(cuts)]
+        points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+    return Line(*map(list, zip(*points, strict=True))) if points else None
+
+
+def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:
+    charts: list[Chart] = []
+    for title, rows, key, unit in CURVES:
+        x = "epoch" if rows == "epochs" else "step"
+        lines = {log.name: line for log in logs if (line := curve(getattr(log, rows), x, key))}
+        if any(len(line.x) > 1 for line in lines.values()):
+            charts.append(Panel(title, x, unit, lines))
+    return charts
+
+
+def runs_finding(best: Mapping[str, float | None], images: int | None = None) -> str:
+    """Return the best top-1 of the runs, its interval on a number of images, and its lead, or that several reach it."""
+    known = sorted(((round(value, 2), name) for name, value in best.items() if value is not None), reverse=True)
+    missing = f" {count_of(len(best) - len(known), 'run')} without a top-1." if len(known) < len(best) else ""
+    if not known:
+        return "No run has measured its top-1."
+    (value, name), *others = known
+    ties = sum(other == value for other, _ in known)
+    reached = f"{value:.2f} %" + (f" (95% interval {interval_text(value, images)})" if images else "")
+    if not others:
+        return f"{name} reaches a top-1 of {reached} in its best epoch on the test images.{missing}"
+    if ties > 1:
+        return f"{ties} of {len(known)} runs reach the best top-1, {reached}.{missing}"
+    second, other = others[0]
+    lead = f"{reached}, {value - second:.2f} points above {other}"
+    if images and value - second < chance_difference(value, images):
+        lead += f" (less than chance may do with {images:,} images)"
+    return f"{name} reaches the best top-1, {lead}, each in its best epoch on the test images.{missing}"
+
+
+def _results_table(logs: Sequence[RunLog]) -> Table:
+    measured = {key for log in logs for row in log.epochs for key, value in row.items() if is_number(value)}
+    keys = [key for key in METRIC_FORMATS if key in measured and key != "images"]
+    rows = []
+    for log in logs:
+        last = {key: row[key] for row in log.epochs for key in keys if is_number(row.get(key))}
+        seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
+        epochs = f"{sum(row.get('epoch') != 0 for row in log.epochs)} of {log.recipe.get('epochs', '?')}"
+        model = log.recipe.get("model") or {}
+        rule = (model.get("recast") or {}).get("rule")
+        start = str(model.get("name") or model.get("weights") or "-")
+        recipe = [str(log.recipe.get("name", "-")), start + f", {rule}" * bool(rule)]
+        top = "-" if log.best_top1 is None else f"{log.best_top1:.2f}"
+        if log.test_images and log.best_top1 is not None:
+            top += f" ({interval_text(log.best_top1, log.test_images)})"
+        cells = [METRIC_FORMATS[key][1](last[key]) if key in last else "-" for key in keys]
+        rows.append([log.name, *recipe, epochs, top, *cells, f"{seconds:,.0f}"])
+    labels = [METRIC_FORMATS[key][0] for key in keys]
+    return [["", "recipe", "model", "epochs", "best top-1 (%, 95% interval)", *labels, "seconds"], *rows]
+
+
+def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
+    """Return the fields of a recipe by dotted name, as JSON text."""
+    if isinstance(values, Mapping) and values:
+        inner = (flatten_recipe(value, f"{name}.{key}" if name else str(key)) for key, value in values.items())
+        return {dotted: text for fields in inner for dotted, text in fields.items()}
+    return {name: json.dumps(values)}
+
+
+def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
+    """Return the centres of each head at the epochs at which they are finite. Shape: (T, heads, 2)"""
+    heads = (head[head.isfinite().all(1)].tolist() for head in centres.transpose(0, 1))
+    return [[(row, column) for row, column in path] for path in heads]
+
+
+def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
+    charts = list[Chart]()
+    texts = ["Before training and after every epoch; centres from the first (ring) to the last (dot)."]
+    for run, history in gating.items():
+        when = "along training" if len(history.epochs) > 1 else "at the end"
+        if len(history.epochs) > 1:
+            epochs = history.epochs
+            charts.append(_along_panel(f"Gates along training: {run}", "sigma(gate)", epochs, history.gates))
+            charts.append(_along_panel(f"Spans along training: {run}", "1 / locality", epochs, history.spans))
+        paths = {name: centre_paths(centres) for name, centres in history.centres.items()}
+        charts.append(Paths(f"Centres {when}: {run}", paths))
+        last = [(spans[-1], history.gates[name][-1]) for name, spans in history.spans.items()]
+        if lost := sum(int((span.isnan() & ~gate.isnan()).sum()) for span, gate in last):
+            why = "without a centre at the end (locality not positive), and so without a span"
+            texts.append(f"{run}: heads {why}: {lost}.")
+    title, guide = "Gates, spans and centres along training", f"{guides.CENTRES} {guides.RANGE}"
+    return [Section(title, " ".join(texts), charts=charts, guide=guide)] if charts else []
+
+
+def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
+    charts = [
+        _along_panel(f"{MEASURES[key].title} along training: {run}", MEASURES[key].unit, history.epochs, history.values)
+        for key, runs in histories.items()
+        for run, history in runs.items()
+    ]
+    text = f"At the epochs saved by keep_every in the recipe, on {images}."
+    guide = f"{guides.RANGE} {guides.DISTANCE}"
+    return [Section("Attention along training", text, charts=charts, guide=guide)] if charts else []
+
+
+def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
+    if len(points) < 2:
+        return []
+    costs = {"MACs": ("GMACs per image", "macs", 1e9), "parameters": ("parameters (M)", "parameters", 1e6)}
+    charts = []
+    for title, (label, cost, scale) in costs.items():
+        series: dict[str, dict[str, tuple[float, float]]] = {}
+        for point in points:
+            series.setdefault(point.data, {})[point.name] = (getattr(point, cost) / scale, point.top1)
+        charts.append(Scatter(f"Top-1 against {title}", label, "top-1 (%)", series))
+    rows = [
+        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
+        for p in sorted(points, key=lambda point: point.macs)
+    ]
+    table = [["", "test set", "top-1 (%)", *(label for label, _, _ in costs.values())], *rows]
+    return [Section("Accuracy and cost", table=table, charts=charts, guide=guides.ACCURACY_COST)]
+
+
+def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
+    if len(logs) < 2:
+        return []
+    recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
+    rows = [
+        [name, *(recipe.get(name, "-") for recipe in recipes)]
+        for name in dict.fromkeys(name for recipe in recipes for name in recipe)
+        if len({recipe.get(name, "null") for recipe in recipes}) > 1
+    ]
+    if not rows:
+        return [Section("Recipe differences", finding="The recipes are equal in every field.")]
+    finding = f"The recipes differ in {count_of(len(rows), 'field')}."
+    table = [["field", *(log.name for log in logs)], *rows]
+    return [Section("Recipe differences", table=table, finding=finding, guide=guides.RECIPES)]
+
+
+def compare_sections(
+    logs: Sequence[RunLog],
+    gating: Mapping[str, GatingHistory] | None = None,
+    histories: MeasureHistories | None = None,
+    images: str = "",
+    points: Sequence[AccuracyPoint] = (),
+) -> list[Section]:
+    """Return the sections of the compare page for some runs.
+
+    `gating` are those of `iso.training.gating_history` by run; `histories` attention measures along training, on images
+    that `images` names in words; `points` models by accuracy and cost.
+
+    >>> from pathlib import Path
+    >>> for run, lr in (("a", 0.1), ("b", 0.2)):
+    ...     Path(run).mkdir()
+    ...     _ = Path(run, "recipe.json").write_text('{"optim": {"lr": %g}}' % lr)
+    >>> sections = iso.report.compare_sections(iso.report.read_run_logs([Path("a"), Path("b")]))
+    >>> sections[-1].title, sections[-1].table
+    ('Recipe differences', [['field', 'a', 'b'], ['optim.lr', '0.1', '0.2']])
+    """
+    sections = []
+    if logs:
+        problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
+        details = Details("Missing or damaged files", problems) if problems else None
+        counts = {log.test_images for log in logs}
+        finding = runs_finding({log.name: log.best_top1 for log in logs}, counts.pop() if len(counts) == 1 else None)
+        table, guide = _results_table(logs), guides.RESULTS
+        sections.append(Section("Final results", table=table, details=details, finding=finding, guide=guide))
+    sections += _accuracy_section(points)
+    if charts := _learning_curves(logs):
+        thinned = any(len(log.steps) > MAX_CURVE_POINTS for log in logs)
+        text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
+        sections.append(Section("Learning curves", text if thinned else "", charts=charts, guide=guides.CURVES))
+    sections += _gating_section(gating or {})
+    sections += _history_section(histories or {}, images)
+    return sections + _recipe_section(logs)

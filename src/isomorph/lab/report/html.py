@@ -1,0 +1,132 @@
+"""Self-contained HTML pages: one file, which loads nothing."""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from isomorph.checkpoints.files import write_atomically
+from isomorph.lab.report.attention_viewer import Viewer
+from isomorph.lab.report.charts import Chart
+
+_DRAWING = ("elements.js", "scales.js", "charts.js", "saving.js", "chart_view.js", "attention_maps.js")
+# The files of the page's script, in the order in which they use each other.
+SCRIPTS = (*_DRAWING, "differences.js", "canvas.js", "head_tile.js", "readout.js", "viewer.js", "start.js")
+# Charts side by side on a wide screen.
+MAX_CHART_COLUMNS = 3
+
+
+class Details(NamedTuple):
+    """Lines that unfold under a summary, as HTML's <details>."""
+
+    summary: str
+    lines: Sequence[str]
+
+
+class ImageCard(NamedTuple):
+    """An image (a data: URI) with its name and lines of text under it."""
+
+    uri: str
+    name: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: a title with any of the other fields.
+
+    `finding` is its result in a sentence with a number, `guide` says how to read it and explains its terms. `table` are
+    rows of cells, the first one the head; `listing` is preformatted text; `charts` are drawn side by side, those with
+    constant values as a line of text.
+
+    >>> gates = iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": {"layer3.0.conv1": [0.5, 0.7]}})
+    >>> iso.report.Section("Gates", "Of every head.", charts=[gates]).title
+    'Gates'
+    """
+
+    title: str
+    text: str = ""
+    table: Sequence[Sequence[str]] = ()
+    listing: str = ""
+    charts: Sequence[Chart] = ()
+    viewer: Viewer | None = None
+    images: Sequence[ImageCard] = ()
+    details: Details | None = None
+    finding: str = ""
+    guide: str = ""
+
+
+@cache
+def _read_asset(name: str) -> str:
+    return files("isomorph.lab.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
+    """Return the page as HTML, all texts escaped.
+
+    Its Content-Security-Policy lets the browser run only the page's script, known by its hash, and request nothing.
+    """
+    charts: list[dict[str, Any]] = []
+    viewers: list[dict[str, Any]] = []
+    blobs: list[tuple[str, str]] = []
+    contents = []
+    for section in sections:
+        constants = [chart.constant_text() for chart in section.charts]
+        drawn = [chart.drawing() for chart, text in zip(section.charts, constants, strict=True) if not text]
+        parts = {
+            "charts": [{**drawing, "number": len(charts) + i} for i, drawing in enumerate(drawn)],
+            "columns": 2 if len(drawn) == 4 else min(len(drawn), MAX_CHART_COLUMNS),
+            "constants": list(filter(None, constants)),
+            "viewer": section.viewer and {"number": len(viewers)},
+        }
+        contents.append({**vars(section), **parts})
+        charts += drawn
+        if section.viewer:
+            blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
+            viewers.append(section.viewer.data)
+    script = "".join(_read_asset(name) for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = Environment(
+        loader=PackageLoader("isomorph.lab.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=title,
+        lead=lead,
+        sections=contents,
+        footer=footer,
+        data={"charts": charts, "viewers": viewers},
+        blobs=blobs,
+        style=Markup(_read_asset("page.css")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+    )
+
+
+def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
+    """Write sections as one HTML page, completely or not at all, and return its size in bytes.
+
+    The lead, under the title, is the finding of the page in a sentence; what follows the first line of the footer is
+    shown as code, with a button that copies it.
+
+    >>> from pathlib import Path
+    >>> gates = iso.report.Section("Gates", "Of every head.")
+    >>> size = iso.report.write_page(Path("page.html"), "My T-CNN", "All gates are 0.73.", [gates])
+    >>> Path("page.html").stat().st_size == size
+    True
+
+    Raises: UserError when the page cannot be written.
+    """
+    page = render_page(title, lead, sections, footer).encode("utf-8", "replace")
+    write_atomically(path, lambda file: file.write_bytes(page))
+    return len(page)

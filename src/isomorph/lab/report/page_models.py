@@ -1,0 +1,125 @@
+"""The models of a page: their names, histories and predictions, and what is measured of their attention."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.analysis import attention_entropy, nonlocality
+from isomorph.layers.modes import eval_mode
+from isomorph.models.input_sizes import class_namer
+from isomorph.surgery import edits
+from isomorph.surgery.rule import record
+
+# Classes that a prediction names.
+PREDICTED_CLASSES = 3
+
+
+class HeadMeasure(NamedTuple):
+    """A number of each head: `of(model, ...)` returns {layer: (heads,)}; `limit` is the top of its axis."""
+
+    title: str
+    unit: str
+    of: Callable[..., dict[str, Tensor]]
+    limit: float | None = None
+
+
+# What is measured of any attention, by its name in `isomorph compare --along`.
+MEASURES = {
+    "nonlocality": HeadMeasure("Nonlocality", "grid steps", nonlocality),
+    "entropy": HeadMeasure("Attention entropy", "nats", attention_entropy),
+}
+
+
+@dataclass(frozen=True)
+class PageModel:
+    """A model on the page: its name, its data config (as timm resolves it), and the recipe that trained it, if any.
+
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> iso.report.PageModel("CNN", cnn, timm.data.resolve_data_config(model=cnn)).name
+    'CNN'
+    """
+
+    name: str
+    model: nn.Module = field(repr=False)
+    config: Mapping[str, Any] = field(repr=False)
+    recipe: Mapping[str, Any] | None = None
+
+
+def short_name(name: str) -> str:
+    """Return the run's folder for a checkpoint of a run, the stem of another checkpoint, else the name itself."""
+    path = Path(name)
+    if path.suffix == ".safetensors":
+        return path.parent.name if path.stem in ("model", "best") and path.parent.name else path.stem
+    return path.name or name
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return the short names of models; the whole names if these are equal, numbered if those are equal too."""
+    short = [short_name(name) for name in names]
+    if len(set(short)) == len(short):
+        return short
+    return list(names) if len(set(names)) == len(names) else [f"{name} ({i + 1})" for i, name in enumerate(short)]
+
+
+def framing_text(config: Mapping[str, Any]) -> str:
+    """Return a sentence on how images are resized and cropped, from a model's data config."""
+    height, width = config["input_size"][-2:]
+    rows, columns = (math.floor(side / config["crop_pct"]) for side in (height, width))
+    resized = {
+        "squash": f"stretched to {rows} x {columns} px",
+        "border": f"resized to fit {rows} x {columns} px and padded",
+    }.get(config["crop_mode"], f"resized to cover {rows} x {columns} px")
+    crop = "" if (rows, columns) == (height, width) else f", then cropped to its central {height} x {width} px"
+    if config["crop_mode"] == "center" and not crop:
+        crop = ", then cropped to its centre"
+    return f"Each image is {resized} ({config['interpolation']}){crop}."
+
+
+def format_percent(share: float) -> str:
+    """Return a probability in per cent, small ones with one decimal."""
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
+
+
+@torch.no_grad()
+def class_logits(model: nn.Module, batch: Tensor) -> Tensor | None:
+    """Return the logits of a model's classes in eval mode; None for a model without classes. Shape: -> (B, classes)"""
+    if getattr(model, "num_classes", None) == 0:
+        return None
+    with eval_mode(model):
+        logits = model(batch)
+    return logits.float().cpu() if isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] > 1 else None
+
+
+def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSES) -> list[str]:
+    """Return the `count` most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
+    name = class_namer(model, logits.shape[1])
+    shares, classes = logits.softmax(-1).topk(min(count, logits.shape[1]))
+    return [
+        ", ".join(f"{name(label)} ({format_percent(share)})" for share, label in zip(p, c, strict=True))
+        for p, c in zip(shares.tolist(), classes.tolist(), strict=True)
+    ]
+
+
+def register_count(model: Any) -> int:
+    """Return how many of the tokens before the patches are registers, the last ones: timm's, or transformers'."""
+    return getattr(model, "num_reg_tokens", getattr(getattr(model, "config", None), "num_register_tokens", 0))
+
+
+def model_history(model: PageModel) -> str:
+    """Return what is recorded of how the model was made: its base, its edits in order, its recipe."""
+    config = getattr(model.model, "pretrained_cfg", None) or {}
+    base = record(model.model).base or {"name": config.get("architecture", type(model.model).__name__)}
+    lines = ["base: " + json.dumps(base, default=str)]
+    for edit in edits(model.model):
+        names = ", ".join(edit.names[:6]) + f", ... ({len(edit.names)} in all)" * (len(edit.names) > 6)
+        lines.append(f"edit: {edit.rule} on {names}")
+    lines += ["edit: none"] * (len(lines) == 1)
+    if model.recipe:
+        lines.append("recipe: " + json.dumps(model.recipe, indent=2, default=str))
+    return "\n".join(lines)

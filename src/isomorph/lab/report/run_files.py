@@ -1,0 +1,130 @@
+"""Runs and evaluated models, read from the files that `isomorph train` and `isomorph evaluate --json` write."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from isomorph.errors import UserError
+from isomorph.lab.report.charts import is_number
+from isomorph.lab.report.page_models import short_name
+
+LogRows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The recipe and logs of a run, and a line for each file that is missing or damaged."""
+
+    name: str
+    recipe: Mapping[str, Any]
+    epochs: LogRows = field(repr=False)
+    steps: LogRows = field(repr=False)
+    monitor: LogRows = field(repr=False)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def best_top1(self) -> float | None:
+        """The highest top-1 after an epoch, None where none was measured."""
+        measured = (row["top1"] for row in self.epochs if row.get("epoch") != 0 and is_number(row.get("top1")))
+        return max(measured, default=None)
+
+    @property
+    def test_images(self) -> int | None:
+        """The number of images of the last test, None where it was not logged."""
+        counted = [row["images"] for row in self.epochs if is_number(row.get("images")) and row["images"] > 0]
+        return int(counted[-1]) if counted else None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _read_jsonl(path: Path, problems: list[str]) -> LogRows:
+    try:
+        lines = list(filter(str.strip, path.read_text(errors="replace").split("\n")))
+    except OSError as error:
+        problems.append(f"no {path.name}" if isinstance(error, FileNotFoundError) else f"{path.name}: {error.strerror}")
+        return []
+    rows = [row for line in lines if isinstance(row := _parse(line), dict)]
+    if len(rows) < len(lines):
+        problems.append(f"{len(lines) - len(rows)} of {len(lines)} lines of {path.name} cannot be read")
+    return rows
+
+
+def _read_run(folder: Path) -> RunLog:
+    if not folder.is_dir():
+        what = "it is a file (isomorph analyze compares models)" if folder.exists() else "it does not exist"
+        raise UserError(f"{folder} is not the folder of a run: {what}")
+    problems = list[str]()
+    epochs, steps = (_read_jsonl(folder / name, problems) for name in ("log.jsonl", "steps.jsonl"))
+    monitored, path = folder / "monitor.jsonl", folder / "recipe.json"
+    monitor = _read_jsonl(monitored, problems) if monitored.exists() else []
+    recipe = _parse(path.read_text(errors="replace")) if path.is_file() else None
+    if not isinstance(recipe, dict):
+        problems.append("recipe.json cannot be read" if path.is_file() else "no recipe.json")
+    if not (epochs or steps or recipe):
+        raise UserError(f"{folder} is not a run's folder: it has no readable log.jsonl, steps.jsonl or recipe.json")
+    recipe = recipe if isinstance(recipe, dict) else {}
+    return RunLog(folder.name or str(folder), recipe, epochs, steps, monitor, problems)
+
+
+def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
+    """Read the recipes and logs of runs, finished or not; runs of the same name are named by their whole path.
+
+    >>> from pathlib import Path
+    >>> Path("run").mkdir()
+    >>> _ = Path("run/log.jsonl").write_text('{"epoch": 1, "loss": 2.3, "top1": 12.5}')
+    >>> iso.report.read_run_logs([Path("run")])[0].epochs
+    [{'epoch': 1, 'loss': 2.3, 'top1': 12.5}]
+
+    Raises: UserError for a path that is not the folder of a run, or is given twice.
+    """
+    logs = [_read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
+    names = [log.name for log in logs]
+    unique = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    if len(set(unique)) < len(unique):
+        raise UserError("a run is given twice; give each folder once")
+    return [replace(log, name=name) for name, log in zip(unique, logs, strict=True)]
+
+
+class AccuracyPoint(NamedTuple):
+    """A measured model: its name, the test set, top-1 in percent, MACs per image, number of parameters."""
+
+    name: str
+    data: str
+    top1: float
+    macs: int
+    parameters: int
+
+
+def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
+    """Read results of `isomorph evaluate --json`; models of the same name get the file's name in parentheses.
+
+    Raises: UserError for a file that is not such a result, or lacks the model's cost.
+    """
+    points = [_read_point(path) for path in files]
+    names = [point.name for point in points]
+    return [
+        point if names.count(point.name) == 1 else point._replace(name=f"{point.name} ({path.stem})")
+        for point, path in zip(points, files, strict=True)
+    ]
+
+
+def _read_point(path: Path) -> AccuracyPoint:
+    try:
+        result = _parse(path.read_text(errors="replace"))
+    except OSError as error:
+        what = f"write it with isomorph evaluate MODEL --json > {path}"
+        raise UserError(f"cannot read {path}: {error.strerror}; {what}") from None
+    if not isinstance(result, dict) or not isinstance(result.get("model"), str) or not is_number(result.get("top1")):
+        raise UserError(f"{path} is not what isomorph evaluate --json prints of one model at one size on one test set")
+    if missing := [key for key in ("macs", "parameters") if not is_number(result.get(key))]:
+        raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {result['model']} without --no-cost")
+    name = short_name(result["model"]) + " (random weights)" * (result.get("weights") == "random")
+    data = str(result.get("data", "test set"))
+    return AccuracyPoint(name, data, result["top1"], result["macs"], result["parameters"])

@@ -1,0 +1,347 @@
+"""Fine-tuning on a task of GLUE: classes of sentences or sentence pairs, or a score of two sentences.
+
+Examples are read from the published TSV files, or from parquet files as on the Hugging Face hub.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from isomorph.distributed import REPEATED, Runtime, to_device
+from isomorph.errors import UserError, optional_module
+from isomorph.lab.data.formats.registry import data_root
+from isomorph.lab.data.sources import with_changes
+from isomorph.lab.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
+from isomorph.lab.training.dry_run.synthetic import SyntheticData, random_labels, synthetic_data
+from isomorph.lab.training.objectives.masked import LossModule
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.task import Objective
+from isomorph.layers.modes import eval_mode, require_finite
+from isomorph.models.download import impatient_hub, is_connection_error
+from isomorph.models.input_sizes import recorded_split
+
+# A column by its name in the header, or by its number in a file without header.
+Column = str | int
+# The texts of an example, and its label: the number of its class, or a score.
+Row = tuple[tuple[str, ...], float]
+Split = Literal["train", "test"]
+# GLUE on the hub; its tasks are folders, with files such as rte/train-00000-of-00001.parquet.
+HUB_NAME = "nyu-mll/glue"
+MAX_SCORE = 5  # of STS-B
+
+
+@dataclass(frozen=True)
+class GlueData:
+    """A task: its folder, the columns of its texts and label, the labels in the file, metrics, the files to test on.
+
+    Without `classes` labels are numbers (a regression). The first metric decides which epoch is best. `tolerant`: lines
+    with too few columns are left out, which the published file has. On the hub, the columns of the texts are
+    `hub_texts`, or have the same names; labels are numbers of classes there.
+    """
+
+    folder: str
+    texts: tuple[Column, ...]
+    label: Column
+    labels: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ("accuracy",)
+    hub_texts: tuple[str, ...] = ()
+    test: str = "dev"
+    tolerant: bool = False
+
+
+_PAIR, _BINARY = ("sentence1", "sentence2"), ("0", "1")
+_ENTAILMENT, _PARAPHRASE = ("entailment", "not_entailment"), ("different", "paraphrase")
+_THREE = ("entailment", "neutral", "contradiction")
+_TWO_SCORES = ("accuracy", "f1")
+
+# The eight tasks of the paper's table, by name; WNLI is left out, as usual.
+GLUE: dict[str, GlueData] = {
+    "cola": GlueData("CoLA", (3,), 1, _BINARY, ("unacceptable", "acceptable"), ("matthews", "accuracy"), ("sentence",)),
+    "sst2": GlueData("SST-2", ("sentence",), "label", _BINARY, ("negative", "positive")),
+    "mrpc": GlueData("MRPC", ("#1 String", "#2 String"), "Quality", _BINARY, _PARAPHRASE, _TWO_SCORES, _PAIR),
+    "stsb": GlueData("STS-B", _PAIR, "score", (), ("similarity",), ("spearman", "pearson")),
+    "qqp": GlueData(
+        "QQP", ("question1", "question2"), "is_duplicate", _BINARY, _PARAPHRASE, _TWO_SCORES, tolerant=True
+    ),
+    "mnli": GlueData(
+        "MNLI", _PAIR, "gold_label", _THREE, _THREE, hub_texts=("premise", "hypothesis"), test="dev_matched"
+    ),
+    "qnli": GlueData("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
+    "rte": GlueData("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
+}
+
+
+# Training examples, for dry runs.
+TRAINING_SENTENCES = {"cola": 8551, "sst2": 67_349, "mrpc": 3668, "stsb": 5749}
+TRAINING_SENTENCES |= {"qqp": 363_846, "mnli": 392_702, "qnli": 104_743, "rte": 2490}
+
+
+def read_file(path: Path, task: GlueData) -> list[Row]:
+    """Return the examples of a TSV file, or of a parquet file of the hub.
+
+    Raises: UserError, with file and line, for missing columns, unknown labels or an empty file, or without pyarrow.
+    """
+    cells = _tsv_cells if path.suffix == ".tsv" else _parquet_cells
+    rows = [(tuple(map(str, texts)), _label_of(label, task, where)) for where, (*texts, label) in cells(path, task)]
+    if not rows:
+        raise UserError(f"{path} is empty: it has no examples of {task.folder}")
+    return rows
+
+
+def _columns(path: Path, header: Sequence[str], wanted: Iterable[Column], task: GlueData) -> list[int]:
+    if missing := [column for column in wanted if column not in header]:
+        has = f"has the columns {', '.join(header)}, and {task.folder} needs the column {missing[0]!r}"
+        raise UserError(f"{path} {has}; give the published file, or the hub's")
+    return [header.index(str(column)) for column in wanted]
+
+
+def _tsv_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
+    lines = [
+        (n, line.rstrip("\r").split("\t")) for n, line in enumerate(read_text(path).split("\n"), 1) if line.strip()
+    ]
+    wanted: Any = (*task.texts, task.label)
+    if isinstance(task.label, str) and lines:
+        wanted = _columns(path, [name.strip() for name in lines.pop(0)[1]], wanted, task)
+    for number, cells in lines:
+        if len(cells) > max(wanted):
+            yield f"{path}, line {number}", [cells[column].strip() for column in wanted]
+        elif not task.tolerant:
+            raise UserError(f"{path}, line {number}: {len(cells)} columns, and {max(wanted) + 1} are needed")
+
+
+def _parquet_cells(path: Path, task: GlueData) -> Iterator[tuple[str, Sequence[Any]]]:
+    needs = f"{path}: reading parquet files needs pyarrow"
+    pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:160]}") from None
+    wanted = _columns(path, table.column_names, (*(task.hub_texts or map(str, task.texts)), "label"), task)
+    columns = [table.column(number).to_pylist() for number in wanted]
+    if any(value is None for column in columns for value in column):
+        raise UserError(f"{path} has empty cells; give the hub's file")
+    return ((str(path), row) for row in zip(*columns, strict=True))
+
+
+def _label_of(label: Any, task: GlueData, where: str) -> float:
+    """Return a class, given as published or by number, or a score. Raises: UserError for another label."""
+    if not task.labels:
+        with suppress(TypeError, ValueError):
+            if 0 <= float(label) <= MAX_SCORE:  # NaN is not
+                return float(label)
+        raise UserError(f"{where}: label {label!r} is not a score; give a number from 0 to {MAX_SCORE}")
+    if label in task.labels:
+        return task.labels.index(label)
+    if not isinstance(label, str) and label in range(len(task.labels)):
+        return label
+    known = ", ".join(task.labels if isinstance(label, str) else (f"{n} ({c})" for n, c in enumerate(task.classes)))
+    hidden = "; the hub's test files have no labels" * (label == -1)
+    raise UserError(f"{where}: label {label!r} is unknown; use {known}{hidden}")
+
+
+def open_root(root: Path, tasks: Sequence[str] = tuple(GLUE)) -> Path:
+    """Return a folder, or that of a name on the hub, downloaded unless it is cached.
+
+    Raises: UserError, which says how to get the files, if the hub does not answer or has no such data set.
+    """
+    name = root.as_posix()
+    if root.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return root
+    import huggingface_hub
+
+    wanted = [f"{task}/*.parquet" for task in tasks]
+    try:
+        with impatient_hub():
+            return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=wanted))
+    except Exception as error:  # those of the hub's client and of the network
+        what = "the hub does not answer" if is_connection_error(error) else " ".join(str(error).split())[:160]
+        command = f"hf download {name} --repo-type dataset --include {' '.join(map(repr, wanted))} --local-dir glue"
+        raise UserError(
+            f"data.root {name} is not a folder, and cannot be downloaded: {what}; run `{command}` where the network "
+            "is, and give that folder, or one with the published TSV files"
+        ) from None
+
+
+def _patterns(name: str, split: Split) -> dict[str, str]:
+    test = GLUE[name].test
+    names = ("train", "train") if split == "train" else (test, test.replace("dev", "validation"))
+    return {GLUE[name].folder: f"{names[0]}.tsv", name: f"{names[1]}-*.parquet"}
+
+
+def find_files(root: Path, name: str, split: Split) -> list[Path]:
+    """Return the files of a task's split, below a folder of all tasks or in its own folder; none if there are none."""
+    for folder, pattern in _patterns(name, split).items():
+        own = (root,) if root.name.lower() == folder.lower() else ()
+        for place in (root / folder, root / "glue" / folder, *own):
+            if files := sorted(place.glob(pattern)):
+                return files
+    return []
+
+
+def read_examples(root: Path, name: str, split: Split) -> list[Row]:
+    """Return the examples of a task's split. Raises: UserError if there are none, or the files are damaged."""
+    if files := find_files(root, name, split):
+        return [row for path in files for row in read_file(path, GLUE[name])]
+    published, on_hub = (f"{folder}/{pattern}" for folder, pattern in _patterns(name, split).items())
+    other = "" if split == "train" else "; or data.split, the part of the training examples to test on"
+    raise UserError(
+        f"there is no {published} in {root}, nor {on_hub}; give data.root, the folder with GLUE's published files "
+        f"or the hub's, or {HUB_NAME}, which downloads them{other}"
+    )
+
+
+def training_sentences(root: Path) -> list[str]:
+    """Return the sentences of the training files of all tasks in a folder. Raises: UserError if there is none."""
+    names = [name for name in GLUE if find_files(root, name, "train")]
+    texts = [text for name in names for row in read_examples(root, name, "train") for text in row[0]]
+    if not texts:
+        what = f"there is no train.tsv or train-*.parquet of a GLUE task in {root}"
+        raise UserError(f"{what}; give data.root, or {HUB_NAME}")
+    return texts
+
+
+class Sentences(Dataset[tuple[dict[str, Tensor], Tensor]]):
+    """Examples as token sequences of their own lengths, cut at `length` tokens; of a pair, the longer text first.
+
+    An item is (inputs, label): input_ids and token_type_ids (N,), and a class or a score.
+    """
+
+    def __init__(self, rows: Sequence[Row], classes: tuple[str, ...], tokenizer: Any, length: int) -> None:
+        texts = [list(column) for column in zip(*(row[0] for row in rows), strict=True)]
+        encoded = tokenizer(*texts, truncation=True, max_length=length, return_token_type_ids=True)
+        self.ids = [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        self.types = [np.array(types, dtype=np.int8) for types in encoded["token_type_ids"]]
+        regression = len(classes) == 1
+        self.labels = torch.tensor([row[1] for row in rows], dtype=torch.float32 if regression else torch.long)
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        ids, types = (torch.from_numpy(values[index]).long() for values in (self.ids, self.types))
+        return {"input_ids": ids, "token_type_ids": types}, self.labels[index]
+
+    def subset(self, indices: np.ndarray) -> "Sentences":
+        ids, types = ([values[i] for i in indices] for values in (self.ids, self.types))
+        return with_changes(self, ids=ids, types=types, labels=self.labels[torch.from_numpy(np.asarray(indices))])
+
+
+class TextClassificationPart(LanguagePart):
+    """Options of the task text_classification: fine-tune on one task of GLUE."""
+
+    dataset: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]
+    """Task of GLUE: cola, sst2, mrpc, stsb, qqp, mnli, qnli or rte."""
+
+
+class SentenceLoss(LossModule):
+    """Fine-tuning on sentences: cross-entropy of the classes, or the squared error of a score."""
+
+    def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+        output = self.trainable_module(**input).float()  # (B, num_classes)
+        regression = target.is_floating_point()
+        loss = F.mse_loss(output[:, 0], target) if regression else F.cross_entropy(output, target)
+        return {"loss": loss, "output": output}
+
+
+def compute_metrics(names: Sequence[str], predicted: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Return the named metrics of GLUE in percent, and the number of examples.
+
+    F1 is that of the second class. Correlations are 0 if all predictions, or all labels, are alike.
+
+    Raises: NotFinite for predictions that are NaN or infinite.
+    """
+    metrics = optional_module("sklearn.metrics", "the metrics of GLUE need scikit-learn", "nlp")
+    stats = import_module("scipy.stats")  # installed with scikit-learn
+
+    require_finite(torch.from_numpy(predicted))
+
+    def correlation(found: Any) -> float:
+        return 0.0 if np.ptp(predicted) == 0 or np.ptp(labels) == 0 else found(predicted, labels).statistic
+
+    known = {
+        "accuracy": lambda: metrics.accuracy_score(labels, predicted),
+        "f1": lambda: metrics.f1_score(labels, predicted, zero_division=0),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, predicted),
+        "spearman": lambda: correlation(stats.spearmanr),
+        "pearson": lambda: correlation(stats.pearsonr),
+    }
+    return {name: 100 * float(known[name]()) for name in names} | {"examples": len(labels)}
+
+
+class TextClassification(LanguageTask):
+    """Fine-tuning of a text transformer on one task of GLUE, from its published files or the hub's."""
+
+    fields = TextClassificationPart
+    sources = ("glue",)
+    printed = dict.fromkeys(("accuracy", "f1", "matthews", "spearman"), ".2f")
+
+    @property
+    def glue(self) -> GlueData:
+        return GLUE[self.options.dataset]
+
+    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
+        root = open_root(data_root(recipe.data.root), [self.options.dataset])
+        train = self._read(root, "train")
+        return self.split(recipe, train, None if recipe.data.split else self._read(root, "test"))
+
+    def _read(self, root: Path, split: Split) -> Sentences:
+        rows = read_examples(root, self.options.dataset, split)
+        return Sentences(rows, self.glue.classes, self.tokenizer, self.options.length)
+
+    def synthetic_data(self, recipe: Recipe) -> SyntheticData:
+        counts = (TRAINING_SENTENCES[self.options.dataset], len(self.glue.classes))
+        return synthetic_data(recipe, counts)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        words = self.random_words(model, samples, device)
+        labels = random_labels(len(self.glue.classes), samples, device)
+        if len(self.glue.classes) == 1:  # a score
+            labels = labels.float()
+        return {"input_ids": words, "token_type_ids": torch.zeros_like(words)}, labels
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        super().check_model(recipe, model, config)
+        if model.num_classes != len(self.glue.classes):
+            what = f"the network has {model.num_classes} classes, and {self.options.dataset} {len(self.glue.classes)}"
+            raise UserError(f"{what}; leave model.num_classes out")
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        best = self.glue.metrics[0]
+        return Objective(SentenceLoss(model, device), self.measure, lambda metrics: metrics[best])
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+        device, found = next(model.parameters()).device, list[tuple[np.ndarray, np.ndarray]]()
+        with eval_mode(model):
+            for inputs, targets, *_ in runtime.pad_batches(loader):
+                with runtime.autocast():
+                    output = model(**to_device(inputs, device))
+                require_finite(output)
+                own = targets != REPEATED
+                found.append((output.float().cpu()[own].numpy(), targets[own].numpy()))
+        outputs, labels = map(np.concatenate, zip(*chain.from_iterable(runtime.gather(found)), strict=True))
+        predicted = outputs[:, 0] if len(self.glue.classes) == 1 else outputs.argmax(1)
+        return compute_metrics(self.glue.metrics, predicted, labels)
+
+    def open_test(self, model: nn.Module, source: str, root: Path) -> Sentences:
+        root = open_root(root, [self.options.dataset])
+        part, examples = recorded_split(model)
+        known = part and find_files(root, self.options.dataset, "train")
+        if part and known and len(train := self._read(root, "train")) == examples:
+            return divide(train, part)[1]  # what training left out
+        return self._read(root, "test")

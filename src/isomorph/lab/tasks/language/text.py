@@ -1,0 +1,194 @@
+"""What all tasks on text share: tokenisers, padded batches, options, loaders."""
+
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from isomorph.distributed import Runtime, derive_seed
+from isomorph.errors import UserError, optional_module
+from isomorph.lab.data.formats.registry import data_root
+from isomorph.lab.data.loaders import loader_of_share, train_loader
+from isomorph.lab.data.sampler import TrainSampler
+from isomorph.lab.data.sources import drawn_fraction, drawn_once
+from isomorph.lab.training.recipe.fields import Part
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.task import EvaluationOptions, Task
+
+# Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256.
+UNUSED_EMBEDDINGS = 256
+_NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises: UserError when it cannot be read, or is not text."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def read_lines(files: Iterable[Path]) -> list[str]:
+    """Return the lines of text files, without empty ones. Raises: UserError for an empty file or one without text."""
+    texts: list[str] = []
+    for path in files:
+        lines = [line for line in map(str.strip, read_text(path).splitlines()) if line]
+        if not lines:
+            raise UserError(f"{path} is empty; give a file with text, a sentence or paragraph a line")
+        texts += lines
+    return texts
+
+
+@cache
+def open_tokenizer(source: str, lower_case: bool = True, fetch: bool = True) -> Any:
+    """Return a tokeniser of transformers: a vocabulary of BERT (vocab.txt), a folder, or a name on the hub.
+
+    `lower_case` is for vocabulary files alone. Without `fetch`, for names that a checkpoint gives, one on the hub must
+    have been downloaded before. No code of a tokeniser is run.
+
+    Raises: UserError if it cannot be opened, or lacks a special token that masked words need.
+    """
+    transformers = optional_module("transformers", "tokenisers need the package transformers", "nlp")
+    title = f"task.tokenizer {source!r}"
+    if (path := Path(source)).is_file():
+        words = set(read_text(path).splitlines())
+        if lacking := [token for token in _NEEDED if token not in words]:
+            raise UserError(f"{title} is not a vocabulary of BERT, one token a line: it has no {lacking[0]}")
+        return transformers.BertTokenizerFast(vocab=source, do_lower_case=lower_case)
+    try:
+        options = dict(trust_remote_code=False, local_files_only=not fetch)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # those of the hub, of json, and of transformers
+        if not (fetch or path.exists()):
+            what = f"the checkpoint names the tokenizer {source!r}, which is not on this machine"
+            raise UserError(f"{what}; if you trust it, run `hf download {source}` first") from None
+        reason = "" if source.startswith((".", "/", "~")) else f" that answers: {' '.join(str(error).split())[:160]}"
+        raise UserError(f"{title} is not a vocabulary file, a folder or a name on the hub{reason}") from None
+    missing = [name for name in ("pad", "cls", "sep", "mask") if getattr(tokenizer, f"{name}_token_id") is None]
+    if missing:
+        raise UserError(f"{title} has no {missing[0]} token, so it is not that of an encoder of text")
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Any, source: str, model: Any, length: int) -> None:
+    """Raises: UserError if a tokeniser does not belong to a network, or sequences are too long for it."""
+    if not hasattr(model, "max_length"):
+        kind = type(model).__name__
+        raise UserError(f"{kind} is not a network for text; give model.name bert_small or text_transformer")
+    if length > model.max_length:
+        what = f"task.length {length} is longer than the network's {model.max_length} positions"
+        raise UserError(f"{what}; lower it, or give model.kwargs.max_position_embeddings")
+    words, rows = len(tokenizer), model.table.shape[0]
+    padding, own = getattr(model.body.config, "pad_token_id", None), tokenizer.pad_token_id
+    if not rows - UNUSED_EMBEDDINGS <= words <= rows:
+        what, instead = f"it has {words:,} tokens, and the network {rows:,} word embeddings", f"vocab_size {words}"
+    elif padding not in (None, own):
+        what, instead = f"its padding is token {own}, the network's {padding}", "pad_token_id"
+    else:
+        return
+    wrong = f"task.tokenizer {source} does not belong to this network: {what}"
+    raise UserError(f"{wrong}; give the network's own tokenizer, or model.kwargs.{instead}")
+
+
+def pad_batch(padding: int, examples: Sequence[Any]) -> tuple[dict[str, Tensor], Tensor, list[str]]:
+    """Collate examples, padded to the longest, with a mask. Shape: -> inputs of (B, N), targets (B, ...), messages"""
+    inputs, targets, *problems = zip(*examples, strict=True)
+    fill = {"input_ids": padding}
+    batch = {name: pad_sequence([x[name] for x in inputs], True, fill.get(name, 0)) for name in inputs[0]}
+    lengths = torch.tensor([len(x["input_ids"]) for x in inputs])
+    if (lengths < lengths.max()).any():  # without padding there is nothing to mask
+        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    return batch, torch.stack(targets), list(chain.from_iterable(problems[0])) if problems else []
+
+
+def divide(examples: Any, part: float) -> tuple[Any, Any]:
+    """Return the examples without a part of them, and this part, the same ones at every call."""
+    order = np.random.default_rng(derive_seed("test part")).permutation(len(examples))
+    count = max(1, round(part * len(examples)))
+    return examples.subset(np.sort(order[count:])), examples.subset(np.sort(order[:count]))
+
+
+class LanguagePart(Part):
+    """Options that all tasks on text have."""
+
+    tokenizer: str = "google-bert/bert-base-uncased"
+    """A vocabulary of BERT (vocab.txt), a folder with a tokenizer of transformers, or its name on the hub."""
+    lower_case: bool = True
+    """Convert texts to lower case, with a vocabulary file; a folder or hub name says itself what it does."""
+    length: Annotated[int, Field(ge=8, le=2**14)] = 128
+    """Most tokens of a sequence, special tokens included."""
+
+
+class LanguageTask(Task):
+    """Base of the tasks on text; its `open_test` returns the examples to test on, and `measure` their metrics."""
+
+    fields: ClassVar[type[Part]] = LanguagePart
+    unused: ClassVar[tuple[str, ...]] = (
+        *(*Task.unused, "monitor_every", "drop_path"),
+        *(f"data.{name}" for name in ("images", "classes", "size", "test_crop", "crop_pct")),
+    )
+
+    @property
+    def tokenizer(self) -> Any:
+        return open_tokenizer(self.options.tokenizer, self.options.lower_case, fetch=not self.recorded)
+
+    def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
+        """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.
+
+        Without a test file, or with data.split, a part of the training examples is tested on, the same for every seed.
+        """
+        data = recipe.data
+        part, split = data.split or (default if test is None else None), None
+        if part:
+            split = (part, len(examples))
+            examples, test = divide(examples, part)
+        examples = drawn_fraction(examples, data.fraction, recipe.seed if data.draw == "seeded" else None)
+        examples.split = split  # recorded with the model
+        return examples, drawn_once(test, data.test_images)
+
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        if self.rehearses:  # sequences of one length, without a tokeniser
+            return {"padding": 0}
+        return {"padding": self.tokenizer.pad_token_id}
+
+    def random_words(self, model: nn.Module, samples: int, device: torch.device) -> Tensor:
+        """Return full sequences of random words, for a dry run. Shape: -> (samples, N)"""
+        table: Any = model.table
+        words = table.shape[0]
+        return torch.randint(words, (samples, self.options.length), device=device)
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        if self.rehearses:
+            return
+        check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
+
+    def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:
+        collate = partial(pad_batch, config["padding"])
+        return train_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
+
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+        return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
+
+    def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
+        return loader_of_share(test, batch_size, workers, runtime, partial(pad_batch, self.tokenizer.pad_token_id))
+
+    open_test: Any
+    measure: Any
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        if options.size:
+            raise UserError("--size is for images; leave it out for this model")
+        recorded = (getattr(model, "pretrained_cfg", None) or {}).get("source")
+        source = options.data if options.data in self.sources else recorded or self.sources[0]
+        folder = options.data if options.data not in self.sources else None
+        check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
+        test = drawn_once(self.open_test(model, source, data_root(options.root or folder)), options.max_images)
+        return [self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)]

@@ -1,0 +1,115 @@
+"""Image classification, and its variants with a teacher, label maps or masks, as a task of the training loop."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from timm.data import Mixup
+from timm.task import TrainingTask
+from torch import nn
+
+from isomorph.distributed import Runtime
+from isomorph.lab.data.formats.registry import SOURCES
+from isomorph.lab.data.label_maps import random_label_maps
+from isomorph.lab.data.loaders import eval_transform
+from isomorph.lab.data.sources import read_image
+from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.evaluation.accuracy import count_predictions, sum_counts
+from isomorph.lab.training.build import build_test_loader, build_train_loader, data_config, open_sources
+from isomorph.lab.training.objectives.distillation import build_distillation
+from isomorph.lab.training.objectives.masked import pretraining_objective
+from isomorph.lab.training.objectives.supervised import PenalisedLoss, build_criterion
+from isomorph.lab.training.objectives.token_labels import LabelMapMixup, TokenLabelLoss
+from isomorph.lab.training.recipe.fields import Part
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.task import Objective, Prediction, Task
+from isomorph.layers.modes import eval_mode, first_float
+from isomorph.models.input_sizes import check_image_size, class_count, class_logits, class_namer, evaluation_config
+
+TOP_CLASSES = 5
+
+
+class Classification(Task):
+    """Classification of images, with labels, a teacher or label maps; and masked pre-training on images.
+
+    A task of your own on images with labels derives from it and replaces what differs, such as `objective`. Its models
+    are evaluated as classifiers, unless it has an `evaluate` of its own.
+
+    >>> "cifar10" in iso.training.Classification.sources
+    True
+    """
+
+    sources = (*SOURCES, *STREAMS)
+    unused = ()
+    classifies = True
+    open_data: Any = staticmethod(open_sources)
+    data_config: Any = staticmethod(data_config)
+    train_loader: Any = staticmethod(build_train_loader)
+    test_loader: Any = staticmethod(build_test_loader)
+    printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
+
+    def mix(self, recipe: Recipe, model: nn.Module) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
+        augment = recipe.augment
+        if not augment.mixes:
+            return None
+        if recipe.token_labels and recipe.token_labels.maps:
+            return LabelMapMixup(augment.mixup, augment.cutmix)
+        smoothing, classes = augment.smoothing, class_count(model)
+        return Mixup(augment.mixup, augment.cutmix, label_smoothing=smoothing, num_classes=classes)
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        if recipe.mask:
+            return pretraining_objective(recipe.mask, model, device, self.rehearses)
+        criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
+        loss: TrainingTask
+        if recipe.token_labels:
+            loss = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
+        elif recipe.distill:
+            loss = build_distillation(model, recipe.distill, criterion, device, self.rehearses)
+        else:
+            loss = PenalisedLoss(model, criterion, device, similarity)
+        return Objective(loss, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[Any, Any]:
+        inputs, labels = super().synthetic_batch(recipe, model, config, samples, device)
+        if recipe.token_labels and recipe.token_labels.maps:
+            return inputs, random_label_maps(labels, class_count(model))
+        return inputs, labels
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        image = read_image(path)
+        like, config = first_float(model), evaluation_config(model)
+        with eval_mode(model):
+            x = eval_transform(config)(image)[None].to(like)
+            logits = class_logits(model(x))
+        name_of = class_namer(model, logits.shape[1])
+        likeliest = logits[0].softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
+        rows = [
+            {"class": name_of(i), "probability": 100 * share}
+            for share, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
+        ]
+        return Prediction(rows, {".json": rows})
+
+
+def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+    return sum_counts(runtime.gather(count_predictions(model, runtime.pad_batches(loader)))).metrics()
+
+
+def _training_accuracy(output: Any, target: Any) -> torch.Tensor:
+    """Return the share of training images whose likeliest class is that of the larger share of their label."""
+    logits = output[0] if isinstance(output, tuple) else output  # of the class token, not of a distillation token
+    return (logits.argmax(1) == (target.argmax(1) if target.ndim > 1 else target)).float().mean()
+
+
+CLASSIFICATION = Classification(Part())
+
+
+def recipe_task(recipe: Recipe) -> Task:
+    return cast(Task, recipe.task.task) if recipe.task else CLASSIFICATION

@@ -1,0 +1,128 @@
+"""The saved models of a run, and measures of its attention along the training."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isomorph.analysis import GatingHistory, track, track_gating
+from isomorph.analysis.cost import count_macs, count_parameters
+from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions
+from isomorph.checkpoints.open import needs_options, open_trained
+from isomorph.checkpoints.snapshot import newest_snapshot
+from isomorph.errors import UserError
+from isomorph.lab.data.loaders import eval_loader
+from isomorph.lab.data.sources import Source
+from isomorph.lab.training.run.log import read_log
+from isomorph.models.input_sizes import evaluation_config
+
+
+def saved_models(
+    folder: str | Path, damaged: list[str] | None = None, options: ModelOptions = NO_OPTIONS
+) -> Iterator[tuple[float, nn.Module]]:
+    """Yield epoch and model of every checkpoint that `keep_every` saved, then of the newest snapshot of the run.
+
+    Models are read one at a time, in eval mode. With a list `damaged`, unreadable checkpoints are skipped, and their
+    error messages are appended to it. `options` say how to build a model that is not timm's.
+
+    Raises: UserError when `folder` is not a folder or has no checkpoint.
+
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1, keep_every=1)
+    >>> result = iso.train(recipe, show=False)
+    >>> [epoch for epoch, model in iso.training.saved_models(result.folder)]
+    [1]
+
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the folder of a run")
+    matches = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
+    epochs = sorted((int(match[1]), path) for path, match in matches.items() if match)
+    found = newest_snapshot(folder)
+    now = found.values["progress"]["closed"] if found else None
+    if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
+        epochs.append((now, folder))
+    if not epochs:
+        raise UserError(f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch")
+    for epoch, path in epochs:
+        try:
+            model = _open(path, options)
+        except UserError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+        else:
+            yield epoch, model
+
+
+def _open(path: Path, options: ModelOptions) -> nn.Module:
+    return open_trained(path, options if needs_options(str(path)) else NO_OPTIONS)
+
+
+def gating_history(
+    folder: str | Path, damaged: list[str] | None = None, options: ModelOptions = NO_OPTIONS
+) -> GatingHistory:
+    """Return gates, centres and spans of a run, before training and after every epoch, as its log.jsonl has them.
+
+    Without such a log they are those of the saved models; with a list `damaged`, unreadable ones are skipped, and their
+    error messages are appended to it. `options` are as in `saved_models`.
+
+    Raises: UserError when the folder has neither, or no model in it has a gated layer.
+
+    >>> model = {"name": "cifar_resnet20", "recast": {"where": "layer3.2.conv2"}}
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> result = iso.train(iso.Recipe(model=model, data=data, epochs=1), show=False)
+    >>> iso.training.gating_history(result.folder).gates["layer3.2.conv2"].shape  # (epochs, heads)
+    torch.Size([2, 9])
+    """
+    rows = [row for row in read_log(Path(folder) / "log.jsonl") if row.get("gating")]
+    if not rows:
+        return track_gating(saved_models(folder, damaged, options))
+
+    def over_epochs(layer: str, kind: str) -> Tensor:
+        values = [row["gating"][layer][kind] for row in rows if layer in row["gating"]]
+        return torch.from_numpy(np.array(values, np.float32))  # NaN where the log has null
+
+    layers = dict.fromkeys(layer for row in rows for layer in row["gating"])
+    kinds = ({layer: over_epochs(layer, kind) for layer in layers} for kind in ("gates", "centres", "spans"))
+    return GatingHistory(torch.tensor([float(row["epoch"]) for row in rows]), *kinds)
+
+
+# One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}.
+MeasureHeads = Callable[[nn.Module, Any], dict[str, Tensor]]
+
+
+def attention_history(
+    folder: str | Path,
+    measures: Mapping[str, MeasureHeads],
+    source: Source,
+    device: str = "cpu",
+    damaged: list[str] | None = None,
+    options: ModelOptions = NO_OPTIONS,
+) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    """Measure attention (nonlocality, entropy) on some images at every saved epoch of a run.
+
+    With a list `damaged`, unreadable checkpoints are skipped, and their error messages are appended to it.
+
+    Shape: -> epochs (T,), {measure: {layer: (T, heads)}}, NaN where a model lacks a layer
+    Raises: UserError when the folder has no checkpoint, or no model in it has attention.
+    """
+
+    def measure_heads(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+        loader = eval_loader(source, evaluation_config(model.to(device)), 32)
+        found = {key: measure(model, loader) for key, measure in measures.items()}
+        return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
+
+    epochs, values = track(saved_models(folder, damaged, options), measure_heads)
+    return epochs, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
+
+
+def run_cost(folder: str | Path, options: ModelOptions = NO_OPTIONS) -> dict[str, int]:
+    """Return MACs per image, at the test size, and parameters of the newest model. Raises: UserError without one."""
+    model = _open(Path(folder), options)
+    return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}

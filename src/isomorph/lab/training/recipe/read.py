@@ -1,0 +1,149 @@
+"""Read recipes: YAML and TOML files, assignments `field=value` to their fields, and schedules for a shorter run."""
+
+import copy
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import yaml
+
+from isomorph.checkpoints.paths import is_function
+from isomorph.errors import UserError
+from isomorph.lab.training.recipe.fields import DataPart
+from isomorph.lab.training.recipe.recipe import Recipe, validate
+
+# Fields that become shorter with a run, and the smallest value of those that are whole numbers.
+SCHEDULES: dict[str, int | None] = {
+    "optim.warmup_epochs": None,
+    "optim.warmup_iterations": 1,
+    "optim.milestones": None,
+    "anneal.epochs": None,
+    "augment.small_epochs": None,
+    "model.recast_epoch": 1,
+    "evaluate_every": 1,
+    "keep_every": 1,
+}
+
+# Fields whose values on a command line are taken as they are: a folder named 2024_01_31 is not a number.
+TEXTS = ("name", "out", "data.root", "model.weights", "distill.teacher", "distill.weights", "mask.teacher")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else _load_yaml(text)
+    except FileNotFoundError:
+        raise UserError(f"cannot read recipe {path}: there is no such file") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
+    model = values.get("model")
+    if isinstance(model, dict) and is_function(str(name := model.get("name"))):
+        raise UserError(
+            f"recipe {path}: model.name {name} would run code that a file names; leave it out, and give --model.name "
+            f"{name} on the command line"
+        )
+    return values
+
+
+def parse_value(text: str) -> Any:
+    """Return a value on a command line: a number such as 1e-3, true, null or None, a list like [96, 128], or text."""
+    try:
+        value = _load_yaml(text)
+    except RecursionError:
+        raise UserError(f"{text[:20]}... has too many levels of groups and lists") from None
+    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
+        return [part.strip() for part in text[1:-1].split(",")] if text[:1] + text[-1:] == "[]" else text
+    if not isinstance(value, str):
+        return value
+    try:
+        return None if value == "None" else float(value)  # 1e-3 is text in YAML
+    except ValueError:
+        return value
+
+
+def _load_yaml(text: str) -> Any:
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        raise ValueError("a recipe has no aliases (*name), which may expand without end; write the values out")
+    return yaml.safe_load(text)
+
+
+def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
+    """Return a recipe from its values and assignments `field=value`, with schedules shortened for fewer epochs.
+
+    Raises: UserError for an assignment without `=`, or, with all problems in one line, for invalid fields.
+    """
+    changed = apply_overrides(values, assignments)
+    given = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
+    unit = "iterations" if values.get("iterations") else "epochs"
+    shortened = shorten_schedules(changed, values.get(unit, Recipe.model_fields[unit].default), given, unit)
+    recipe = validate(changed)
+    recipe._shortened = shortened
+    return recipe
+
+
+def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+    """Return values with assignments `group.field=value` applied, the value as YAML; `data=FOLDER` keeps its group.
+
+    Raises: UserError for an assignment without `=`, to a field of something that is not a group, or a missing folder.
+    """
+    result = copy.deepcopy(values)
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals or not path:
+            raise UserError(f"override {assignment!r} must have the form field=value, like optim.lr=1e-4")
+        path = path.replace("-", "_")
+        *groups, last = path.split(".")
+        group = result
+        for name in groups:
+            if group.get(name) is None:
+                group[name] = {}
+            group = group[name]
+            if not isinstance(group, dict):
+                raise UserError(f"override {assignment!r}: {name} is not a group of fields")
+        value = parse_value(text)
+        if path in TEXTS and value is not None:
+            value = text
+        if path == "data" and isinstance(value, str) and isinstance(group.get("data", {}), dict):
+            value = {**group.get("data", {}), **DataPart.named(text)}
+        group[last] = value
+    return result
+
+
+def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], unit: str = "epochs") -> str:
+    """Scale the schedules in a recipe's values by epochs / usual, if that is below 1; return what was changed.
+
+    `usual` is the number of epochs (or of another `unit`) before the overrides; those `given`, and values of wrong
+    types, stay as they are.
+    """
+    length = values.get(unit)
+    if not _is_number(length) or not _is_number(usual) or not 0 < length < usual:
+        return ""
+    changes = []
+    for field, least in SCHEDULES.items():
+        place, _, name = field.rpartition(".")
+        group: Any = values.get(place) if place else values
+        value = group.get(name) if isinstance(group, dict) else None
+        old: list[Any] = value if isinstance(value, list) else [value]
+        if not all(map(_is_number, old)) or any(f"{field}.".startswith(f"{other}.") for other in given):
+            continue
+        scaled = [float(f"{each * length / usual:.4g}") for each in old]
+        if field == "model.recast_epoch" and (not value or length == 1):
+            least = 0  # from the start; else a recast stays in the middle of the run
+        new = sorted({_rounded(each, least) for each in scaled})
+        group[name] = new if isinstance(value, list) else new[0]
+        if new != old:
+            before, after = (", ".join(f"{each:g}" for each in lengths) for lengths in (old, new))
+            changes.append(f"{field} {before} -> {after}")
+    return f"{length} of {usual} {unit}, so {', '.join(changes)}" if changes else ""
+
+
+def _rounded(value: float, least: int | None) -> float:
+    return value if least is None else max(least, round(value))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,243 @@
+"""Recipes: all fields of a run, validation that reports all problems at once, and their documentation."""
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from isomorph.errors import UserError
+from isomorph.lab.data.formats.registry import SOURCES
+from isomorph.lab.data.streams import STREAMS
+from isomorph.lab.training.recipe import fields
+from isomorph.lab.training.recipe.fields import Part, part_of
+from isomorph.lab.training.recipe.model_fields import ModelPart
+from isomorph.lab.training.recipe.tasks import task_names
+
+P = TypeVar("P", bound=Part)
+
+
+class Recipe(Part):
+    """All settings of a training run, validated.
+
+    The fields are those of recipe files and the options of `isomorph train`; groups such as `optim` take a mapping.
+
+    Raises: pydantic.ValidationError for invalid fields; use `iso.load_recipe` for errors in one line (`UserError`).
+
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data={"source": "digits"}, epochs=5)
+    >>> recipe.optim.name, recipe.folder
+    ('adamw', PosixPath('runs/run'))
+    """
+
+    name: str = "run"
+    """Name of the run; its folder is runs/NAME unless `out` is given."""
+    model: ModelPart
+    task: fields.TaskPart | None = None
+    data: fields.DataPart = fields.DataPart()
+    augment: fields.AugmentPart = fields.AugmentPart()
+    optim: fields.OptimPart = fields.OptimPart()
+    scale: fields.ScalePart = fields.ScalePart()
+    anneal: fields.AnnealPart | None = None
+    distill: fields.DistillPart | None = None
+    token_labels: fields.TokenLabelPart | None = None
+    map_similarity: fields.MapSimilarityPart | None = None
+    mask: fields.MaskPart | None = None
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Softmax cross-entropy, or sigmoid cross-entropy summed over classes (for large label sets)."""
+    epochs: fields.Epochs = 50
+    """Passes over the training data."""
+    iterations: fields.Count | None = None
+    """Training steps, instead of epochs; the last pass over the data may end before all images were seen."""
+    evaluate_every: fields.Count = 1
+    """Epochs between evaluations; the last epoch is always evaluated."""
+    keep_every: fields.KeptEpochs | None = None
+    """Epochs between checkpoints epoch-N.safetensors, or a list of epochs, e.g. [1, 2, 5, 10]; by default none."""
+    monitor_every: fields.Count | None = None
+    """Steps between lines of monitor.jsonl: attention logits and entropy, similarity of pyramid branches, by layer."""
+    log_every: fields.Count = 50
+    """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
+    checkpoint_minutes: fields.NotNegative = 10.0
+    """Minutes between snapshots within an epoch, 0 for one after every step; every epoch ends with one."""
+    tensorboard: bool = False
+    """Write the curves of the run for TensorBoard too (pip install tensorboard)."""
+    drop_path: fields.Rate = 0.0
+    """Drop-path rate (stochastic depth) of the last block."""
+    ema: fields.Rate | None = None
+    """Decay of an exponential moving average of the weights, which is then evaluated and saved."""
+    amp: Literal["none", "bf16"] = "none"
+    """Automatic mixed precision of the forward pass."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of initialisation, image order, augmentation and data.fraction."""
+    device: str = "auto"
+    """Device, e.g. cpu or cuda; auto takes a GPU if there is one."""
+    out: fields.File | None = None
+    """Folder of the run; by default runs/NAME."""
+    dataset: str = ""
+    """Data set of the published run if it is not the usual one of `data.source`; for information, and dry runs."""
+    source: str = ""
+    """Source of the recipe (paper, table); for information only."""
+    expected: str = ""
+    """Published result; for information only."""
+    _shortened: str = PrivateAttr("")
+
+    @field_validator("name")
+    @classmethod
+    def check_name(cls, name: str) -> str:
+        parts = name.replace("\\", "/").split("/")
+        if {"", ".", ".."} & set(parts) or ":" in name or not name.isprintable():
+            raise ValueError("must be a plain name: its folder is runs/NAME; give another folder as out")
+        return name
+
+    @model_validator(mode="after")
+    def check_fields(self) -> "Recipe":
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        if self.iterations and (self.optim.warmup_epochs or self.anneal or self.model.recast_epoch):
+            names = "optim.warmup_epochs (but optim.warmup_iterations), anneal and model.recast_epoch"
+            yield f"a run with iterations has no schedules in epochs; leave out {names}, or give epochs instead"
+        if not self.iterations and self.optim.warmup_epochs >= self.epochs:
+            yield f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
+        if self.augment.mixes and self.data.batch_size % 2:
+            yield f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on"
+        if self.model.recast_epoch > self.epochs:
+            yield f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}"
+        if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
+            yield "model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false"
+        if self.model.recast_epoch and self.mask:
+            yield "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
+        if self.mask and self.monitor_every and self.scale.parallel == "fsdp":
+            yield "monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp"
+        if self.optim.name.lower().startswith("adafactor") and self.scale.parallel == "fsdp":
+            yield f"optim.name {self.optim.name} does not work with fsdp; set scale.parallel ddp, or choose adamw"
+        if self.augment.repeats > 1 and self.data.streamed:
+            yield f"augment.repeats does not work with {self.data.source}, a stream; leave it at 1"
+        if self.anneal and self.anneal.epochs > self.epochs:
+            yield f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}"
+        objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
+        if len(objectives) > 1:
+            yield f"{' and '.join(objectives)} exclude each other; give one of them"
+        if self.map_similarity and (self.distill or self.mask):
+            yield "map_similarity does not work with distill or mask; leave it out"
+        if self.mask and self.augment.mixes:
+            yield "mask trains without labels to mix; leave augment.mixup and augment.cutmix at 0"
+        if self.token_labels and self.loss == "sigmoid":
+            yield "token_labels works with the softmax loss only; leave loss at softmax"
+        if self.token_labels and self.token_labels.maps and self.data.streamed:
+            yield f"token_labels.maps needs images with file names; {self.data.source} has none"
+        if self.token_labels and self.token_labels.maps and self.augment.crop_padding:
+            yield "token_labels.maps supports random resized crops only; leave augment.crop_padding at 0"
+        source = self.data.source
+        if self.task is None:
+            if source not in (*SOURCES, *STREAMS):
+                yield f"data.source {source} needs a task; give --task.name {' or '.join(task_names(source))}"
+            return
+        task, name = self.task.task, self.task.name
+        if source not in task.sources:
+            yield f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}"
+        yield from (f"{field} does not apply to {name}; leave it out" for field in task.unused if self._sets(field))
+        task.check_recipe(self)
+
+    def _sets(self, field: str) -> bool:
+        part: Part = self
+        *groups, name = field.split(".")
+        for group in groups:
+            part = getattr(part, group)
+        return getattr(part, name) != type(part).model_fields[name].get_default()
+
+    @property
+    def shortened(self) -> str:
+        return self._shortened
+
+    def keeps(self, epoch: int) -> bool:
+        every = self.keep_every
+        return epoch in every if isinstance(every, list) else every is not None and epoch % every == 0
+
+    @property
+    def folder(self) -> Path:
+        return self.out or Path("runs") / self.name
+
+
+_FREE = ("out", "device", "dataset", "source", "expected", "log_every", "checkpoint_minutes", "tensorboard")
+CHANGEABLE: dict[str, Any] = dict.fromkeys(_FREE, True) | {
+    "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
+    "data": {"workers", "root", "unreadable"},
+    "model": {"start"},
+}
+
+
+def identity_json(recipe: Recipe) -> str:
+    """Return the recipe as JSON, without the fields that may change when a run is resumed."""
+    return recipe.model_dump_json(exclude=CHANGEABLE)
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the fields that differ, each with both values, e.g. "epochs was 5, is now 10"."""
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed += changed_fields(a, b, f"{prefix}{name}.")
+        elif a != b:
+            changed.append(f"{prefix}{name} was {a}, is now {b}")
+    return changed
+
+
+def validate(values: dict[str, Any]) -> Recipe:
+    """Return a Recipe from plain values. Raises: UserError with all problems in one line."""
+    return check_part(Recipe, "the recipe", values)
+
+
+def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
+    """Return a group of fields from plain values. Raises: UserError with all problems in one line."""
+    try:
+        return part.model_validate(values)
+    except ValidationError as error:
+        problems = [_describe_problem(problem, part) for problem in error.errors()]
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
+
+
+def _describe_problem(problem: Any, part: type[Part]) -> str:
+    """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
+    *groups, last = [str(part) for part in problem["loc"] if str(part)[0] != "~"] or ["recipe"]
+    field = ".".join([*groups, last])
+    if problem["type"] == "extra_forbidden":
+        names = [name for name in _fields_of(groups, part) if name != last]  # which may be of another task
+        close = difflib.get_close_matches(last, names, n=1)
+        return f"{field} is not a field" + (
+            f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
+        )
+    if problem["type"] == "model_type":
+        names = list(_fields_of([*groups, last], part))
+        return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message if problem["type"] == "value_error" else message[0].lower() + message[1:]
+    if isinstance(problem["input"], dict):
+        return f"{field}: {message}" if problem["loc"] else message
+    return f"{field}: {message} (given {repr(problem['input'])[:80]})"
+
+
+def _fields_of(groups: list[str], part: type[Part]) -> dict[str, Any]:
+    for group in groups:
+        part = part_of(part.model_fields[group].annotation) or Part
+    return part.documented_fields()
+
+
+def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
+    """Return Markdown with a line per field: option, description, default; groups follow under their names."""
+    lines, groups = [], []
+    for name, field in part.documented_fields().items():
+        if group := part_of(field.annotation):
+            title = " ".join((group.__doc__ or "").split("\n\n")[0].split())
+            groups.append(
+                f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{document_fields(group, f'{prefix}{name}.')}"
+            )
+        else:
+            default = "" if field.is_required() else f" [{field.default}]"
+            text = (field.description or "").replace("*", r"\*")  # the help is Markdown, and globs are not emphasis
+            lines.append(f"* `{prefix}{name}` {text}{default}")
+    return "\n".join([*lines, *groups])

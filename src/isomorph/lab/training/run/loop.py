@@ -1,0 +1,429 @@
+"""The training loop: steps with their checks and logs, evaluation after each epoch, snapshots, and resumption."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isomorph.analysis import attention_spans, branch_similarity, centres, gammas, gates, logit_stats
+from isomorph.checkpoints.snapshot import list_snapshots, rename_damaged
+from isomorph.distributed import open_runtime, seed_everything, to_device
+from isomorph.errors import NotFinite, UserError
+from isomorph.lab.training.optim import describe_groups, set_weight_decay
+from isomorph.lab.training.parallel import no_gradient_sync, unsharded
+from isomorph.lab.training.recipe.recipe import Recipe
+from isomorph.lab.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
+from isomorph.lab.training.run.log import Journal, read_log
+from isomorph.lab.training.run.state import Run
+from isomorph.operations import count_calls, is_compiled
+from isomorph.surgery.modules import list_names
+from isomorph.surgery.recast import edited_names
+from isomorph.terminal_tables import chance_difference, count_of
+
+# Steps between checks that the loss is finite, since reading it waits for the device.
+CHECK_EVERY = 10
+
+# Images of a batch on which attention is monitored.
+MONITORED_IMAGES = 32
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1)
+    >>> result = iso.train(recipe, show=False)
+    >>> result.metrics["images"], str(result.folder)
+    (450, 'runs/run')
+    """
+
+    model: nn.Module = field(repr=False)
+    """The trained model, in eval mode; with averaged weights if the recipe has `ema`."""
+    metrics: dict[str, float]
+    """Metrics of the last evaluation, e.g. top1 in percent."""
+    folder: Path
+    """Folder of the run, with its checkpoints and logs."""
+    is_main: bool = True
+    """True in the leading process under torchrun, and in a run of one process."""
+
+
+def train(recipe: Recipe, show: bool = True) -> Result:
+    """Train a model as a recipe says, or resume from the newest complete snapshot in the folder of the run.
+
+    Under torchrun, all processes train together. Writes `model.safetensors` and `best.safetensors` (for `iso.load`),
+    the two newest snapshots (`step-*`), `log.jsonl` (per epoch), `steps.jsonl`, `recipe.json` and `environment.jsonl`
+    to the folder. With `show`, the leading process prints messages and a progress bar.
+
+    Raises: UserError when something is missing or does not fit, the folder has another run, or the disk is full;
+    Diverged when the loss is not finite; Stopped after SIGTERM, SIGHUP or Ctrl-C, with the run saved.
+
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1)
+    >>> result = iso.train(recipe, show=False)
+    >>> model = iso.load(result.folder / "model.safetensors")
+    >>> iso.train(recipe, show=False).metrics == result.metrics  # the run is complete: nothing is trained again
+    True
+    """
+    runtime = open_runtime(recipe.device, recipe.amp == "bf16")
+    journal = Journal(recipe, runtime, show)
+    with lock_folder(recipe.folder, runtime) as warning:
+        if warning:
+            journal.say(warning)
+        run = Run(recipe, runtime)  # writes nothing
+        if run.progress.closed == run.epochs and run.has_written(recipe.folder / "model.safetensors"):
+            journal.say(f"already complete in {recipe.folder}")
+        else:
+            with stop_requests() as request, journal:
+                _train_remaining_epochs(run, journal, request)
+        return Result(run.result(), run.progress.metrics, recipe.folder, runtime.is_main)
+
+
+def _train_remaining_epochs(run: Run, journal: Journal, request: StopRequest) -> None:
+    progress = run.progress
+    journal.open(progress.closed, progress.step)
+    _print_start(run, journal)
+    if not progress.step and ((row := gating_row(run)) or run.has_weights):
+        metrics = run.objective.measure(run.averaged or run.trained, run.test, run.runtime)
+        rate = run.optimizer.param_groups[0]["lr"]
+        journal.write("log.jsonl", {"epoch": 0, "loss": None, **metrics, "lr": rate, **row})
+        journal.say(f"before training  {printed(run, metrics)}")
+    while progress.closed < run.epochs:
+        recast_when_due(run, journal)
+        name, done = f"epoch {progress.closed + 1}/{run.epochs}", progress.step % run.order.steps
+        with journal.progress(name, done, run.epoch_steps) as advance:
+            loss = train_epoch(run, advance, journal, request)
+        finish_epoch(run, loss, journal)
+        if progress.closed < run.epochs:
+            _raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
+    _say_if_worse(run, journal)
+    run.save_autoencoder()
+    run.save(run.recipe.folder / "model.safetensors")  # last: this file marks the run as complete
+
+
+def _say_if_worse(run: Run, journal: Journal) -> None:
+    """Say if the run ends below the weights that it started from, by more than the noise of two measured top-1."""
+    old: dict[str, Any] = next((row for row in read_log(run.recipe.folder / "log.jsonl") if row.get("epoch") == 0), {})
+    share, images = old.get("top1", 0.0), old.get("images") or 1
+    noise = chance_difference(share, images)
+    if old and run.objective.score(old) > run.objective.score(run.progress.metrics) + noise:
+        advice = "train longer, lower optim.lr, or change the images less (augment.hflip, .scale, .crop_padding)"
+        journal.say(f"worse than before training ({printed(run, old).strip()}); {advice}")
+
+
+def _print_start(run: Run, journal: Journal) -> None:
+    recipe, runtime, progress, order = run.recipe, run.runtime, run.progress, run.order
+    for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
+        journal.say(f"{message}; using the one before it")
+    begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
+    cut = f", {run.iterations:,} in all" if run.iterations % order.steps else ""
+    shared = f", {runtime.world} processes" if runtime.world > 1 else ""
+    pixels = " of {} x {}".format(*run.config["input_size"][-2:]) if run.task.classifies else ""
+    journal.say(
+        f"{begin}{count_of(run.epochs, 'epoch')} of {count_of(order.steps, 'step')}{cut}, "
+        f"{count_of(order.images, 'image')}{pixels} in batches of {order.batch}, on {runtime.device}{shared}"
+    )
+    padding = recipe.augment.padding_at(*run.config["input_size"][-2:]) if recipe.augment.crop_padding == "auto" else 0
+    crops = f"small images: random crops of images padded by {padding} px, not resized crops (augment.crop_padding)"
+    for message in filter(None, ("" if progress.step else run.start, recipe.shortened, crops * bool(padding))):
+        journal.say(message)
+    journal.show(*describe_groups(run.trained, run.optimizer, recipe.optim))
+
+
+def recast_when_due(run: Run, journal: Journal) -> None:
+    if not run.progress.recast and run.progress.closed >= run.recipe.model.recast_epoch:
+        journal.say(run.recast())
+        journal.show(*describe_groups(run.trained, run.optimizer, run.recipe.optim))
+
+
+def printed(run: Run, metrics: dict[str, Any]) -> str:
+    """Return the metrics that the task prints, as text."""
+    return "".join(f"{name} {metrics[name]:{form}}  " for name, form in run.task.printed.items() if name in metrics)
+
+
+def train_epoch(
+    run: Run,
+    advance: Callable[[], None] = lambda: None,
+    journal: Journal | None = None,
+    request: StopRequest | None = None,
+) -> float:
+    """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
+    steps, progress = run.epoch_steps, run.progress
+    journal = journal or Journal(run.recipe, run.runtime, show=False)
+    monitor = StepMonitor(run, journal, request or StopRequest())
+    run.loss_module.train()
+    while progress.step < progress.closed * run.order.steps + steps:
+        begin = time.perf_counter()
+        with _idle_layers_reported(run, journal):
+            waited, images = train_step(run)
+        progress.step += 1
+        progress.seconds += time.perf_counter() - begin
+        monitor.after_step(waited, images)
+        advance()
+    return run.mean_total(0) / steps
+
+
+@contextmanager
+def _idle_layers_reported(run: Run, journal: Journal) -> Iterator[None]:
+    """Context of a step: after the first step of the recast network, say which recast layers it did not call."""
+    begins = run.progress.step == run.recipe.model.recast_epoch * run.order.steps
+    names = edited_names(run.trained) if begins and run.progress.recast and not is_compiled(run.trained) else []
+    with count_calls(run.trained, names) as calls:
+        yield
+    if idle := [name for name in names if not calls[name]]:
+        journal.say(f"recast, but not called in the first step: {list_names(idle)}; does a parent read the weights?")
+
+
+def train_step(run: Run) -> tuple[float, Any]:
+    """Train one step on this process's parts of a batch; return the seconds spent loading, and the last inputs.
+
+    Random draws are seeded by seed, step and part, so they do not depend on the number of processes.
+    """
+    recipe, step, parts = run.recipe, run.progress.step, run.share.own
+    since = step - recipe.model.recast_epoch * run.order.steps
+    anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
+    if anneal and not since:  # later steps begin where the one before has set it
+        anneal.apply(run.trained, since)
+    run.scheduler.step_update(step)
+    set_weight_decay(run.optimizer, recipe.optim, step / run.iterations)
+    run.optimizer.zero_grad()
+    waited = 0.0
+    for part in parts:
+        start = time.perf_counter()
+        inputs, targets, problems = run.next_part()
+        waited += time.perf_counter() - start
+        run.note_unreadable(problems)
+        seed_everything("step", recipe.seed, step, part)
+        with no_gradient_sync(run.loss_module) if part != parts[-1] else nullcontext():
+            _train_part(run, inputs, targets)
+    if recipe.optim.clip_grad:
+        nn.utils.clip_grad_norm_(run.loss_module.get_clip_parameters(), recipe.optim.clip_grad)
+    run.optimizer.step()
+    run.loss_module.update_ema(step)
+    if anneal:
+        for model in filter(None, (run.trained, run.averaged)):
+            anneal.apply(model, since + 1)
+    return waited, inputs
+
+
+def _train_part(run: Run, inputs: Any, targets: Any) -> None:
+    """Add the gradients of one part of a batch, and its contribution to the mean loss and accuracy of the step."""
+    parts = len(run.share.own)
+    inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
+    inputs = _at_its_size(run, inputs)
+    if run.mix:
+        inputs, targets = run.mix(inputs, targets)
+    with run.runtime.autocast():
+        result = run.loss_module(inputs, targets)
+        loss = result["loss"] / parts
+    loss.backward()
+    run.total[0] += loss.detach()
+    if run.objective.accuracy:
+        run.total[1] += run.objective.accuracy(result["output"], result.get("target", targets)) / parts
+
+
+def _at_its_size(run: Run, inputs: Any) -> Any:
+    """Return the images at the size of their epoch, which is smaller at first in some recipes."""
+    side = run.recipe.augment.side_at(run.progress.step / run.order.steps)
+    if side is None:
+        return inputs
+    return F.interpolate(inputs, (side, side), mode="bilinear", antialias=True)
+
+
+def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
+    """Evaluate, save the best model, write the log and a snapshot. Raises: Diverged, UserError."""
+    recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
+    check_weights(run)
+    epoch, start = progress.closed + 1, time.perf_counter()
+    due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
+    trained = {"train_top1": 100 * run.mean_total(1) / run.epoch_steps} if run.objective.accuracy else {}
+    try:
+        metrics = {"loss": loss, **trained, **(run.measure() if due else {})}
+    except NotFinite:
+        raise divergence_error(run, "the network's outputs are not finite", "the evaluation after it") from None
+    if wrong := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        raise divergence_error(run, f"the {wrong[0]} is not finite", "the evaluation after it")
+    if due:
+        progress.metrics = metrics
+        if run.objective.score(metrics) > progress.best:
+            progress.best = run.objective.score(metrics)
+            run.save(folder / "best.safetensors")
+    if recipe.keeps(epoch):
+        run.save(folder / f"epoch-{epoch}.safetensors")
+    row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], **gating_row(run)}
+    if progress.unreadable:
+        row["unreadable"] = len(progress.unreadable)
+        journal.say(f"{len(progress.unreadable)} unreadable images so far, the latest: {progress.unreadable[-1]}")
+    row["seconds"] = progress.seconds + time.perf_counter() - start
+    journal.write("log.jsonl", row)
+    progress.closed, progress.seconds = epoch, 0.0
+    run.total.zero_()
+    progress.logged_total = 0.0
+    save_snapshot(run)
+    heads = [gate for layer in row.get("gating", {}).values() for gate in layer.get("gates", ())]
+    text = printed(run, metrics) + (f"gates {min(heads):.2f} to {max(heads):.2f}  " if heads else "")
+    text += f"gamma up to {max(row['gamma'].values()):.2g}  " if "gamma" in row else ""
+    if recipe.anneal and progress.recast:
+        text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
+    journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
+
+
+class StepMonitor:
+    """Checks, logs and snapshots after each step of an epoch."""
+
+    def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
+        self.run, self.journal, self.request = run, journal, request
+        self.saved = self.agreed_at = time.perf_counter()
+        self.agreed_step = run.progress.step
+        self.slow = True  # a step takes more than a second, which is assumed until it is measured
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        self.began, self.first, self.waited = time.perf_counter(), self.run.progress.step, 0.0
+
+    def after_step(self, waited: float, images: Tensor) -> None:
+        """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
+        run, recipe, step = self.run, self.run.recipe, self.run.progress.step
+        self.waited += waited
+        last = step % run.order.steps == 0 or step == run.iterations
+        logs = step % recipe.log_every == 0 or last
+        if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0 and (found := monitor_row(run, images)):
+            self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": step, **found})
+        if logs or step % CHECK_EVERY == 0:
+            total = _finite_total(run)
+            if logs:
+                self._write_row(total)
+        elif run.runtime.world > 1 and not self.slow:
+            return  # processes agree on the steps above whether to save or stop
+        _check_unreadable(run)
+        due = (time.perf_counter() - self.saved) / 60 >= recipe.checkpoint_minutes and run.runtime.is_main and not last
+        since, self.agreed_at = self.agreed_at, time.perf_counter()
+        taken = (self.agreed_at - since) / (step - self.agreed_step)
+        number, anywhere_due, slowest = run.runtime.maximum(self.request.number, due, taken)
+        self.agreed_step, self.slow = step, slowest > 1
+        if number or anywhere_due:
+            _finite_total(run)
+            check_weights(run)
+            save_snapshot(run)
+            self.saved = time.perf_counter()
+            _raise_if_stopped(run, int(number))
+
+    def _write_row(self, total: float) -> None:
+        """Write a line of steps.jsonl about the steps since the previous line, given the sum of losses after them."""
+        run, seconds = self.run, time.perf_counter() - self.began
+        progress, step = run.progress, run.progress.step
+        loss = (total - progress.logged_total) / (step - progress.logged)
+        speed = (step - self.first) * run.order.batch / seconds  # since the run resumed, if that was later
+        row = {"epoch": progress.closed + 1, "step": step, "loss": loss}
+        row |= {"lr": run.optimizer.param_groups[0]["lr"], "images_per_second": speed}
+        self.journal.write("steps.jsonl", row | {"waiting": self.waited / seconds})
+        progress.logged, progress.logged_total = step, total
+        self._begin_row()
+
+
+def _finite_total(run: Run) -> float:
+    total = run.mean_total(0)
+    if not math.isfinite(total):
+        raise divergence_error(run, "the loss is not finite")
+    return total
+
+
+def check_weights(run: Run) -> None:
+    """Raise Diverged when weights, or their averages, are not finite."""
+    models = filter(None, (run.trained, run.averaged))
+    tensors = (t for model in models for t in model.state_dict().values() if t.is_floating_point())
+    not_finite = any(not torch.isfinite(t.to_local() if hasattr(t, "to_local") else t).all() for t in tensors)
+    if run.runtime.maximum(not_finite)[0]:
+        raise divergence_error(run, "the weights are not finite")
+
+
+def save_snapshot(run: Run) -> None:
+    """Write a snapshot. Raises: UserError when it cannot be written."""
+    run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
+    run.snapshot()
+
+
+def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverged:
+    """Return the error for a run that diverged, by default at its latest step."""
+    place = place or f"step {(run.progress.step - 1) % run.order.steps + 1}"
+    saved = [path.name for path in list_snapshots(run.recipe.folder)[:1]]
+    snapshot = f"the last snapshot is {run.recipe.folder / saved[0]}" if saved else "there is no snapshot yet"
+    gates = any(group["name"].startswith("gates") for group in run.optimizer.param_groups)
+    advice = f"lower optim.lr{' or optim.gate_lr' if gates else ''}, or set optim.clip_grad"
+    return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; {advice}")
+
+
+def _check_unreadable(run: Run) -> None:
+    if not run.runtime.maximum(len(run.progress.unreadable))[0]:
+        return
+    run.note_unreadable(*run.runtime.gather(run.progress.unreadable))
+    found, allowed = run.progress.unreadable, run.recipe.data.unreadable
+    if len(found) > allowed:
+        raise UserError(f"{len(found)} unreadable images, but data.unreadable allows {allowed}; latest: {found[-1]}")
+
+
+def _raise_if_stopped(run: Run, number: int) -> None:
+    if number:
+        where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
+        raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
+
+
+def gating_row(run: Run) -> dict[str, Any]:
+    """Return {"gating": {layer: {gates, spans, centres}}}, by head, and {"gamma": {layer: largest}}, for log.jsonl.
+
+    Source: ConViT Figs. 5 and 6; T-CNN Fig. 4
+    """
+    measures = {"gates": (gates, 3), "spans": (attention_spans, 2), "centres": (centres, 2)}
+    model, found = run.eval_model, dict[str, Any]()
+    with unsharded(model):
+        with suppress(UserError):
+            for kind, (measure, decimals) in measures.items():
+                for layer, values in measure(model).items():
+                    found.setdefault("gating", {}).setdefault(layer, {})[kind] = _rounded(values, decimals)
+        with suppress(UserError):
+            found["gamma"] = {layer: round(gamma.abs().max().item(), 6) for layer, gamma in gammas(model).items()}
+    return found
+
+
+def _rounded(values: Tensor, decimals: int) -> Any:
+    if values.ndim > 1:
+        return [_rounded(row, decimals) for row in values]
+    return [round(x, decimals) if math.isfinite(x) else None for x in values.float().tolist()]
+
+
+def monitor_row(run: Run, images: Tensor) -> dict[str, dict[str, float]]:
+    """Return attention of each layer and the similarity of each pyramid's branches, in eval mode.
+
+    Largest logit and attention are means over images, of the largest head. Raises: UserError for a model with neither.
+    """
+    model, images = run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device)
+    row = _branches(model, images)
+    try:
+        stats = logit_stats(model, images)
+    except UserError:
+        if row or not run.progress.recast:
+            return row
+        raise
+    return row | {
+        "max_logit": {name: each.max_logit.max().item() for name, each in stats.items()},
+        "max_attention": {name: each.max_attention.max().item() for name, each in stats.items()},
+        "entropy": {name: each.entropy.mean().item() for name, each in stats.items()},
+    }
+
+
+def _branches(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
+    means = {}
+    with suppress(UserError):
+        for name, matrix in branch_similarity(model, images).items():
+            pairs = torch.ones(matrix.shape[-2:], device=matrix.device).triu(1).bool()
+            if pairs.any():
+                means[name] = matrix[..., pairs].mean().item()
+    return {"branch_similarity": means} if means else {}

@@ -1,0 +1,280 @@
+"""What a model takes: size, channels and normalisation of images, random inputs, and models fitted to another size."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from timm.data import ImageNetInfo, resolve_data_config
+from timm.layers import PatchEmbed
+from timm.models import get_model_input_config, get_model_traits
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.layers.modes import eval_mode, first_float, require_finite
+from isomorph.surgery.calls import Inputs, cast, own_inputs, run_model
+from isomorph.surgery.rule import record
+
+ImageSize = tuple[int, int]
+
+
+def evaluation_config(model: nn.Module, size: int | ImageSize | None = None) -> dict[str, Any]:
+    """Return timm's data config for testing a model, at the given size (height, width, or one for both) or its own.
+
+    Its own size is the one that the model was built for (`img_size`), else that of its pretrained_cfg.
+    Keys: input_size (channels, height, width), mean, std, interpolation, crop_pct, crop_mode.
+
+    Raises: UserError for a size below 1.
+
+    >>> from isomorph.lab.evaluation import evaluation_config
+    >>> evaluation_config(timm.create_model("cifar_resnet20"))["input_size"]
+    (3, 32, 32)
+    """
+    return _data_config(model, size, {}, use_test_size=True)
+
+
+def training_config(
+    model: nn.Module, size: int | Sequence[int] | None = None, crop: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return timm's data config for training a model, at the given size (height, width, or one for both) or its own.
+
+    Its own size is the one that the model was built for (`img_size`), else that of its pretrained_cfg.
+    `crop` overrides crop_pct and crop_mode, which are for its test images.
+
+    Raises: UserError for a size below 1.
+
+    >>> from isomorph.lab.evaluation import training_config
+    >>> training_config(timm.create_model("cifar_resnet20"), size=(48, 48))["input_size"]
+    (3, 48, 48)
+    """
+    return _data_config(model, size, crop or {}, use_test_size=False)
+
+
+def _data_config(
+    model: nn.Module, size: int | Sequence[int] | None, crop: Mapping[str, Any], use_test_size: bool
+) -> dict[str, Any]:
+    """Every channel has the average mean and std if they differ; without a size, timm takes the pretrained_cfg's."""
+    size, number = built_size(model) if size is None else image_size(size), input_channels(model)
+    given = {**crop, **({"input_size": (number, *size)} if size else {})}
+    config = resolve_data_config(given, model=model, use_test_size=use_test_size)
+    height, width = image_size(config["input_size"][-2:])
+    normalisation = {
+        k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
+    }
+    return {**config, **normalisation, "input_size": (number, height, width)}
+
+
+def built_size(model: nn.Module) -> ImageSize | None:
+    """Return the image size (height, width) that a model was built for, if its pretrained_cfg has another one.
+
+    It is the `img_size` of timm.create_model or set_input_size; a size that `record_data` recorded counts for more.
+    """
+    size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
+    if (side := getattr(getattr(model, "config", None), "image_size", None)) and not size:  # of transformers
+        size = (side, side) if isinstance(side, int) else side
+    if size is None or tuple(config.get("input_size") or ())[-2:] == tuple(size):
+        return None
+    if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
+        return None
+    return size[0], size[1]
+
+
+def image_size(size: int | Sequence[int]) -> ImageSize:
+    """Return a height and a width; one number is both. Raises: UserError for anything else."""
+    sides = (size, size) if isinstance(size, int) else size
+    if not (isinstance(sides, Sequence) and len(sides) == 2 and all(isinstance(n, int) and n > 0 for n in sides)):
+        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224) or 224 for both")
+    return sides[0], sides[1]
+
+
+def input_channels(model: nn.Module) -> int:
+    """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    first = config.get("first_conv")
+    try:
+        conv = model.get_submodule(first) if isinstance(first, str) else None
+    except AttributeError:  # removed or replaced
+        conv = None
+    if not config:  # a user's own network
+        conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels <= 4), None)
+    known = getattr(model, "in_chans", None) or getattr(conv, "in_channels", None)
+    return known or (config.get("input_size") or (3,))[0]
+
+
+def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
+    """Return the model itself if it takes images of this size, else a copy that timm has fitted to it.
+
+    The size is a height and a width, or one number for both.
+
+    timm's `set_input_size` resamples the position embedding of a ViT; the other weights are unchanged.
+
+    Raises: UserError when the model does not take such images, or its patches would leave out an edge of them.
+
+    >>> from isomorph.lab.evaluation import fit_to_size
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    >>> fit_to_size(vit, (64, 64))(torch.zeros(1, 3, 64, 64)).shape
+    torch.Size([1, 1000])
+    """
+    size = image_size(size)
+    shape = (input_channels(model), *size)
+    problem = input_size_problem(model, shape)
+    if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):
+        model = copy.deepcopy(model)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
+                model.set_input_size(img_size=size)  # type: ignore[operator]
+            problem = input_size_problem(model, shape)
+        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+            problem = str(error)
+    if problem:
+        raise UserError(f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}")
+    return model
+
+
+@torch.no_grad()
+def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
+    """Return why the model does not take an image of this size (channels, height, width); empty if it does.
+
+    Patches must fill the image, since timm drops the edge that they leave out; not at the model's native size.
+    """
+    if inputs := own_inputs(model, 1):
+        return f"its inputs are {' and '.join(inputs)}, not images alone"
+    if problem := _uncovered_edge(model, size):
+        return problem
+    try:
+        with eval_mode(model):
+            model(torch.zeros(1, *size, device="cpu").to(first_float(model)))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
+
+
+def _uncovered_edge(model: nn.Module, size: Sequence[int]) -> str:
+    """Return that timm's patches do not fill an image, with the nearest sizes that they fill; empty if they do."""
+    embed = getattr(model, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad:
+        return ""
+    pairs = list(zip(size[-2:], embed.patch_size, strict=True))
+    native = {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
+    if not any(side % step for side, step in pairs) or tuple(size[-2:]) in native:
+        return ""
+    below, above = ([(side + more * (step - 1)) // step * step for side, step in pairs] for more in (0, 1))
+    nearest = " or ".join("{} x {}".format(*sides) for sides in (below, above) if min(sides))
+    patch = "{} x {}".format(*embed.patch_size)
+    return f"patches of {patch} do not fill them; give {nearest}, because timm would leave out the rest of the image"
+
+
+def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
+    """Raise UserError if the model cannot process images of this size (channels, height, width)."""
+    if reason := input_size_problem(model, size):
+        raise UserError(
+            f"{name} cannot process the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, "
+            "or model.kwargs.img_size if the model has it"
+        )
+
+
+def random_inputs(batch: int, model: nn.Module, size: ImageSize | None = None) -> Inputs:
+    """Return the model's own `example_inputs(batch, size)`, else standard normal noise, the same at every call."""
+    if batch < 1:
+        raise UserError(f"a batch of {batch} has no inputs; give at least 1")
+    if own := own_inputs(model, batch, size):
+        return own
+    shape = training_config(model, size)["input_size"]
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0), device="cpu")
+
+
+def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: str | None = None) -> Inputs:
+    """Return inputs of (channels, height, width) to time or count, in the model's dtype, on its device or the given."""
+    like = first_float(model)
+    if (own := own_inputs(model, batch, input_size[-2:])) is None:
+        return torch.randn(batch, *input_size, device=device or like.device, dtype=like.dtype)
+    return {name: cast(x, like.dtype).to(device or like.device) for name, x in own.items()}
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's classes; empty without any, or if their number is another (of public weights)."""
+    names = list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+    return names if getattr(model, "num_classes", len(names)) == len(names) else []
+
+
+def task_record(model: nn.Module) -> dict[str, Any]:
+    """Return name and options of the task that a model's checkpoint recorded; empty if the recipe named none."""
+    return (getattr(model, "pretrained_cfg", None) or {}).get("task") or {}
+
+
+def recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
+    """Return the fraction of the data that a model's training left out, and the number of examples before that."""
+    fraction, examples = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+    return fraction, examples
+
+
+def named_logits(outputs: Any) -> Any:
+    """Return the `logits` of outputs with names, as transformers' models have them; others as they are."""
+    return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+
+
+def class_logits(outputs: Any) -> Tensor:
+    """Return the logits in a classifier's outputs: the tensor, the first of several, or `logits` as in transformers.
+
+    Shape: -> (B, K) float32
+    Raises: UserError for outputs without logits of images, NotFinite for NaN or infinite ones.
+    """
+    logits = named_logits(outputs)
+    logits = logits[0] if isinstance(logits, tuple | list) and logits else logits
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        given = f"has shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"is a {type(outputs).__name__}"
+        raise UserError(f"the model does not classify images: its output {given}, not (images, classes)")
+    require_finite(logits)
+    return logits.float()
+
+
+@torch.no_grad()
+def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
+    """Return a classifier's `num_classes`, else that of its outputs for an image. Raises: UserError without logits."""
+    known = getattr(model, "num_classes", None)
+    if isinstance(known, int):
+        return known
+    shape = evaluation_config(model, size)["input_size"]
+    with eval_mode(model):
+        return class_logits(run_model(model, inputs_like(model, 1, shape))).shape[1]
+
+
+def check_own_classes(
+    model: nn.Module, classes: Sequence[str], where: str = "", more: str = "", size: ImageSize | None = None
+) -> None:
+    """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
+    own = len(label_names(model)) or class_count(model, size)
+    if len(classes) != own:
+        first = f", or only its first {own} classes (data.classes)" if len(classes) > own else ""
+        raise UserError(
+            f"the model has {own} classes, the data{where} has {len(classes)} ({shorten(classes)}); give data with the "
+            f"model's labels{first}{more}"
+        )
+
+
+def check_same_classes(model: nn.Module, classes: Sequence[str]) -> None:
+    """Raise UserError for data with other classes than the model's, or in another order, where both have names."""
+    check_own_classes(model, classes)
+    for number, (own, given) in enumerate(zip(label_names(model), classes, strict=False)):
+        if own != given and not own.isdigit() and not given.isdigit():
+            where = f"class {number} is {own} in the model and {given} in the data"
+            raise UserError(f"{where}; give data with the model's classes, in its order")
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return names for a message, the first few of many."""
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
+    """Return the names of the model's classes: of its weights (wnids in English), ImageNet's for 1000, or numbers."""
+    imagenet, names = ImageNetInfo(), label_names(model)
+    wnids = imagenet.label_names()
+    if len(names) != classes:
+        if classes != len(wnids):
+            return "class {}".format
+        names = wnids
+    english = {wnid: imagenet.label_name_to_description(wnid).split(",")[0] for wnid in {*names} & {*wnids}}
+    return lambda label: english.get(names[label], str(names[label]))
