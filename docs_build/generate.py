@@ -12,10 +12,12 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args, get_origin
 from unittest.mock import patch
+
+import isomorph
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -45,10 +47,9 @@ def page(title: str, *parts: str) -> str:
     return "\n\n".join([f"# {title}", GENERATED, *parts]).rstrip() + "\n"
 
 
-def public_names(package: str) -> list[str]:
+def public_names(package: ModuleType) -> list[str]:
     """Return the names that a package of the public API offers, without its namespaces and constants."""
-    names = import_module(package).__all__
-    return [name for name in names if name not in NAMESPACES and not name.isupper()]
+    return [name for name in package.__all__ if name not in NAMESPACES and not name.isupper()]
 
 
 def first_paragraph(path: Path) -> str:
@@ -56,13 +57,13 @@ def first_paragraph(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
 
 
-def api_page(package: str) -> str:
+def api_page(package: ModuleType, shown: str) -> str:
     """Return the page of a namespace: one directive of mkdocstrings for each public name."""
-    path = ROOT / "src" / Path(*package.split(".")) / "__init__.py"
-    shown = "iso" if package == "isomorph" else package.replace("isomorph", "iso", 1)
-    entries = (f"::: {package}.{name}\n" for name in sorted(public_names(package), key=str.lower))
+    names = sorted(public_names(package), key=str.lower)
+    entries = (f"::: {package.__name__}.{name}\n" for name in names)
     lead = f"After `import isomorph as iso`, the names on this page are in `{shown}`."
-    return page(package, first_paragraph(path), lead, *entries)
+    title = shown.replace("iso", "isomorph", 1)
+    return page(title, first_paragraph(Path(package.__file__ or "")), lead, *entries)
 
 
 def command_line_page() -> str:
@@ -370,8 +371,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/recipe-names.md": recipes_page,
     "reference/models.md": models_page,
     "reference/suites.md": suites_page,
-    "reference/api/isomorph.md": lambda: api_page("isomorph"),
-    **{f"reference/api/{name}.md": lambda name=name: api_page(f"isomorph.{name}") for name in NAMESPACES},  # type: ignore[misc]
+    "reference/api/isomorph.md": lambda: api_page(isomorph, "iso"),
+    **{
+        f"reference/api/{name}.md": lambda name=name: api_page(getattr(isomorph, name), f"iso.{name}")  # type: ignore[misc]
+        for name in NAMESPACES
+    },
 }
 
 

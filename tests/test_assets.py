@@ -9,7 +9,7 @@ import pytest
 import isomorph
 from isomorph.lab.report.html import SCRIPTS
 
-ASSETS = Path(isomorph.__file__).parent / "report" / "assets"
+ASSETS = Path(isomorph.__file__).parent / "lab" / "report" / "assets"
 FILES = sorted(ASSETS.iterdir())
 JAVASCRIPT = [path for path in FILES if path.suffix == ".js"]
 CSS = (ASSETS / "page.css").read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from isomorph.lab.report.html import render_page
 from PIL import Image
 from scipy.stats import binomtest
 
@@ -36,6 +35,7 @@ from isomorph.lab.report.attention_viewer import (
     round_rows,
 )
 from isomorph.lab.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
+from isomorph.lab.report.html import render_page
 from isomorph.lab.report.robustness_page import robustness_charts, robustness_table
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.terminal_tables import interval_text, metric_table

@@ -81,8 +81,8 @@ def analyze(
     with opt.loading():
         from isomorph.lab.report.analyze_page import AnalyzeOptions, analyze_sections
         from isomorph.lab.report.charts import Dots, series_table
-        from isomorph.lab.report.page_images import open_images
         from isomorph.lab.report.html import write_page
+        from isomorph.lab.report.page_images import open_images
     models = _open_models([model, *([against] if against else [])], opening, device, size)
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
@@ -228,8 +228,8 @@ def compare_(
     with opt.loading():
         from isomorph.cli.open_models import library_options
         from isomorph.lab.report.compare_page import compare_sections, histories_json, history_tables
-        from isomorph.lab.report.run_files import read_run_logs
         from isomorph.lab.report.html import write_page
+        from isomorph.lab.report.run_files import read_run_logs
     logs = read_run_logs(folders)
     options = library_options(opening)
     points = _accuracy_points(folders, logs, evaluated or [], options)

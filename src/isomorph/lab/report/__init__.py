@@ -3,10 +3,10 @@
 from isomorph.lab.report.analyze_page import AnalyzeOptions, analyze_sections
 from isomorph.lab.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
 from isomorph.lab.report.compare_page import compare_sections
+from isomorph.lab.report.html import Section, write_page
 from isomorph.lab.report.page_images import PageImage, open_images
 from isomorph.lab.report.page_models import PageModel
 from isomorph.lab.report.run_files import read_run_logs
-from isomorph.lab.report.html import Section, write_page
 
 __all__ = [
     "AnalyzeOptions",

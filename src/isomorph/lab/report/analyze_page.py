@@ -23,6 +23,7 @@ from isomorph.lab.report.attention_viewer import (
     capture_layer_maps,
 )
 from isomorph.lab.report.charts import Chart, Dots, Line, Matrix, Panel, Table, format_number
+from isomorph.lab.report.html import Details, ImageCard, Section
 from isomorph.lab.report.page_images import PageImage, normalise_images
 from isomorph.lab.report.page_models import (
     MEASURES,
@@ -34,7 +35,6 @@ from isomorph.lab.report.page_models import (
     name_classes,
     register_count,
 )
-from isomorph.lab.report.html import Details, ImageCard, Section
 from isomorph.surgery.calls import to_model
 from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of

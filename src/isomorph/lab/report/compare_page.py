@@ -12,9 +12,9 @@ from torch import Tensor
 from isomorph.analysis import GatingHistory
 from isomorph.lab.report import guides
 from isomorph.lab.report.charts import Chart, Line, Panel, Paths, Scatter, Table, format_number, is_number
+from isomorph.lab.report.html import Details, Section
 from isomorph.lab.report.page_models import MEASURES
 from isomorph.lab.report.run_files import AccuracyPoint, LogRows, RunLog
-from isomorph.lab.report.html import Details, Section
 from isomorph.terminal_tables import METRIC_FORMATS, chance_difference, count_of, interval_text
 
 
