@@ -495,3 +495,18 @@ def test_work_of_more_than_five_seconds_says_so_on_a_terminal(monkeypatch):
             work.step(f"call {call}")
         work.end()
         assert shown.getvalue() == expected
+
+
+@torch.no_grad()
+def test_slices_of_a_sequence_keep_their_values():
+    """A norm that its readers could hold gives the value at the end of a slice."""
+    model = made(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.BatchNorm2d(6), nn.Conv2d(6, 3, 1)))
+    kept, report = fuse_with_report(model, X)
+    assert "2 called alone" in report.left["2"]
+    for end in (2, 3, 4):
+        assert equal(kept[:end](X), model[:end](X))
+    thin, report = fuse_with_report(model, X, only_forward=True)
+    assert report.across == {"2": "2"}
+    assert "merged into what reads them, so that they give what they get: 2" in str(report)
+    assert equal(thin(X), model(X))
+    assert not equal(thin[:3](X), model[:3](X))

@@ -48,10 +48,11 @@ def quantised():
 def test_quantised_layers():
     model = quantised()
     for rule in ATTENTION:
-        refused("its qkv is quantised .*; recast the model before", iso.recast, model, rule, "blocks.0.attn")
+        refused("its qkv is quantised .*; change the model before", iso.recast, model, rule, "blocks.0.attn")
     for rule in PROJECTIONS:
-        refused("qkv is quantised .*; recast the model before", iso.recast, model, rule, "blocks.0.attn.qkv")
+        refused("qkv is quantised .*; change the model before", iso.recast, model, rule, "blocks.0.attn.qkv")
     refused("fc1 is quantised", iso.recast, model, iso.LinearToPyramid(), "blocks.0.mlp.fc1")
+    refused("qkv is quantised .*; change the model before", iso.fuse, model, torch.randn(1, 3, 32, 32))
 
 
 class Adapter(nn.Module):

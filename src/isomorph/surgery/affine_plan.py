@@ -476,7 +476,10 @@ class Plan:
         return after
 
     def _across(self, group: Group, changed: set[Value], parts: set[str]) -> tuple[str, ...]:
-        """Return the modules that are not among the parts and whose inputs or outputs are among the changed values."""
+        """Return the modules that are not among the parts and whose inputs or outputs are among the changed values.
+
+        A norm that is written into its readers is one of them: it gives what it gets then.
+        """
         parts = parts | {*group.carriers, *_parts_of(group)}
         names = []
         for name, module in self.model.named_modules():
@@ -484,6 +487,8 @@ class Plan:
             is_touched = not changed.isdisjoint(value for call in values for value in call)
             if name and is_touched and not _consists_of(name, module, parts):
                 names.append(name)
+        if group.kind == "readers":
+            names += [name for _, name in group.gone]
         return tuple(names)
 
     def _add(self, group: Group, changed: set[Value], parts: set[str] = frozenset()) -> None:  # type: ignore[assignment]

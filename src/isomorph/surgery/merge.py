@@ -77,8 +77,9 @@ class Nothing(nn.Module):
 class FuseReport:
     """What `fuse` did to a model: what was fused and merged into which layers, and what was left, with the reason.
 
-    `across`: what of it was merged across modules, with a module in between whose inputs or outputs are others now; no
-    call of the `entry_points` shows it, but code that calls this module itself, or a hook on it, would. `uncalled`:
+    `across`: what of it was merged across modules, with a module in between whose inputs or outputs are others now, or
+    the norm itself, if it was written into what reads it; no call of the `entry_points` shows it, but code that calls
+    this module itself, or a hook on it, would. `uncalled`:
     modules with parameters that no call runs, `untried`: arguments of forward that no call sets.
 
     `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
@@ -117,7 +118,11 @@ class FuseReport:
         if self.uncalled and self.merged:
             lines.append(f"  not compared, as no example calls them: {list_names(list(self.uncalled))}")
         for between, names in _grouped(self.across).items():
-            lines.append(f"  merged across {between}, which gives or gets other values now: {list_names(names)}")
+            if names != [between]:
+                lines.append(f"  merged across {between}, which gives or gets other values now: {list_names(names)}")
+        into_readers = [name for name, between in self.across.items() if name == between]
+        if into_readers:
+            lines.append(f"  merged into what reads them, so that they give what they get: {list_names(into_readers)}")
         for reason, names in _grouped(self.left).items():
             lines.append(f"  left {list_names(names)}: {reason}")
         return "\n".join(lines)
@@ -206,7 +211,8 @@ class _Plans:
         rejected = {}
         for group in self.groups:
             between = self.across[group.key]
-            alone = [name for name in between if _is_called_alone(model, name)]
+            gone = {name for _, name in group.gone}
+            alone = [name for name in between if _is_called_alone(model, name, as_slice=name in gone)]
             if between and not across:
                 rejected[group] = f"with it merged, {between[0]} would give or get other values (across=False)"
             elif alone and not only_forward:
@@ -215,11 +221,17 @@ class _Plans:
         return rejected
 
 
-def _is_called_alone(model: nn.Module, name: str) -> bool:
-    """Return True for what code outside a model calls: its children, and the items of sequences and lists in it."""
+def _is_called_alone(model: nn.Module, name: str, as_slice: bool) -> bool:
+    """Return True for what code outside a model calls: its children, and the items of sequences and lists in it.
+
+    `as_slice`: for a norm that goes, whose place is asked for only as the end of a slice of an nn.Sequential.
+    """
     parents = name.split(".")[:-1]
     kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return all(isinstance(model.get_submodule(".".join(parents[: i + 1])), kinds) for i in range(len(parents)))
+    holders = [model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents))]
+    if as_slice and not isinstance([model, *holders][-1], nn.Sequential):
+        return False
+    return all(isinstance(holder, kinds) for holder in holders)
 
 
 class _Trials:

@@ -94,7 +94,7 @@ def describe_stand_in(module: nn.Module) -> str | None:
     A quantised layer has its weight packed, behind a method; an adapter wraps a linear layer of its own size.
     """
     if callable(getattr(module, "weight", None)):
-        return f"is quantised ({class_name(module)}); recast the model before it is quantised"
+        return f"is quantised ({class_name(module)}); change the model before it is quantised"
     if isinstance(module, nn.Linear):
         return None
     size = (getattr(module, "in_features", None), getattr(module, "out_features", None))
