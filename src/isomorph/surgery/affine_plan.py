@@ -45,9 +45,12 @@ class Plan:
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
         self._kept = set(flow.given_out)
+        # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
+        self._touching: dict[Value, set[str]] = defaultdict(set)
+        self._order: dict[str, int] = {}
+        self._owners: dict[str, list[str]] = {}
         for name, module in model.named_modules():
-            calls = (*flow.inputs[name], *flow.outputs[name]) if hooks_on(module) else ()
-            self._kept |= {value for call in calls for value in call}
+            self._add_module(name, module)
         self._deciding = set(flow.deciding)
         for name in sorted(flow.deciding, key=len, reverse=True):
             while name in self._deciding and name and not any(flow.outputs[name]):  # its parent gets what it decided
@@ -70,6 +73,17 @@ class Plan:
                 else:
                     self._push(value, found)
         self._add_chains()
+
+    def _add_module(self, name: str, module: nn.Module) -> None:
+        """Note the values that a module gets and gives, and that those of one with hooks are not to change."""
+        values = set[Value]()
+        for call in (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ())):
+            values |= set(call)
+        if hooks_on(module):
+            self._kept |= values
+        self._order[name] = len(self._order)
+        for value in values if name else ():
+            self._touching[value].add(name)
 
     def _record(self, operation: Operation) -> None:
         """Note the outputs of an operation that are affine functions, and the values that they take up."""
@@ -478,13 +492,20 @@ class Plan:
     def _across(self, group: Group, changed: set[Value], parts: set[str]) -> tuple[str, ...]:
         """Return the modules that are not among the parts and whose inputs or outputs are among the changed values."""
         parts = parts | {*group.carriers, *_parts_of(group)}
-        names = []
-        for name, module in self.model.named_modules():
-            values = (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ()))
-            is_touched = not changed.isdisjoint(value for call in values for value in call)
-            if name and is_touched and not _consists_of(name, module, parts):
-                names.append(name)
-        return tuple(names)
+        touched = set[str]()
+        for value in changed:
+            touched |= self._touching[value]
+        names = [name for name in touched if not self._consists_of(name, parts)]
+        return tuple(sorted(names, key=self._order.__getitem__))
+
+    def _consists_of(self, name: str, parts: set[str]) -> bool:
+        """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
+        if name not in self._owners:
+            self._owners[name] = _owners_in(name, self.model.get_submodule(name))
+        for path in self._owners[name]:
+            if not any(path == part or path.startswith(f"{part}.") for part in parts):
+                return False
+        return True
 
     def _add(self, group: Group, changed: set[Value], parts: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Add a group unless the code that connects its modules branches on the numbers of a batch.
@@ -537,14 +558,14 @@ def _parts_of(found: Affine | Group) -> set[str]:
     return names
 
 
-def _consists_of(name: str, module: nn.Module, parts: set[str]) -> bool:
-    """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
+def _owners_in(name: str, module: nn.Module) -> list[str]:
+    """Return the names of a module and of those inside that have parameters or buffers of their own."""
+    owners = []
     for path, inner in module.named_modules(prefix=name):
-        has_own = any(True for _ in inner.parameters(recurse=False)) or any(True for _ in inner.buffers(recurse=False))
-        inside = any(path == part or path.startswith(f"{part}.") for part in parts)
-        if has_own and not inside:
-            return False
-    return True
+        own = (*inner._parameters.values(), *inner._buffers.values())
+        if any(tensor is not None for tensor in own):
+            owners.append(path)
+    return owners
 
 
 def _child_of(parent: str, name: str) -> str | None:

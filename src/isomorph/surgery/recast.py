@@ -342,7 +342,8 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
-    for alias, module in list(model.named_modules(remove_duplicate=False)):
-        if module is original:
-            model.set_submodule(alias, replacement)
+    for parent in list(model.modules()):
+        for child, module in list(parent._modules.items()):
+            if module is original:
+                setattr(parent, child, replacement)
     return model
