@@ -502,10 +502,8 @@ class Plan:
         """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
         if name not in self._owners:
             self._owners[name] = _owners_in(name, self.model.get_submodule(name))
-        for path in self._owners[name]:
-            if not any(path == part or path.startswith(f"{part}.") for part in parts):
-                return False
-        return True
+        outside = [path for path in self._owners[name] if not _lies_within(path, parts)]
+        return not outside
 
     def _add(self, group: Group, changed: set[Value], parts: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Add a group unless the code that connects its modules branches on the numbers of a batch.
@@ -556,6 +554,15 @@ def _parts_of(found: Affine | Group) -> set[str]:
     for summand in found.summands:
         names |= {name for name in (summand.layer, summand.after) if name}
     return names
+
+
+def _lies_within(path: str, parts: set[str]) -> bool:
+    """Return True for the name of one of the parts, or of a module inside one."""
+    while path not in parts:
+        if not path:
+            return False
+        path = path.rpartition(".")[0]
+    return True
 
 
 def _owners_in(name: str, module: nn.Module) -> list[str]:
