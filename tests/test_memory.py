@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from isomorph import process
+from isomorph.cli.listing import _ALLOCATOR, _examine_environment
 
 SCRIPT = """
 import resource, runpy, sys
@@ -39,3 +40,23 @@ def test_memory_is_not_asked_for_again_unless_the_environment_decides(monkeypatc
     assert measure("keep", MALLOC_TRIM_THRESHOLD_="100000")[0] == "False"
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert process.keep_freed_memory() is False
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way")
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_doctor_names_the_variables_until_they_are_set(monkeypatch, name):
+    for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(variable, raising=False)
+    findings = {what: finding for what, finding, _ in _examine_environment()}
+    assert f"{name}=" in findings["allocator"]
+    monkeypatch.setenv(name, "1073741824")
+    findings = {what: finding for what, finding, _ in _examine_environment()}
+    assert findings["allocator"].startswith("keeps")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way")
+def test_the_variables_that_doctor_names_keep_memory():
+    named = dict(word.rstrip(",").split("=") for word in _ALLOCATOR.split() if "=" in word)
+    _, asked = measure("default")
+    _, kept = measure("default", **named)
+    assert kept * 10 < asked

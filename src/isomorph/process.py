@@ -24,6 +24,12 @@ def is_main_process() -> bool:
     return not (rank.isdecimal() and int(rank))
 
 
+def returns_freed_memory() -> bool:
+    """True if the C library is glibc and the environment leaves it at its default, to return large freed blocks."""
+    is_set = any(f"MALLOC_{name}_THRESHOLD_" in os.environ for name in ("TRIM", "MMAP"))
+    return platform.libc_ver()[0] == "glibc" and not is_set
+
+
 def keep_freed_memory() -> bool:
     """Keep freed memory in the process, so that the next training step does not ask the system for it again.
 
@@ -37,7 +43,7 @@ def keep_freed_memory() -> bool:
     >>> iso.keep_freed_memory() in (True, False)
     True
     """
-    if platform.libc_ver()[0] != "glibc" or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+    if not returns_freed_memory():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)) and any(mallopt(_MMAP_THRESHOLD, limit) for limit in _MMAP_LIMITS)

@@ -16,6 +16,7 @@ from isomorph.cli.output import progress_bar, show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.lab.recipes import RECIPES, recipe_values
+from isomorph.process import returns_freed_memory
 from isomorph.terminal_tables import print_text_table, say
 
 
@@ -141,6 +142,11 @@ def _rule_table(counted: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> li
     return table
 
 
+# What glibc costs by default, and the environment that cures it.
+_ALLOCATOR = (
+    "returns freed memory to the system: a step of your own code on a CPU may take twice as long; set "
+    "MALLOC_TRIM_THRESHOLD_=2147483647 and MALLOC_MMAP_THRESHOLD_=1073741824, or call iso.keep_freed_memory()"
+)
 _PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts")
 
 
@@ -170,6 +176,7 @@ def _examine_environment() -> Iterator[tuple[str, str, bool]]:
 
     yield "torchvision operators", "work", True
     yield "threads", str(torch.get_num_threads()), True
+    yield "allocator", _ALLOCATOR if returns_freed_memory() else "keeps freed memory, or is not glibc's", True
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         yield f"GPU {i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB", True

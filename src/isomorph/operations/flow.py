@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from isomorph.operations.values import Value, tensors_in, value_of
+from isomorph.operations.values import Value, leaves_in, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
 _AS = {"reshape_as", "view_as", "expand_as", "type_as"}
@@ -113,11 +113,11 @@ class Flow(TorchFunctionMode):
 
     def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.append(name)
-        self.inputs[name].append(tuple(map(value_of, tensors_in(args, kwargs))))
+        self.inputs[name].append(_values_in(args, kwargs))
 
     def leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running.pop()
-        self.outputs[name].append(tuple(map(value_of, tensors_in(output))))
+        self.outputs[name].append(_values_in(output))
 
     def record_unseen(self, name: str, read: list[Tensor], out: Any) -> None:
         """Record an operation that no torch function called, as inside a scripted function."""
@@ -154,6 +154,12 @@ class Kernels(TorchDispatchMode):
         if not self._is_within:
             self.flow.record_unseen(func.__name__.partition(".")[0], read, out)
         return out
+
+
+def _values_in(*given: Any) -> tuple[Value, ...]:
+    """Return the values that objects hold; what is asked of the tensors for it is no operation of the model."""
+    with torch._C.DisableTorchFunction():
+        return tuple(map(value_of, tensors_in(*given)))
 
 
 def _name_of(func: Any) -> str:
@@ -263,8 +269,8 @@ def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
         for attribute in vars(module).values():
             if any(attribute is each for each in registered):
                 continue
-            for leaf in tree_leaves(attribute):
-                held = tree_leaves(getattr(leaf, "__dict__", leaf))
+            for leaf in leaves_in([attribute]):
+                held = leaves_in([getattr(leaf, "__dict__", leaf)])
                 tensors += [each for each in held if isinstance(each, Tensor)]
     return tensors
 

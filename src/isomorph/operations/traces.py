@@ -68,4 +68,6 @@ def left_no_trace(copied: nn.Module, before: list[Any], original: nn.Module) -> 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.is_meta:
         return False
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())

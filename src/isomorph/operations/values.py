@@ -2,15 +2,18 @@
 
 import gc
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 # The identity and the version of a tensor: an operation in place makes a new value.
 Value = tuple[int, int]
 
+# Values that hold no tensors, and are met too often to look into.
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 # What an object refers to without holding its tensors.
 NOT_HELD = (nn.Module, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType)
 
@@ -32,16 +35,42 @@ def tensors_in(*values: Any) -> list[Tensor]:
     >>> [float(z) for z in tensors_in({"of": [x, lambda: y]}, partial(print, x))]
     [0.0, 1.0, 0.0]
     """
-    return list(_find(values, set()))
+    found: list[Tensor] = []
+    _add_tensors(values, found, set())
+    return found
 
 
-def _find(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    for leaf in tree_leaves(value):
+def _add_tensors(values: Iterable[Any], found: list[Tensor], seen: set[int]) -> None:
+    for leaf in leaves_in(values):
         if isinstance(leaf, Tensor):
-            yield leaf
+            found.append(leaf)
         elif gc.is_tracked(leaf) and id(leaf) not in seen and not isinstance(leaf, NOT_HELD):
             seen.add(id(leaf))
-            yield from _find(held_by(leaf), seen)
+            _add_tensors(held_by(leaf), found, seen)
+
+
+def leaves_in(values: Iterable[Any]) -> list[Any]:
+    """Return what values and the containers among them hold, in order, without numbers, strings and None.
+
+    >>> from isomorph.operations.values import leaves_in
+    >>> x = torch.zeros(1)
+    >>> leaves_in([x, (1, "same", [x, None])]) == [x, x]
+    True
+    """
+    leaves: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is tuple or kind is list:
+            leaves += leaves_in(value)
+        elif kind is dict:
+            leaves += leaves_in(value.values())
+        elif isinstance(value, Tensor):
+            leaves.append(value)
+        else:  # torch knows further containers
+            leaves += [leaf for leaf in tree_leaves(value) if type(leaf) not in _PLAIN]
+    return leaves
 
 
 def held_by(value: Any) -> list[Any]:

@@ -45,9 +45,12 @@ class Plan:
         self.norms: set[str] = set()
         self.left: dict[str, str] = {}
         self._kept = set(flow.given_out)
+        # The modules whose inputs or outputs a value is, the order of all, and which hold parameters in each.
+        self._touching: dict[Value, set[str]] = defaultdict(set)
+        self._order: dict[str, int] = {}
+        self._owners: dict[str, list[str]] = {}
         for name, module in model.named_modules():
-            calls = (*flow.inputs[name], *flow.outputs[name]) if hooks_on(module) else ()
-            self._kept |= {value for call in calls for value in call}
+            self._add_module(name, module)
         self._deciding = set(flow.deciding)
         for name in sorted(flow.deciding, key=len, reverse=True):
             while name in self._deciding and name and not any(flow.outputs[name]):  # its parent gets what it decided
@@ -70,6 +73,17 @@ class Plan:
                 else:
                     self._push(value, found)
         self._add_chains()
+
+    def _add_module(self, name: str, module: nn.Module) -> None:
+        """Note the values that a module gets and gives, and that those of one with hooks are not to change."""
+        values = set[Value]()
+        for call in (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ())):
+            values |= set(call)
+        if hooks_on(module):
+            self._kept |= values
+        self._order[name] = len(self._order)
+        for value in values if name else ():
+            self._touching[value].add(name)
 
     def _record(self, operation: Operation) -> None:
         """Note the outputs of an operation that are affine functions, and the values that they take up."""
@@ -481,15 +495,21 @@ class Plan:
         A norm that is written into its readers is one of them: it gives what it gets then.
         """
         parts = parts | {*group.carriers, *_parts_of(group)}
-        names = []
-        for name, module in self.model.named_modules():
-            values = (*self.flow.inputs.get(name, ()), *self.flow.outputs.get(name, ()))
-            is_touched = not changed.isdisjoint(value for call in values for value in call)
-            if name and is_touched and not _consists_of(name, module, parts):
-                names.append(name)
+        touched = set[str]()
+        for value in changed:
+            touched |= self._touching[value]
+        names = [name for name in touched if not self._consists_of(name, parts)]
+        names.sort(key=self._order.__getitem__)
         if group.kind == "readers":
             names += [name for _, name in group.gone]
         return tuple(names)
+
+    def _consists_of(self, name: str, parts: set[str]) -> bool:
+        """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
+        if name not in self._owners:
+            self._owners[name] = _owners_in(name, self.model.get_submodule(name))
+        outside = [path for path in self._owners[name] if not _lies_within(path, parts)]
+        return not outside
 
     def _add(self, group: Group, changed: set[Value], parts: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         """Add a group unless the code that connects its modules branches on the numbers of a batch.
@@ -542,14 +562,23 @@ def _parts_of(found: Affine | Group) -> set[str]:
     return names
 
 
-def _consists_of(name: str, module: nn.Module, parts: set[str]) -> bool:
-    """Return True if every module with parameters or buffers of its own, here and inside, is among the parts."""
-    for path, inner in module.named_modules(prefix=name):
-        has_own = any(True for _ in inner.parameters(recurse=False)) or any(True for _ in inner.buffers(recurse=False))
-        inside = any(path == part or path.startswith(f"{part}.") for part in parts)
-        if has_own and not inside:
+def _lies_within(path: str, parts: set[str]) -> bool:
+    """Return True for the name of one of the parts, or of a module inside one."""
+    while path not in parts:
+        if not path:
             return False
+        path = path.rpartition(".")[0]
     return True
+
+
+def _owners_in(name: str, module: nn.Module) -> list[str]:
+    """Return the names of a module and of those inside that have parameters or buffers of their own."""
+    owners = []
+    for path, inner in module.named_modules(prefix=name):
+        own = (*inner._parameters.values(), *inner._buffers.values())
+        if any(tensor is not None for tensor in own):
+            owners.append(path)
+    return owners
 
 
 def _child_of(parent: str, name: str) -> str | None:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
+
+from isomorph.operations.values import leaves_in
 
 # Operations from floating-point numbers to others that jump at some of them.
 _STEPS = {"ceil", "floor", "floor_divide", "fmod", "frac", "heaviside", "remainder", "round", "sgn", "sign", "trunc"}
@@ -114,7 +116,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+        given = leaves_in([args, kwargs])
+        read = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
         operation = func.__name__.partition(".")[0].strip("_")
         reads_shapes = operation.endswith("_like") or operation.startswith("new_")
         if not read or reads_shapes:
@@ -123,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         if jumps:  # it may be in place
             read = [x.clone() for x in read]
         output = func(*args, **kwargs)
-        results = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        results = [x for x in leaves_in([output]) if isinstance(x, Tensor)]
         if not (jumps or any(map(_is_chosen, results))):
             return output
         settings = repr(tree_map_only(Tensor, lambda _: "tensor", (args, kwargs)))

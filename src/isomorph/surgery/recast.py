@@ -342,7 +342,17 @@ def replace_module(model: nn.Module, name: str, original: nn.Module, replacement
     if not name:
         replacement.isomorph_record = record(model)  # type: ignore[assignment]
         return replacement
-    for alias, module in list(model.named_modules(remove_duplicate=False)):
-        if module is original:
-            model.set_submodule(alias, replacement)
+    # without torch's generators, which nest as deep as modules do
+    waiting = [model]
+    seen = set[nn.Module]()
+    while waiting:
+        parent = waiting.pop()
+        if parent in seen:
+            continue
+        seen.add(parent)
+        for child, module in list(parent._modules.items()):
+            if module is original:
+                setattr(parent, child, replacement)
+            elif module is not None:
+                waiting.append(module)
     return model

@@ -74,6 +74,8 @@ class ReferenceCalls:
         self._work = SlowWork("comparing the fused model")
         self._number_of_calls = 0
         self._leaves_traces = False
+        # A copy of the model in which no call has left a trace, and its state.
+        self._unchanged: tuple[nn.Module, list[Any]] | None = None
         self._watched: list[str] = []
         self._watched = self._modules_around_choices(model, first)
         others = others or [*_other_sizes(first)]
@@ -90,6 +92,7 @@ class ReferenceCalls:
         for entry in [] if only_forward else entry_points(model, smallest):
             if self._try(model, entry, smallest):
                 self.entries.append(str(entry))
+        self._unchanged = None
         self.untried = untried_arguments(model, first)
         self._check(first)
 
@@ -113,13 +116,18 @@ class ReferenceCalls:
 
     def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
         """Add a call unless it raises an error: this model has other sizes, or another method of that name."""
-        copied = copy_module(model)
-        before = state_of(copied)
+        if self._unchanged is None:
+            copied = copy_module(model)
+            self._unchanged = copied, state_of(copied)
+        copied, before = self._unchanged
         try:
             outputs, made = self._outputs(copied, entry, inputs, record_choices)
         except Exception:  # of any code that is called in a way it may not be meant for
+            self._unchanged = None
             return False
-        self._leaves_traces |= not left_no_trace(copied, before, model)
+        if not left_no_trace(copied, before, model):
+            self._leaves_traces = True
+            self._unchanged = None
         self.calls.append(Call(entry, inputs, outputs, made))
         return bool(outputs)
 
