@@ -129,11 +129,12 @@ def _tables() -> dict[str, Fields]:
 DEIT_OPTIM: Fields = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
 SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
-# MobileOne's own training, in the code that TDRL names: images grow from 160 to 192 and 224 pixels, weight decay falls.
+# MobileOne's own training, in the code that TDRL names: images grow from 160 to 192 and 224 pixels, weight decay falls,
+# momentum is the plain one.
 MOBILE: Fields = dict(
     data=images(256),
     augment=dict(smoothing=0.1, small_sizes=[160, 192], small_epochs=[37, 112]),
-    optim=dict(name="sgd", lr=0.1, weight_decay=1e-4, min_weight_decay=1e-5, warmup_epochs=5, schedule="cosine"),
+    optim=dict(name="momentum", lr=0.1, min_lr=1e-6, weight_decay=1e-4, min_weight_decay=1e-5, warmup_epochs=5),
     epochs=300,
     ema=0.9995,
     drop_path=0.0,
