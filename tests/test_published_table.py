@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -168,10 +169,26 @@ def test_each_command_starts_from_the_one_before():
         ("CoAtNet Figure 1", "CoAtNet Fig. 1"),
         ("TDRL appendix B.9", "TDRL B.9"),
         ("refiner  Tab. 13", "Refiner Table 13"),
+        ("TDRL Fig. 2a", "TDRL Fig. 2"),
+        ("tdrl figure 3 (c)", "TDRL Fig. 3"),
     ],
 )
 def test_names_are_read_in_any_spelling(name, known):
     assert find_table(name).name == known
+
+
+@pytest.mark.parametrize(
+    ("field", "recipes"),
+    [
+        ("keep_every", ["tcnn_resnetrs270", "deit_s_100pct", "convit_s", "deit_s_distilled", "deit_ti", "convit_ti"]),
+        ("monitor_every", [f"tdrl_{arm}_g2sd" for arm in ("plain", "fig3_none", "fig3_rescale", "fig3_batchnorm")]),
+    ],
+)
+def test_runs_of_figures_along_training_write_what_they_draw(field, recipes):
+    page = (Path(__file__).parents[1] / "docs" / "guides" / "figures.md").read_text()
+    for name in recipes:
+        assert getattr(load_recipe(name), field)
+        assert name in page or "fig3" in name
 
 
 def test_unknown_tables():

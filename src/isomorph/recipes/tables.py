@@ -135,7 +135,7 @@ def commands_of(steps: str) -> list[str]:
 
 
 def find_table(name: str) -> PublishedTable:
-    """Return a table by paper and number, in any case: `convit table 2`, `CoAtNet Figure 1`, `TDRL B.8`.
+    """Return a table by paper and number, in any case: `convit table 2`, `TDRL B.8`, `TDRL Figure 2a`.
 
     Raises: UserError, with the closest names, if there is none.
     """
@@ -159,6 +159,7 @@ def _normal(name: str) -> str:
     short = re.sub(r"\b(figure|fig)\b\.?", "fig.", name.strip().lower())
     short = re.sub(r"\btab\b\.?", "table", short)
     short = re.sub(r"\bappendix ", "", short)
+    short = re.sub(r"(\d) ?\(?[a-e]\)?$", r"\1", short)  # a part, such as Fig. 2a
     return " ".join(short.split())
 
 
