@@ -1,7 +1,7 @@
 """TDRL on COCO: Mask R-CNN around a ViT-Tiny with pyramids, as in ViTDet, and its baselines (Table 2).
 
-184,375 steps of 64 images of 1024 x 1024 pixels (100 epochs), AdamW, layer decay .7, drop path .1, large-scale jitter, a
-tenth of the rate after 163,889 and 177,546 steps. The rate is 3e-4, and 1e-4 with a teacher. The weights are those of
+184,375 steps of 64 images of 1024 x 1024 pixels (100 epochs), AdamW, layer decay .7, drop path .1, large-scale jitter,
+a tenth of the rate after 163,889 and 177,546 steps. The rate is 3e-4, and 1e-4 with a teacher. The weights are those of
 masked pre-training (`tdrl_vit_ti_g2sd`), as `--model.weights`; those with a dagger learn the proposals of a ViT-B that
 was trained on the same task (`--task.teacher`). `--data.root` is the folder with annotations/, train2017/ and val2017/.
 What the paper leaves open: docs/guides/readings.md.
