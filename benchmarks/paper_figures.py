@@ -41,9 +41,9 @@ def run_of(runs: Path, name: str, recipe: str, *changes: str) -> Path:
 def tdrl_run(runs: Path, name: str, monitor: bool = False, **arguments: Any) -> Path:
     """Train TINY with pyramids on digits."""
     kwargs = json.dumps(TINY | arguments)
-    changes = ["model.name=tdrl_vit_ti", f"model.kwargs={kwargs}", "epochs=2", "optim.lr=1e-3"]
+    changes = ["model.name=tdrl_vit_ti", f"model.kwargs={kwargs}", "epochs=1", "optim.lr=1e-3"]
     if monitor:
-        changes.append("monitor_every=5")
+        changes.append("monitor_every=4")
     return run_of(runs, name, "digits_vit", *changes)
 
 
@@ -159,13 +159,13 @@ def last_top1(folder: Path) -> float:
 def convit_8(runs: Path) -> Any:
     """ConViT Fig. 8: top-1 by locality strength and number of GPSA layers."""
     figure, cell = plt.subplots(figsize=(4.4, 2.8), layout="constrained")
-    plain = last_top1(convit_runs(runs)["ViT"])
+    plain = last_top1(run_of(runs, "digits_vit_2", "digits_vit", "epochs=2"))
     strengths = (0.5, 2.0)
     for layers in (1, 3):
         where = f"blocks.[0-{layers - 1}].attn"
         tops = []
         for strength in strengths:
-            changes = [f"model.recast.where={where}", f"model.recast.locality={strength}"]
+            changes = [f"model.recast.where={where}", f"model.recast.locality={strength}", "epochs=2"]
             folder = run_of(runs, f"digits_convit_{layers}_{strength:g}", "digits_convit", *changes)
             tops.append(last_top1(folder))
         cell.plot(strengths, tops, "o-", label=f"{layers} GPSA layers")
@@ -233,10 +233,10 @@ SHAPES: dict[str, tuple[str, list[int], list[int]]] = {
 
 
 def coatnet_1(runs: Path) -> Any:
-    """CoAtNet Fig. 1: training loss and test accuracy of five layouts, on 1,000 images of CIFAR-10."""
+    """CoAtNet Fig. 1: training loss and test accuracy of five layouts, on 500 images of CIFAR-10."""
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.8), layout="constrained")
-    small = ["data.source=cifar10", "data.size=[64,64]", "data.fraction=0.02", "data.test_images=500"]
-    small += ["data.batch_size=50", "data.workers=0", "epochs=4", "optim.warmup_epochs=1", "amp=none"]
+    small = ["data.source=cifar10", "data.size=[64,64]", "data.fraction=0.01", "data.test_images=200"]
+    small += ["data.batch_size=50", "data.workers=0", "epochs=3", "optim.warmup_epochs=1", "amp=none"]
     for title, (name, depths, widths) in SHAPES.items():
         shape = [f"model.kwargs.depths={depths}", f"model.kwargs.widths={widths}"]
         folder = run_of(runs, f"coatnet_{name}", f"coatnet_layout_{name}", *small, *shape)
