@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/figures"))
     options = parser.parse_args()
     for name in options.names or FIGURES:
-        with plt.style.context(STYLE):
+        with plt.style.context(STYLE | {"axes.prop_cycle": plt.cycler("color", plt.get_cmap("tab10").colors)}):
             figure = FIGURES[name](options.runs)
             kind = "png" if name in ("convit-3", "convit-7") else "svg"
             figure.savefig(FOLDER / f"figure-{name}.{kind}", dpi=110, bbox_inches="tight")
