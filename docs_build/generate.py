@@ -236,18 +236,6 @@ def recipe_fields_page() -> str:
     return page("Recipe fields", lead, *group_sections(Recipe))
 
 
-SHORT_RESULTS = {
-    r"(?<=\d) (for )?top-1 on ImageNet-1k": "",
-    r"(?<= top-5) on ImageNet-1k": "",
-    r" on the development set": "",
-    r" times ResNet50-RS's training": "x",
-    r"from --model\.weights (trained on|of)": "after",
-    r"from (pre-)?trained --model\.weights": "pre-trained",
-    r" after isomorph fuse and tdrl_fused_100ep": ", fused",
-    r" \(not public\)": "",
-}
-"""Patterns in recipes' results, and how the page of all recipes shortens them."""
-
 SHORT_SOURCES = r" \[[a-g]\]|, -V-\d+|(?<=[6l]), (cola|mnli|mrpc|qnli|qqp|rte|sst2|stsb)$"
 """Parts of sources that the names of the recipes say too."""
 
@@ -261,21 +249,16 @@ def recipes_page() -> str:
 
     papers: dict[str, dict[str, list[str]]] = {paper: {} for paper in (*PAPERS, "isomorph")}
     for name, fields in sorted(RECIPES.items()):
-        expected = fields.get("expected") or ""
-        for long, short in SHORT_RESULTS.items():
-            expected = re.sub(long, short, expected)
+        found = re.match(r"([\d.]+) top-1.* on ImageNet-1k", fields.get("expected") or "")
+        number = f" ({found[1]})" if found else ""
         source = fields.get("source", "")
         paper = source.partition(" ")[0] if source.partition(" ")[0] in PAPERS else "isomorph"
         source = re.sub(SHORT_SOURCES, "", source.removeprefix(f"{paper} "))
-        papers[paper].setdefault(source, []).append(f"`{name}`" + (f" ({expected})" if expected else ""))
+        papers[paper].setdefault(source, []).append(f"`{name}`{number}")
     lead = (
-        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the result to "
-        "expect, the papers'; a number alone is top-1 on ImageNet-1k, 1.65x is the training time relative to "
-        "ResNet50-RS's, and GLUE's results are on the development set.\n\n"
-        '"After X" means that the run starts from `--model.weights` trained on X or with recipe X, "pre-trained" that '
-        'it starts from weights trained before, and "fused" that the result is measured after `isomorph fuse` and '
-        "`tdrl_fused_100ep`. JFT is not public. Which published rows have no recipe, and why: "
-        "[published runs](../recipes.md)."
+        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the paper's top-1 on "
+        "ImageNet-1k; `isomorph table` has all numbers, and what each run starts from. JFT is not public. Which "
+        "published rows have no recipe, and why: [published runs](../recipes.md)."
     )
     sections = [
         f"## {paper}\n\n" + "\n".join(f"* {source}: {', '.join(names)}" for source, names in sorted(found.items()))

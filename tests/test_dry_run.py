@@ -16,6 +16,7 @@ from isomorph.lab.recipes.tables import published_rows
 from isomorph.lab.training.build import plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.dry_run import rehearsal
+from isomorph.lab.training.dry_run.meta import RememberOutlines
 from isomorph.lab.training.dry_run.needs import list_needs
 from isomorph.lab.training.dry_run.synthetic import PUBLISHED_SIZES
 from isomorph.lab.training.run.state import Run
@@ -26,30 +27,66 @@ def plan_of(name, *changes, steps=0):
     return iso.training.dry_run(iso.load_recipe(name, list(changes)), steps=steps)
 
 
-def kind(name):
-    """What decides which code builds and steps a network: its family, arguments, surgery and objective, no sizes."""
-    fields = RECIPES[name]
-    model = fields["model"]
-    family = re.sub(r"\d+|_(ti|s|m|l|b)(?=_|$)", "", str(model.get("name")))
-    surgery = [key for key in ("recast", "unstride", "freeze") if model.get(key)]
-    objective = [key for key in ("mask", "distill", "token_labels", "anneal", "loss") if fields.get(key)]
-    arguments = [key for key in model.get("kwargs", {}) if key not in ("depth", "depths", "embed_dim", "img_size")]
-    return json.dumps([family, surgery, objective, sorted(arguments), fields.get("task", {}).get("name")])
+# What a step does not depend on but for its length and rates: texts, schedules, where weights are read from.
+TEXTS = ("name", "source", "expected", "dataset", "out")
+SCHEDULES = ("epochs", "iterations", "evaluate_every", "keep_every", "monitor_every", "log_every", "optim")
+FILES = ("weights", "pretrained", "start")
 
 
-KINDS = {kind(name): name for name in reversed(RECIPES)}
+def step_of(name):
+    """What decides the network, its surgery, its objective and its samples, but for how many they are."""
+    fields = iso.load_recipe(name).model_dump(mode="json")
+    for key in (*TEXTS, *SCHEDULES):
+        fields.pop(key)
+    for key in FILES:
+        fields["model"].pop(key)
+    augment = fields.pop("augment")
+    fields["mixes"] = bool(augment["mixup"] or augment["cutmix"])
+    fields["classes"] = len(recipe_task(iso.load_recipe(name)).synthetic_data(iso.load_recipe(name)).classes)
+    fields["size"] = fields.pop("data")["size"]
+    return json.dumps(fields, sort_keys=True)
+
+
+STEPS = {step_of(name): name for name in reversed(RECIPES)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS.values())
-def test_every_kind_of_recipe_steps_on_the_meta_device(name):
-    plan = plan_of(name) if RECIPES[name]["model"].get("name") else plan_of(name, "model.name=resnet18")
+@pytest.mark.parametrize("name", STEPS.values())
+def test_every_recipe_steps_on_the_meta_device(name):
+    """Recipes that differ in texts, schedules and files alone are one case."""
+    own = [] if RECIPES[name]["model"].get("name") else ["model.name=resnet18"]
+    plan = plan_of(name, "data.batch_size=16", *own)
     assert plan.parameters > 1000
     assert plan.memory > 0
     assert plan.h100.eager >= plan.h100.graph > 0
     assert plan.groups
     table = dict(plan.table()[1:])
     assert table["source"] == plan.recipe.source
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_convit", "ddpm_digits"])
+def test_texts_and_schedules_do_not_change_a_step(name):
+    """So that one case stands for recipes that differ in nothing else."""
+    other = ["epochs=77", "evaluate_every=7", "optim.lr=1e-5", "optim.weight_decay=0.3", "optim.min_lr=0"]
+    other += ["optim.warmup_epochs=0.1", "source=x", "expected=y", "augment.color_jitter=0.3"]
+    first, second = plan_of(name), plan_of(name, *other)
+    assert (first.parameters, first.memory, first.h100) == (second.parameters, second.memory, second.h100)
+
+
+def test_remembered_operations_change_no_plan(monkeypatch):
+    """Outlines of repeated operations are those that PyTorch computes."""
+    for name in ("digits_convit", "cifar_tdrl_g2sd", "mask_rcnn_bccd"):
+        first = plan_of(name)
+        again = plan_of(name)
+        monkeypatch.setattr(RememberOutlines, "__torch_dispatch__", _forget)
+        computed = plan_of(name)
+        monkeypatch.undo()
+        for plan in (first, again):
+            assert (plan.parameters, plan.memory, plan.h100) == (computed.parameters, computed.memory, computed.h100)
+
+
+def _forget(self, operation, types, args=(), kwargs=None):
+    return operation(*args, **(kwargs or {}))
 
 
 def test_every_recipe_has_a_plan_but_for_its_network():

@@ -3,13 +3,22 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from command_line import isomorph
 from isomorph.cli.run import app
 from isomorph.lab.recipes import RECIPES, load_recipe
-from isomorph.lab.recipes.tables import PAPERS, find_table, published_tables, table_with_runs, tables_of
+from isomorph.lab.recipes.tables import (
+    PAPERS,
+    find_table,
+    published_tables,
+    table_with_evaluations,
+    table_with_runs,
+    tables_of,
+)
+from isomorph.lab.report.evaluations import read_evaluations
 from isomorph.lab.report.published_table import COLUMNS, MEASURED, published_charts, published_table
 from isomorph.lab.report.run_files import read_run_logs
 from isomorph.lab.training.recipe.differences import describe_differences
@@ -120,6 +129,8 @@ def test_commands_are_commands(tmp_path, monkeypatch):
     for line in sorted(lines):
         if line.startswith("see docs/"):
             continue
+        line, _, written = line.partition(" > ")
+        assert bool(written) == ("--json" in line)
         words = shlex.split(line.replace("IMAGE", "image.jpg"))
         assert words.pop(0) == "isomorph"
         shape = (words[0], *(word for word in words if word.startswith("--")))
@@ -146,7 +157,9 @@ def test_each_command_starts_from_the_one_before():
     assert first == "isomorph train tdrl_fig5_v_4_g2sd"
     assert fuse == "isomorph fuse runs/tdrl_fig5_v_4_g2sd/model.safetensors --out tdrl_fig5_v_4_g2sd-fused.safetensors"
     assert last == "isomorph train tdrl_fused_100ep --model.weights tdrl_fig5_v_4_g2sd-fused.safetensors"
-    assert "--rfc 1.130 --rfc-fill black" in find_table("Refiner Table 5").rows[-1].commands[-1]
+    *_, own_crop, calibrated = find_table("Refiner Table 5").rows[-1].commands
+    assert "--rfc" not in own_crop
+    assert "--rfc 1.130 --rfc-fill black" in calibrated
 
 
 @pytest.mark.parametrize(
@@ -156,10 +169,26 @@ def test_each_command_starts_from_the_one_before():
         ("CoAtNet Figure 1", "CoAtNet Fig. 1"),
         ("TDRL appendix B.9", "TDRL B.9"),
         ("refiner  Tab. 13", "Refiner Table 13"),
+        ("TDRL Fig. 2a", "TDRL Fig. 2"),
+        ("tdrl figure 3 (c)", "TDRL Fig. 3"),
     ],
 )
 def test_names_are_read_in_any_spelling(name, known):
     assert find_table(name).name == known
+
+
+@pytest.mark.parametrize(
+    ("field", "recipes"),
+    [
+        ("keep_every", ["tcnn_resnetrs270", "deit_s_100pct", "convit_s", "deit_s_distilled", "deit_ti", "convit_ti"]),
+        ("monitor_every", [f"tdrl_{arm}_g2sd" for arm in ("plain", "fig3_none", "fig3_rescale", "fig3_batchnorm")]),
+    ],
+)
+def test_runs_of_figures_along_training_write_what_they_draw(field, recipes):
+    page = (Path(__file__).parents[1] / "docs" / "guides" / "figures.md").read_text()
+    for name in recipes:
+        assert getattr(load_recipe(name), field)
+        assert name in page or "fig3" in name
 
 
 def test_unknown_tables():
@@ -257,6 +286,78 @@ def test_other_metrics_and_the_mean_of_glue(tmp_path):
     assert result.measured == {"box_ap": 46.0}
 
 
+# evaluations
+
+FULL = {"imagenet": 50_000, "imagenet-a": 7_500, "imagenet-r": 30_000, "imagenet-sketch": 50_889}
+FULL |= {f"imagenet-v2-{part}": 10_000 for part in ("matched-frequency", "threshold-0.7", "top-images")}
+
+
+def write_evaluation(path, model, size=None, images=FULL, **top1):
+    """A file as `isomorph evaluate --suite ... --json` prints it."""
+    rows = []
+    for suite, value in top1.items():
+        name = suite.replace("_", "-").replace("threshold-0-7", "threshold-0.7")
+        rows.append({"suite": name, "top1": value, "images": images[name]} | ({"size": [size, size]} if size else {}))
+    path.write_text(json.dumps({"model": model, "rows": rows, "cost": []}))
+    return path
+
+
+def evaluated(name, *files):
+    return table_with_evaluations(find_table(name), read_evaluations(files))
+
+
+def measured_rows(table):
+    return {row.label: [result.measured for result in row.runs] for row in table.rows if row.runs}
+
+
+@pytest.mark.parametrize("model", ["runs/tcnn_resnetrs50/model.safetensors", "runs/tcnn_resnetrs50"])
+def test_evaluations_are_in_the_rows_of_their_models(model, tmp_path):
+    suites = write_evaluation(tmp_path / "s.json", model, 224, imagenet=80.0, imagenet_a=18.0, imagenet_r=40.0)
+    corrupted = tmp_path / "c.json"
+    cells = {"suite": "imagenet-c", "cells": [], "images": 50_000, "mean_top1": 47.0, "mce": 66.0}
+    corrupted.write_text(json.dumps({"model": model} | cells))
+    table = evaluated("T-CNN Table 2", suites, corrupted)
+    expected = [{"top1": 80.0, "imagenet_a": 18.0, "imagenet_r": 40.0}, {"imagenet_c": 47.0}]
+    assert measured_rows(table) == {"T-ResNet50-RS": expected}
+    head, *body = published_table(table.columns, table.rows)
+    assert "47.00" in [row[head.index("measured ImageNet-C (%)")] for row in body]
+    assert not measured_rows(evaluated("ConViT Table 2", suites))
+
+
+def test_evaluations_of_other_sizes_and_ratios_are_not_the_row(tmp_path):
+    model = "runs/tcnn_resnetrs350/model.safetensors"
+    files = [
+        write_evaluation(tmp_path / f"{size}.json", model, size, imagenet=80.0 + size / 100) for size in (320, 416)
+    ]
+    assert measured_rows(evaluated("T-CNN Fig. 7", *files)) == {"T-ResNet350-RS": [{"top1": 84.16}]}
+    path = tmp_path / "rfc.json"
+    row = {"suite": "imagenet", "top1": 85.9, "images": 50_000, "rfc": 1.13, "rfc_fill": "black"}
+    path.write_text(json.dumps({"model": "runs/refined_vit_l_448", "rows": [row, row | {"rfc": 1.2}], "cost": []}))
+    assert measured_rows(evaluated("Refiner Table 5", path)) == {"Refined-ViT-448": [{"rfc_top1": 85.9}]}
+
+
+def test_robustness_of_tdrl(tmp_path):
+    values = dict(imagenet=78.0, imagenet_a=14.0, imagenet_r=41.0, imagenet_sketch=28.0)
+    values |= dict(imagenet_v2_matched_frequency=67.0, imagenet_v2_threshold_0_7=75.0, imagenet_v2_top_images=80.0)
+    table = evaluated("TDRL Table 6", write_evaluation(tmp_path / "v.json", "runs/tdrl_vit_ti_300ep", **values))
+    (found,) = measured_rows(table)["TDRL"]
+    assert found == dict(zip(table.columns, values.values(), strict=True))
+
+
+def test_parts_of_suites_and_random_weights_do_not_count(tmp_path):
+    part = write_evaluation(tmp_path / "p.json", "deit_s", 224, images={"imagenet": 100}, imagenet=70.0)
+    random = write_evaluation(tmp_path / "r.json", "deit_s (random weights)", imagenet=0.1)
+    found = {row.label: row.runs for row in evaluated("T-CNN Table 2", part, random).rows if row.runs}
+    assert [result.differs for result in found["DeiT-S"]] == ["100 of 50,000 images of imagenet", "random weights"]
+
+
+def test_files_that_are_not_evaluations(tmp_path):
+    path = tmp_path / "x.json"
+    for text, message in (("[", "is not a result"), ('{"model": "m", "top1": 3}', "evaluate m with --suite")):
+        path.write_text(text)
+        refused(message, read_evaluations, [path])
+
+
 def test_command_line(tmp_path):
     run = write_run(tmp_path / "runs/a", "convit_s_10pct", *done(3000))
     listed = isomorph("table", folder=tmp_path)
@@ -267,5 +368,8 @@ def test_command_line(tmp_path):
     page = isomorph("table", "ConViT Table 2", run, "--out", "table.html", folder=tmp_path)
     assert "50.00 (40.4 to 59.6)" in page.stdout
     assert "ConViT-S, published" in (tmp_path / "table.html").read_text()
+    file = write_evaluation(tmp_path / "deit.json", "runs/deit_s/model.safetensors", 224, imagenet=79.0)
+    shown = isomorph("table", "T-CNN Table 2", file, folder=tmp_path).stdout
+    assert "79.00" in shown
     rows = json.loads(isomorph("table", "ConViT Table 2", run, "--json", folder=tmp_path).stdout)["rows"]
     assert next(row for row in rows if row["runs"])["runs"][0]["measured"]["top1"] == 50.0

@@ -36,6 +36,7 @@ from isomorph.lab.report.attention_viewer import (
 )
 from isomorph.lab.report.compare_page import MAX_CURVE_POINTS, curve, flatten_recipe
 from isomorph.lab.report.html import render_page
+from isomorph.lab.report.page_images import normalise_images
 from isomorph.lab.report.robustness_page import robustness_charts, robustness_table
 from isomorph.models.input_sizes import evaluation_config
 from isomorph.terminal_tables import interval_text, metric_table
@@ -119,6 +120,26 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
         assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
         assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Attention entropy"}
     assert report.write_page(tmp_path / "page.html", name, "", sections) > 10_000
+
+
+@pytest.mark.parametrize("layout", ["P-W3S", "R-D1W3"])
+@pytest.mark.parametrize("where", ["blocks.*.mlp.fc1", "blocks.*.attn.qkv"])
+def test_branches_of_pyramids_and_the_largest_attention_have_charts(where, layout):
+    """Every two branches of a pyramid but the skip (TDRL Fig. 2c), and what grows before a collapse (Fig. 3a, b)."""
+    torch.manual_seed(0)
+    wide = iso.recast(small_vit(), iso.LinearToPyramid(layout, init="paper"), where).eval()
+    images = [report.PageImage("x", torch.rand(3, 32, 48))]
+    sections = report.analyze_sections([report.PageModel("wide", wide, SMALL)], images)
+    charts = {chart.title: chart.series["wide"] for section in sections for chart in section.charts if chart.title}
+    batch = normalise_images(images, SMALL)
+    for name, matrix in iso.analysis.branch_similarity(wide, batch).items():
+        matrices = matrix if matrix.ndim == 3 else matrix[None]
+        pairs = [each[i, j].item() for each in matrices for i, j in ((0, 1), (0, 2), (1, 2))]
+        assert charts["Similarity of pyramid branches"][name] == pytest.approx(pairs)
+    for name, stats in iso.analysis.logit_stats(wide, batch).items():
+        assert charts["Largest attention"][name] == pytest.approx(stats.max_attention.tolist())
+    fused = report.analyze_sections([report.PageModel("fused", iso.fuse(wide), SMALL)], images)
+    assert "Pyramid branches" not in [section.title for section in fused]
 
 
 def test_a_page_of_two_models_begins_with_its_finding():

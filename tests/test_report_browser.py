@@ -182,6 +182,19 @@ class TestAttention:
                 if abs(change[0][position]) > 0.1 * abs(change[0]).max():
                     assert (drawn[2][y, x, 0] > drawn[2][y, x, 2]) == (change[0][position] > 0)  # red is more
 
+        choose(tab, "Colours", 1)
+        assert texts(tab, ".scale span")[0] == "up to largest / 255"
+        image = pixels(tab, tile(1, 0, 0) + " canvas")
+        for position in np.ndindex(*GRID):
+            if position == query:
+                continue
+            y, x = (int(share * size) for share, size in zip(at(position), image.shape, strict=False))
+            share = max(1e-9, (rows[0, 0][position] / rows.max()).item())
+            wanted = int(255 * max(0, 1 + np.log(share) / np.log(255)))
+            if share > 0.1:  # where a level of the stored map is less than a step of the colours
+                assert (abs(table[max(0, wanted - 2) : wanted + 4] - image[y, x]).max(1) <= 1).any()
+        choose(tab, "Colours", 0)
+
         tab.click(".pick", *at(query))  # pins
         name, text = tab.save("the attention maps as CSV", tmp_path / "csv")
         assert name == "img-src-x-onerror-alert-1-and-gated-tuned-attention.csv"

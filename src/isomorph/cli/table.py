@@ -20,7 +20,8 @@ def table(
     """Print a published table or figure: what the paper has, the command of each row, and what runs measured.
 
     A run whose data, network or schedule are not its row's is marked with what differs, and is not counted as a
-    measurement. Example: isomorph table "ConViT Table 2" runs/*
+    measurement. Evaluations are read from the files that their commands write. Example: isomorph table "ConViT Table 2"
+    runs/*
 
     Parameters
     ----------
@@ -28,13 +29,14 @@ def table(
         A paper and its table, figure or appendix: 'ConViT Table 2', 'CoAtNet Fig. 1', 'TDRL B.8'; by default the list
         of all.
     runs
-        Folders of runs, finished or not; those of other tables are left out.
+        Folders of runs, finished or not, and .json files of evaluations; those of other tables are left out.
     out
         File for a page with the table and its charts; by default none.
     """
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
-        from isomorph.lab.recipes.tables import find_table, published_tables, table_with_runs
+        from isomorph.lab.recipes.tables import find_table, published_tables, table_with_evaluations, table_with_runs
+        from isomorph.lab.report.evaluations import read_evaluations
         from isomorph.lab.report.html import Section, write_page
         from isomorph.lab.report.published_table import command_lines, published_charts, published_table
         from isomorph.lab.report.run_files import read_run_logs
@@ -43,7 +45,10 @@ def table(
         shown = [["table", "what"], *([each.name, each.title] for each in listed)]
         show(json_, [{"name": each.name, "title": each.title} for each in listed], shown)
         return
-    found = table_with_runs(find_table(name), read_run_logs(runs or []))
+    files = [path for path in runs or [] if path.suffix == ".json"]
+    folders = [path for path in runs or [] if path.suffix != ".json"]
+    found = table_with_runs(find_table(name), read_run_logs(folders))
+    found = table_with_evaluations(found, read_evaluations(files))
     text = published_table(found.columns, found.rows)
     count = sum(len(row.runs) for row in found.rows)
     if out:

@@ -3,9 +3,8 @@
 Pre-training is at 224 on ImageNet-1k (300 epochs), ImageNet-21k (90) or JFT (14) with batch size 4096. Fine-tuning is
 on ImageNet-1k at 384 or 512 for 30 epochs with a constant learning rate of 5e-5 and weights averaged with .9999, from
 the weights of the run before (`--model.weights`). Warm-up is given in epochs instead of steps: an epoch has 312 steps
-on ImageNet-1k and 73,242 on JFT-300M. JFT is not public; its recipes are for those who have it (`--data.root`). Table 4
-prints the 384 results after ImageNet-21k in its 224 rows too; here they are at 384 only, as in Table 14. What the paper
-leaves open: docs/guides/readings.md.
+on ImageNet-1k and 73,242 on JFT-300M. JFT is not public; its recipes are for those who have it (`--data.root`).
+What the paper leaves open: docs/guides/readings.md.
 """
 
 from typing import Any
@@ -122,7 +121,7 @@ def _table_5() -> dict[str, Fields]:
 
 
 def _tables_6_to_9() -> dict[str, Fields]:
-    """Return Tables 6 to 9. Table 6 names no networks: its numbers with relative attention are CoAtNet-2's and -3's."""
+    """Return Tables 6 to 9."""
     blind: Fields = dict(source="Table 6, without relative attention", relative="none")
     norm: Fields = dict(norm="layer")
     v1: Fields = dict(depths=[2, 2, 2, 18, 2])
@@ -146,7 +145,7 @@ def _tables_6_to_9() -> dict[str, Fields]:
     return recipes
 
 
-# Fig. 1 gives no sizes: parameters and MACs are within 5% of CoAtNet-0's, but ViT_REL has 20% more MACs.
+# Parameters and MACs within 5% of CoAtNet-0's, but ViT_REL has 20% more MACs.
 FIGURE_1_LAYOUTS: dict[str, Fields] = {
     "c_c_c_c": dict(layout="C-C-C-C", depths=[2, 1, 6, 7, 2]),
     "c_c_c_t": dict(layout="C-C-C-T", depths=[2, 2, 6, 5, 2]),
@@ -157,7 +156,7 @@ FIGURE_1_LAYOUTS: dict[str, Fields] = {
 
 
 def _figure_1() -> dict[str, Fields]:
-    """Return Fig. 1, without regularisation and augmentation, and Table 2 (settings of CoAtNet-3): after JFT."""
+    """Return Fig. 1, without regularisation and augmentation, and Table 2: after JFT."""
     recipes = {}
     whole = images(4096, 224, test_crop="whole")
     bare = dict(augment=dict(scale=[1.0, 1.0], hflip=0.0), data=whole, drop_path=0.0)

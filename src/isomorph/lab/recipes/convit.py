@@ -41,7 +41,7 @@ TABLE_3: dict[str, tuple[Fields, bool, str, str]] = {
     "f": (FROZEN_ATTENTION, True, "78.6", "54.3"),
     "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
-# Fig. 8, whose curves the paper does not give in numbers. Its text says ConViT-S and its caption S+, as here.
+# The grid of Fig. 8.
 LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
 
 

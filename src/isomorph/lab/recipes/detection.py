@@ -1,11 +1,10 @@
 """TDRL on COCO: Mask R-CNN around a ViT-Tiny with pyramids, as in ViTDet, and its baselines (Table 2).
 
-The settings that the paper does not give are those of G2SD's code, which it follows: 184,375 steps of 64 images of 1024
-x 1024 pixels (100 epochs), AdamW, layer decay .7, drop path .1, large-scale jitter, a tenth of the rate after 163,889
-and 177,546 steps. The rate is 3e-4, and 1e-4 with a teacher. Weight decay is .1, and .05 with a teacher: the code has
-both. The weights are those of masked pre-training (`tdrl_vit_ti_g2sd`), as `--model.weights`; those with a dagger learn
-the proposals of a ViT-B that was trained on the same task (`--task.teacher`). bf16 replaces fp16. `--data.root` is the
-folder with annotations/, train2017/ and val2017/.
+184,375 steps of 64 images of 1024 x 1024 pixels (100 epochs), AdamW, layer decay .7, drop path .1, large-scale jitter,
+a tenth of the rate after 163,889 and 177,546 steps. The rate is 3e-4, and 1e-4 with a teacher. The weights are those of
+masked pre-training (`tdrl_vit_ti_g2sd`), as `--model.weights`; those with a dagger learn the proposals of a ViT-B that
+was trained on the same task (`--task.teacher`). `--data.root` is the folder with annotations/, train2017/ and val2017/.
+What the paper leaves open: docs/guides/readings.md.
 """
 
 from typing import Any

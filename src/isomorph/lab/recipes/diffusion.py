@@ -1,9 +1,6 @@
 """Denoising diffusion on CIFAR-10 with and without pyramids in the U-Net's attention (TDRL Table 3), and small runs.
 
-The paper says only: DDPM on CIFAR-10 with the code of its footnote 10, P-W2S in place of the 1x1 convolutions of all
-self-attention blocks, FID 10.4 -> 9.2. The settings are that code's, except: its warm-up starts at half of the peak
-rate, here at a hundredth; its cosine is cut off at 1/41 of the peak, which is the smallest rate here; and its weight
-decay includes biases and norms.
+P-W2S replaces the 1x1 convolutions of all self-attention blocks. What the paper leaves open: docs/guides/readings.md.
 """
 
 from typing import Any

@@ -2,10 +2,8 @@
 
 Table 8 has two settings. Standard, for ablations: 300 epochs with batch size 256 and mixup .2. Advanced, for Table 7:
 batch size 512, mixup .8, cutmix 1, drop path .1 x blocks / 12. The paper gives both a learning rate of 5e-3; the
-released code has a tenth of it, which the recipes named `*_released_lr` use. Label smoothing is timm's default; the
-paper lists none. Schedules begin at the first step, timm's default in their code. Table 7's test crops are those of the
-released code, without receptive-field calibration: .9 (S, and all ablations), 1 (M, L, and every network fine-tuned at
-384 or 448).
+released code has a tenth of it, which the recipes named `*_released_lr` use. Test crops are
+without receptive-field calibration.
 
 `refined_vit_*_released` train the released networks as the scripts with label maps do, `*_released_image_labels` as
 those without: mixup .8 and cutmix 1 before MixToken, averaged weights, and a penalty on the similarity of neighbouring

@@ -1,12 +1,12 @@
 """TDRL on ADE20K: UperNet around a ViT-Tiny with pyramids, and its baselines (Table 2 and appendix B.9).
 
-The settings that the paper does not give are those of G2SD's code, which it follows: 160,000 steps of 16 crops, AdamW
+160,000 steps of 16 crops, AdamW
 at 1e-4, a linear decay after 1500 steps of warm-up, drop path .1. Layer decay is .75 with pyramids, .80 with a teacher,
 .65 without pyramids. The weights are those of masked pre-training (`tdrl_vit_ti_g2sd`), as `--model.weights`; those
 with a dagger learn the logits of a ViT-B that was trained on the same task (`--task.teacher`). B.9's two numbers are of
 BatchNorm alone, 37.8, and of the plain network, 41.4: the baseline of Table 2. Another pre-training gives Table 2's
-other baselines: MAE-Ti 36.9 (dagger 42.0), MAE-Lite 37.6, D-MAE-Lite 42.0. bf16 replaces fp16.
-`--data.root` is the folder with images/ and annotations/.
+other baselines: MAE-Ti 36.9 (dagger 42.0), MAE-Lite 37.6, D-MAE-Lite 42.0.
+What the paper leaves open: docs/guides/readings.md. `--data.root` is the folder with images/ and annotations/.
 """
 
 from typing import Any

@@ -12,6 +12,8 @@ import yaml
 
 from isomorph.errors import UserError
 from isomorph.lab.recipes import RECIPES, load_recipe
+from isomorph.lab.report.evaluations import Evaluation
+from isomorph.lab.report.page_models import short_name
 from isomorph.lab.report.published_table import COLUMNS, MEASURED, RunResult, TableRow
 from isomorph.lab.report.run_files import RunLog
 from isomorph.lab.training.recipe.differences import count_differences, describe_differences
@@ -24,17 +26,23 @@ PAPERS = {
     "tdrl": "TDRL",
     "refiner": "Refiner",
 }
-# Steps of a row that are no recipes, as commands on a model.
+# Steps of a row that are not recipes, as commands on a model. Those with a file write it for `isomorph table`.
 STEPS = {
-    "robustness": "isomorph robustness {model} --data imagefolder --root /data/imagenet",
-    "suites": "isomorph evaluate {model} --suite imagenet imagenet-a imagenet-r --size {argument} --root /data",
+    "robustness": "isomorph robustness {model} --data imagefolder --root /data/imagenet --size 224"
+    " --json > {name}-c.json",
+    "suites": "isomorph evaluate {model} --suite imagenet imagenet-a imagenet-r --size {argument} --root /data"
+    " --json > {name}-suites.json",
     "suites_v2": "isomorph evaluate {model} --suite imagenet imagenet-a imagenet-r imagenet-sketch "
-    "imagenet-v2-matched-frequency imagenet-v2-threshold-0.7 imagenet-v2-top-images --root /data",
-    "rfc": "isomorph evaluate {model} --suite imagenet --rfc {argument} --rfc-fill black --root /data",
-    "evaluate": "isomorph evaluate {model} --suite imagenet --root /data {argument}",
+    "imagenet-v2-matched-frequency imagenet-v2-threshold-0.7 imagenet-v2-top-images --root /data"
+    " --json > {name}-suites.json",
+    "rfc": "isomorph evaluate {model} --suite imagenet --rfc {argument} --rfc-fill black --root /data"
+    " --json > {name}-rfc.json",
+    "evaluate": "isomorph evaluate {model} --suite imagenet {argument} --root /data --json > {name}.json",
     "analyze": "isomorph analyze {model} --image {argument}",
     "figure": "see docs/guides/figures.md",
 }
+# Steps whose files have numbers of the row.
+EVALUATIONS = ("robustness", "suites", "suites_v2", "rfc", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,8 @@ def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
     if steps in ("-", "mean"):
         return TableRow(str(label), by_column, recipe=None if steps == "-" else "mean")
     each = steps.split(" > ")
+    evaluates = any(step.partition(" ")[0] in EVALUATIONS for step in each)
+    trained = [step for step in each if step in RECIPES]
     recipe = each[-1] if each[-1] in RECIPES else None
     before = [step for step in each[:-1] if step in RECIPES]
     return TableRow(
@@ -94,6 +104,7 @@ def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
         values=by_column,
         recipe=recipe,
         before=before[-1] if before else None,
+        evaluated=(trained or each)[-1 if trained else 0] if evaluates else None,
         commands=commands_of(steps),
     )
 
@@ -116,15 +127,15 @@ def commands_of(steps: str) -> list[str]:
             commands.append(f"isomorph fuse {model} --out {fused}")
             model = fused
         elif word in STEPS:
-            line = STEPS[word].format(model=model, argument=argument)
-            commands.append(line.rstrip())
+            line = STEPS[word].format(model=model, argument=argument, name=short_name(model))
+            commands.append(" ".join(line.split()))
         else:
             model = step
     return commands
 
 
 def find_table(name: str) -> PublishedTable:
-    """Return a table by paper and number, in any case: `convit table 2`, `CoAtNet Figure 1`, `TDRL B.8`.
+    """Return a table by paper and number, in any case: `convit table 2`, `TDRL B.8`, `TDRL Figure 2a`.
 
     Raises: UserError, with the closest names, if there is none.
     """
@@ -148,6 +159,7 @@ def _normal(name: str) -> str:
     short = re.sub(r"\b(figure|fig)\b\.?", "fig.", name.strip().lower())
     short = re.sub(r"\btab\b\.?", "table", short)
     short = re.sub(r"\bappendix ", "", short)
+    short = re.sub(r"(\d) ?\(?[a-e]\)?$", r"\1", short)  # a part, such as Fig. 2a
     return " ".join(short.split())
 
 
@@ -167,6 +179,26 @@ def table_with_runs(table: PublishedTable, logs: Sequence[RunLog]) -> PublishedT
     for index, results in placed.items():
         rows[index] = replace(rows[index], runs=tuple(results))
     return replace(table, rows=tuple(_with_means(rows)))
+
+
+def table_with_evaluations(table: PublishedTable, evaluations: Sequence[Evaluation]) -> PublishedTable:
+    """Return a table whose rows have what was evaluated of their models, each at the row's size and ratio."""
+    rows = []
+    for row in table.rows:
+        own = [each for each in evaluations if _is_of(row, each)]
+        found = [RunResult(each.title, dict(each.measured), each.differs) for each in own]
+        rows.append(replace(row, runs=(*row.runs, *found)))
+    return replace(table, rows=tuple(rows))
+
+
+def _is_of(row: TableRow, evaluation: Evaluation) -> bool:
+    if row.evaluated is None or short_name(evaluation.model) != row.evaluated:
+        return False
+    for column, value in (("size", evaluation.size), ("rfc_ratio", evaluation.rfc)):
+        printed = row.values.get(column)
+        if value is not None and isinstance(printed, int | float) and printed != value:
+            return False
+    return any(column in row.values for column in evaluation.measured)
 
 
 def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:

@@ -79,8 +79,7 @@ def _late_recast(epoch: int) -> Fields:
 # Epochs of fine-tuning at 224 and top-1 (Table 4); the runs of 50 epochs are tcnn_resnetrs50 and tcnn_resnetrs101.
 SHORT_RUNS = {"resnetrs50": {10: "80.11", 20: "80.51"}, "resnetrs101": {10: "81.54", 20: "81.90"}}
 
-# Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6). The paper does not say which three the figure has,
-# nor whether the gates stay at 0.1: here their rate scales too; `--optim.gate_lr 0.1` keeps it.
+# Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6).
 PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}
 
 CNNS = [name for name, (_, alone, *_) in BACKBONES.items() if alone]

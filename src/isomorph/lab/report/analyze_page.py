@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from isomorph.analysis import attention_spans, gammas, gates, logit_stats, prefix_attention
+from isomorph.analysis import attention_spans, branch_similarity, gammas, gates, logit_stats, prefix_attention
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import cka_of_pairs, pool_features
 from isomorph.analysis.cost import static_cost
@@ -35,6 +35,7 @@ from isomorph.lab.report.page_models import (
     name_classes,
     register_count,
 )
+from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.calls import to_model
 from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of
@@ -59,13 +60,39 @@ def _largest_logits(*arguments: Any) -> dict[str, Tensor]:
     return {layer: stats.max_logit for layer, stats in logit_stats(*arguments).items()}
 
 
+def _largest_attention(*arguments: Any) -> dict[str, Tensor]:
+    return {layer: stats.max_attention for layer, stats in logit_stats(*arguments).items()}
+
+
+def _branch_similarities(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """Return the similarity of every two branches of each pyramid, but for the skip. Shape: -> {name: (pairs,)}"""
+    found = {}
+    for name, matrix in branch_similarity(model, batch).items():
+        layer = model.get_submodule(name)
+        pyramids = [each for each in getattr(layer, "pyramids", [layer]) if isinstance(each, Pyramid)]
+        matrices = matrix if matrix.ndim == 3 else matrix[None]
+        values = []
+        for pyramid, own in zip(pyramids, matrices, strict=True):
+            count = len(pyramid.branches)
+            first, second = torch.triu_indices(count, count, offset=1)
+            values += own[first, second].tolist()
+        if values:
+            found[name] = torch.tensor(values)
+    return found
+
+
 GATING = (
     HeadMeasure("Gates", "sigma(gate)", gates, 1.0),
     HeadMeasure("Spans", "1 / locality, grid steps", attention_spans),
 )
 GAMMAS = HeadMeasure("Gammas", "weight of the inserted block, by channel", gammas)
 PREFIX = HeadMeasure("Attention to class token and registers", "share", prefix_attention, 1.0)
-STATISTICS = (*MEASURES.values(), PREFIX, HeadMeasure("Largest attention logit", "logit", _largest_logits))
+LARGEST = (
+    HeadMeasure("Largest attention logit", "logit", _largest_logits),
+    HeadMeasure("Largest attention", "share", _largest_attention, 1.0),
+)
+STATISTICS = (*MEASURES.values(), PREFIX, *LARGEST)
+BRANCHES = HeadMeasure("Similarity of pyramid branches", "linear CKA of two branches", _branch_similarities, 1.0)
 
 
 def _mebibytes(count: int | None) -> str:
@@ -312,6 +339,9 @@ def analyze_sections(
     sections += [_gating_section(gating)] if gating else []
     if charts := _measure_charts((GAMMAS,), models):
         sections.append(Section("Inserted blocks", charts=charts, guide=guides.GAMMAS))
+    if charts := _measure_charts((BRANCHES,), models, batches):
+        text = "Of the images above, every two branches but the skip; in eval mode."
+        sections.append(Section("Pyramid branches", text, charts=charts, guide=guides.BRANCHES))
     options.report_progress("attention statistics")
     where = dict.fromkeys(batches, "*" if options.layers is None else options.layers)
     if charts := _measure_charts(STATISTICS, models, batches, where):

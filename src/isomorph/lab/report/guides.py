@@ -20,6 +20,10 @@ DISTANCE = (
     "registers, drawn apart, counts as distance 0. Entropy is 0 if a patch attends to one patch only, and largest if "
     f"it attends to all equally. Largest logits are means over images; very large ones make training unstable. {DOTS}"
 )
+BRANCHES = (
+    "A dot is the similarity of two branches of a pyramid: near 1, they compute the same up to rotation and scale "
+    f"(TDRL Fig. 2c). {DOTS}"
+)
 CKA = (
     "CKA compares the features of two layers: 1 is equal up to rotation and scale, near 0 unrelated; values slightly "
     "below 0 occur by chance. It is the linear, unbiased CKA of features averaged over the image."

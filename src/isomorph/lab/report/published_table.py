@@ -139,6 +139,8 @@ class TableRow:
     """The recipe whose run has the row's numbers; None for a quoted number or an evaluation."""
     before: str | None = None
     """The recipe whose model the run of `recipe` starts from."""
+    evaluated: str | None = None
+    """The recipe or model whose evaluations have the row's numbers."""
     commands: Sequence[str] = ()
     """Commands that make the row, first to last; none for a quoted number."""
     runs: Sequence[RunResult] = field(default=())

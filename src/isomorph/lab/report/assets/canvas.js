@@ -1,6 +1,8 @@
 // Drawing on canvases: the image in grey, a row of a map, the frame of the query, the colour bar.
 
 const EQUAL_COLOUR = [140, 140, 140];
+// Maps have 255 levels, so that smaller shares of the largest value are not known.
+const LOG_RANGE = 255;
 
 /** Return the image dimmed and without colour, so that attention stands out on it. */
 function greyImage(image, [height, width]) {
@@ -17,8 +19,16 @@ function greyImage(image, [height, width]) {
   return canvas;
 }
 
+/** Return a value between -1 and 1, where 1 is `largest`; if logarithmic, 0 is largest / 255. */
+function scaleShare(value, largest, logarithmic) {
+  const share = clamp(value / largest, -1, 1);
+  if (!logarithmic) return share;
+  const size = 1 + Math.log(Math.abs(share)) / Math.log(LOG_RANGE);
+  return Math.sign(share) * Math.max(size, 0);
+}
+
 /** Draw a row of a map, coloured up to `largest`; as an overlay, weak values are transparent. */
-function paintRow(context, row, largest, width, height, overlay) {
+function paintRow(context, row, largest, width, height, {overlay, logarithmic}) {
   const [rows, columns] = row.geometry.keys;
   const small = createElement("canvas", {width: columns, height: rows});
   const smallContext = small.getContext("2d");
@@ -30,7 +40,7 @@ function paintRow(context, row, largest, width, height, overlay) {
       pixels.data.set([...EQUAL_COLOUR, overlay ? 0 : 255], 4 * key);
       continue;
     }
-    const share = clamp(value / largest, -1, 1);
+    const share = scaleShare(value, largest, logarithmic);
     const onScale = row.signed ? (share + 1) / 2 : Math.max(share, 0);
     const opacity = overlay ? 255 * .92 * Math.sqrt(Math.abs(share)) : 255;
     pixels.data.set([...colours[Math.round(255 * onScale)], opacity], 4 * key);

@@ -70,7 +70,7 @@ class HeadTile {
     if (!row) return;
     const own = largestValue([row]);
     const largest = sharedLargest || own;
-    paintRow(context, row, largest, width, height, state.overlay);
+    paintRow(context, row, largest, width, height, state);
     viewer.frameQuery(context, geometry, width, height, state.allLayers ? 1.5 : 2);
     this.largest.textContent = this.isDifference
       ? differenceText(row, this.exactDifference())

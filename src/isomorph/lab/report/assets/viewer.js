@@ -14,7 +14,7 @@ class AttentionViewer {
       // The query: a token, or for -1 a point as shares of height and width, equal on all grids.
       token: -1, y: .5, x: .5, pinned: false,
       image: 0, layer: Math.floor(this.layers.length / 2), tile: null,
-      allLayers: false, sharedScale: false, overlay: true,
+      allLayers: false, sharedScale: false, logarithmic: false, overlay: true,
     };
     this.store = new MapStore(number, data, () => this.requestRedraw());
     this.buildLayout();
@@ -120,6 +120,7 @@ class AttentionViewer {
     }
     this.addChoices("Show", ["One layer", "All layers"], i => { state.allLayers = i === 1; });
     this.addChoices("Colour scale", ["Per map", "Shared"], i => { state.sharedScale = i === 1; });
+    this.addChoices("Colours", ["Linear", "Logarithmic"], i => { state.logarithmic = i === 1; });
     this.addChoices("Draw", ["Over image", "Map only"], i => { state.overlay = i === 0; });
     const tokens = Array.from({length: prefix}, (_, i) => this.tokenName(i));
     if (prefix) this.addChoices("Query", ["Patch", ...tokens], i => { state.token = i - 1; });
@@ -245,11 +246,12 @@ class AttentionViewer {
     context.imageSmoothingEnabled = false;
     if (photo.complete) context.drawImage((row && this.greyImage()) || photo, 0, 0, ...size);
     else photo.onload = () => this.requestRedraw();
-    if (row) paintRow(context, row, sharedLargest || largestValue([row]), ...size, state.overlay);
+    if (row) paintRow(context, row, sharedLargest || largestValue([row]), ...size, state);
     if (this.currentGeometry) this.frameQuery(context, this.currentGeometry, ...size, 4);
     const signed = Boolean(row && row.signed);
     paintColourBar(this.colourBar, signed);
-    this.scaleEnds[0].textContent = signed ? "negative" : "0";
+    const lowest = state.logarithmic ? "up to largest / 255" : "0";
+    this.scaleEnds[0].textContent = signed ? "negative" : lowest;
     this.scaleEnds[1].textContent = state.sharedScale ? "largest shown" : "largest in the map";
   }
 

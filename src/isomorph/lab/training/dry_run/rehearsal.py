@@ -19,6 +19,7 @@ from isomorph.errors import UserError
 from isomorph.lab.training.build import plan_batches
 from isomorph.lab.training.classification import recipe_task
 from isomorph.lab.training.dry_run.h100 import FuseAttention, RecordOperations, StepCost
+from isomorph.lab.training.dry_run.meta import RememberOutlines
 from isomorph.lab.training.dry_run.needs import list_needs
 from isomorph.lab.training.dry_run.synthetic import SyntheticData
 from isomorph.lab.training.optim import build_optimizer, describe_groups
@@ -278,7 +279,8 @@ def _cost_on_meta(recipe: Recipe, task: Task, data: Any, part: int) -> _Cost:
     amp = recipe.amp == "bf16"
     plain = _without_files(recipe) if recipe.model.name is not None else recipe
     # which boxes are inside a map depends on values: all of them are taken to be
-    with meta_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+    assume_nonzero = meta_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with assume_nonzero, RememberOutlines():
         with META:
             model = task.build_model(plain, data, True).to(META)
             config = task.data_config(plain, model)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from isomorph.lab.training.recipe.recipe import Recipe
 
-# Training images (sequences, sentences) and classes of published data sets.
+# Training images (sequences, sentences) and classes of published data sets. The papers print the images of ImageNet,
+# CIFAR-10 and JFT-300M; the rest is assumed (docs/guides/readings.md).
 PUBLISHED_SIZES: dict[str, tuple[int, int]] = {
     "ImageNet-1k": (1_281_167, 1000),
     "ImageNet-21k": (12_700_000, 21_841),  # images: CoAtNet section 4.1
