@@ -79,5 +79,6 @@ def held_by(value: Any) -> list[Any]:
         return list(value.values())
     held = gc.get_referents(value)
     if isinstance(value, types.FunctionType):
-        return [each for each in held if each is not value.__globals__ and each is not value.__builtins__]
+        shared = (value.__globals__, getattr(value, "__builtins__", None))
+        return [each for each in held if not any(each is known for known in shared)]
     return held
