@@ -1,15 +1,15 @@
 """Centred kernel alignment (CKA) between the layers of two models, over a loader in constant memory."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.batches import batches
+from isomorph.analysis.batches import Data, batches, count_images
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
-from isomorph.surgery.calls import to_model
+from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
@@ -52,7 +52,7 @@ def pool_features(output: Tensor) -> Tensor:
 def cka(
     a: nn.Module,
     b: nn.Module,
-    data: Tensor | Iterable[Any],
+    data: Data,
     where: Where | None = None,
     other_where: Where | None = None,
     read: _ReadFeatures = flatten_features,
@@ -84,7 +84,7 @@ def cka(
 def cka_of_pairs(
     a: nn.Module,
     b: nn.Module,
-    pairs: Iterable[tuple[Tensor, Tensor]],
+    pairs: Iterable[tuple[Inputs, Inputs]],
     where: Where | None = None,
     other_where: Where | None = None,
     read: _ReadFeatures = flatten_features,
@@ -98,10 +98,12 @@ def cka_of_pairs(
     cross, own_a, own_b = 0.0, 0.0, 0.0  # type: Any, Any, Any
     largest = 0
     for one, other in pairs:
-        if len(one) != len(other):
-            raise UserError(f"CKA needs the same images for both models, not batches of {len(one)} and {len(other)}")
-        largest = max(largest, len(one))
-        if len(one) < MIN_IMAGES:
+        count = count_images(one)
+        if count != count_images(other):
+            other_count = count_images(other)
+            raise UserError(f"CKA needs the same images for both models, not batches of {count} and {other_count}")
+        largest = max(largest, count)
+        if count < MIN_IMAGES:
             continue
         x, y = gram_matrices(a, one, rows, read), gram_matrices(b, other, columns, read)
         cross = cross + hsic(x, y)
@@ -111,7 +113,7 @@ def cka_of_pairs(
     return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
 
 
-def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
+def gram_matrices(model: nn.Module, batch: Inputs, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
     """Return the Gram matrix of every layer's features with zero diagonal, in float64; features are not stored.
 
     Shape: -> (layers, B, B)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
-from isomorph.analysis.windows import Windows, attention_windows
+from isomorph.analysis.windows import Windows, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
 from isomorph.report.charts import json_numbers
@@ -109,6 +109,7 @@ def capture_layer_maps(
     """
     problems: dict[str, str] = {}
     grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
+    windows_of |= observed_windows(model, batch, _unplaced_layers(model, batch, windows_of))
     room = MAX_EXACT_BYTES * keep_exact
 
     def read_layer(frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
@@ -136,6 +137,15 @@ def capture_layer_maps(
         if layers is not None:
             raise
         return {}, problems
+
+
+def _unplaced_layers(model: nn.Module, batch: Tensor, known: Mapping[str, Any]) -> list[str]:
+    """Return the names of the attention layers that read more windows than there are images, and are not known."""
+    try:
+        rows = capture_attention(model, batch[:1], lambda call, _: len(call.args[0]))
+    except UserError:  # no attention
+        return []
+    return [name for name, count in rows.items() if count > 1 and name not in known]
 
 
 def pack_layer_maps(

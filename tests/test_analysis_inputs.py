@@ -1,0 +1,192 @@
+"""Analysis of models whose batches are arguments by name, and of grids and windows that only a run shows."""
+
+import pytest
+import torch
+from torch import nn
+
+import isomorph as iso
+from attention_layers import NETWORKS
+from isomorph.analysis.batches import count_images, images_of, single_images, some_images
+from isomorph.analysis.windows import attention_windows, observed_windows
+from law_rows import noisy
+from refusals import refused
+
+X = torch.randn(6, 3, 32, 32)
+
+
+def build(name):
+    torch.manual_seed(0)
+    return noisy(NETWORKS[name]().eval())
+
+
+MEASURES = {
+    "attention_maps": iso.attention_maps,
+    "attention_from": iso.analysis.attention_from,
+    "nonlocality": iso.nonlocality,
+    "prefix_attention": iso.analysis.prefix_attention,
+    "attention_entropy": iso.analysis.attention_entropy,
+    "head_similarity": iso.analysis.head_similarity,
+    "logit_stats": iso.analysis.logit_stats,
+    "map_similarity": iso.analysis.map_similarity,
+    "feature_evolution": lambda model, data: iso.analysis.feature_evolution(model, data, "layers.?"),
+    "cka": lambda model, data: iso.cka(model, model, data, "layers.?").matrix,
+}
+OF_ONE_BATCH = ("attention_maps", "attention_from")
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_a_batch_by_name_is_measured_as_the_tensor(measure):
+    """Alone, in a loader, and in a loader with labels."""
+    model = build("transformers' ViT")
+    expected = MEASURES[measure](model, X)
+    named = {"pixel_values": X, "interpolate_pos_encoding": False}
+    data = [named]
+    if measure not in OF_ONE_BATCH:
+        data += [[named], [(named, torch.zeros(len(X)))]]
+    for each in data:
+        torch.testing.assert_close(MEASURES[measure](model, each), expected, rtol=0, atol=0)
+
+
+def test_batches_of_different_sizes_by_name_have_the_mean_over_images():
+    model = build("transformers' ViT")
+    parts = [{"pixel_values": X[:2]}, {"pixel_values": X[2:]}]
+    whole = iso.nonlocality(model, X)
+    torch.testing.assert_close(iso.nonlocality(model, parts), whole)
+
+
+def test_images_of_a_batch_by_name():
+    ids = torch.zeros(6, 7, dtype=torch.long)
+    batch = {"input_ids": ids, "pixel_values": X, "scale": torch.ones(()), "flag": True}
+    assert images_of(batch) is X
+    assert count_images(batch) == 6
+    part = some_images(batch, 2, 4)
+    assert (part["input_ids"].shape, part["pixel_values"].shape, part["flag"]) == ((2, 7), (2, 3, 32, 32), True)
+    assert [each["pixel_values"].shape[0] for each in single_images([batch, batch])] == [1] * 12
+    refused("the batch has no tensors", images_of, {"flag": True})
+    refused("a batch is a str; give a tensor of images, a dict of inputs", iso.nonlocality, nn.Identity(), ["x"])
+
+
+def clip():
+    from transformers import CLIPConfig, CLIPModel
+
+    small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = small | dict(vocab_size=20, max_position_embeddings=8)
+    vision = small | dict(image_size=32, patch_size=8)
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+
+
+def test_a_model_of_images_and_text_is_measured_with_its_own_batch():
+    model = clip()
+    batch = {"input_ids": torch.randint(0, 20, (6, 7)), "pixel_values": X}
+    maps = iso.attention_maps(model, batch)
+    assert sorted(value.shape[-1] for value in maps.values()) == [7, 17]
+    assert len(iso.analysis.attention_entropy(model, [batch, batch])) == 2
+    (vision,) = [name for name in maps if "vision" in name]
+    assert iso.analysis.attention_from(model, batch, where=vision)[vision].shape == (6, 2, 4, 4)
+
+
+class Patches(nn.Module):
+    """A network that reads patches and their grid, as SigLIP2 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, patches, spatial_shapes):
+        return self.attn(patches, patches, patches, need_weights=False)[0]
+
+
+def test_the_grid_of_patches_is_the_given_one():
+    model = Patches().eval()
+    shapes = torch.tensor([[3, 4]]).expand(2, 2)
+    batch = {"patches": torch.randn(2, 12, 8), "spatial_shapes": shapes}
+    assert iso.analysis.attention_from(model, batch)["attn"].shape == (2, 2, 3, 4)
+    mixed = batch | {"spatial_shapes": torch.tensor([[3, 4], [4, 3]])}
+    refused("the grid of the tokens of MultiheadAttention is unknown", iso.nonlocality, model, mixed)
+
+
+class TokensOfPatches(nn.Module):
+    def __init__(self, kernel, padding):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, kernel, kernel, padding)
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, images):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        return self.attn(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(("kernel", "padding"), [(8, "valid"), (8, 0), (1, "same")])
+def test_the_grid_of_a_patch_embedding_whatever_its_padding_is_called(kernel, padding):
+    model = TokensOfPatches(kernel, padding).eval()
+    images = torch.randn(2, 3, 3 * kernel, 4 * kernel)
+    assert iso.analysis.attention_from(model, images)["attn"].shape == (2, 2, 3, 4)
+
+
+def test_transformers_siglip_is_measured():
+    model = build("transformers' SigLIP")
+    assert list(iso.nonlocality(model, X)) == list(iso.attention_maps(model, X))
+
+
+# --- windows
+
+
+@pytest.mark.parametrize("size", [(64, 64), (64, 96), (60, 68)])
+def test_windows_that_a_run_shows_are_those_of_timms_swin(size):
+    """timm's blocks are asked for theirs; running them shows the same: shifted, padded."""
+    import timm
+
+    sizes = dict(img_size=size, patch_size=4, window_size=4, strict_img_size=False)
+    swin = timm.create_model("swin_tiny_patch4_window7_224", embed_dim=12, depths=(2,), num_heads=(2,), **sizes).eval()
+    images = torch.randn(1, 3, *size)
+    known = attention_windows(swin, images)
+    observed = observed_windows(swin, images, list(known))
+    assert list(observed) == list(known)
+    for name, windows in known.items():
+        assert observed[name].grid == windows.grid
+        assert torch.equal(observed[name].members, windows.members)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (48, 32), (40, 36)])
+def test_maps_and_distances_of_transformers_swin(size):
+    """Uniform attention within windows of 4 x 4 has the mean distance within such a window."""
+    model = build("transformers' Swin")
+    images = torch.randn(2, 3, *size)
+    distances = iso.nonlocality(model, images)
+    maps = iso.attention_maps(model, images)
+    assert list(distances) == list(maps)
+    lines = iso.analysis.attention_from(model, images, position=(0.0, 0.0))
+    grid = (size[0] // 4, size[1] // 4)
+    for name, heads in distances.items():
+        assert 0 < heads.min() <= heads.max() < 3 * 2**0.5
+        assert lines[name].shape == (2, 4, *grid)
+        torch.testing.assert_close(lines[name].sum((-1, -2)), torch.ones(2, 4), atol=1e-1, rtol=0)
+
+
+class MixesBeforeWindows(nn.Module):
+    """Windows of a map that a convolution has mixed: which token is where is unclear."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Conv1d(8, 8, 3, padding=1)
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, size):
+        y = self.mix(x.transpose(1, 2)).transpose(1, 2).reshape(-1, 4, 8)
+        return self.attn(y, y, y, need_weights=False)[0].reshape(x.shape)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = MixesBeforeWindows()
+
+    def forward(self, x):
+        return self.block(x.flatten(2).transpose(1, 2), (4, 4))
+
+
+def test_windows_that_stay_unclear_are_not_guessed():
+    model = Around().eval()
+    images = torch.randn(1, 8, 4, 4)
+    assert observed_windows(model, images, ["block.attn"]) == {}
+    refused("block.attn: ", iso.nonlocality, model, images)
