@@ -163,6 +163,34 @@ def test_maps_and_distances_of_transformers_swin(size):
         torch.testing.assert_close(lines[name].sum((-1, -2)), torch.ones(2, 4), atol=1e-1, rtol=0)
 
 
+def swin_v2():
+    from transformers import Swinv2Config, Swinv2Model
+
+    sizes = dict(image_size=64, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4)
+    return Swinv2Model(Swinv2Config(**sizes))
+
+
+def sam():
+    from transformers import SamVisionConfig, SamVisionModel
+
+    sizes = dict(hidden_size=16, output_channels=8, num_hidden_layers=2, num_attention_heads=2, image_size=64)
+    more = dict(patch_size=4, window_size=5, global_attn_indexes=[1], mlp_dim=16, num_pos_feats=8)
+    return SamVisionModel(SamVisionConfig(**sizes, **more))
+
+
+@pytest.mark.parametrize("build_model", [swin_v2, sam])
+def test_a_query_in_a_window_attends_on_the_map_of_the_image(build_model):
+    """Also where a window alone would be a map: 4 x 4 tokens, or 5 x 5 that are cut from a padded map."""
+    torch.manual_seed(0)
+    model = noisy(build_model().eval())
+    images = torch.randn(2, 3, 64, 64)
+    lines = iso.analysis.attention_from(model, images, position=(0.9, 0.9))
+    assert {tuple(each.shape) for each in lines.values()} == {(2, 2, 16, 16)}
+    windowed = next(iter(lines.values()))
+    assert not windowed[:, :, :8, :8].any()
+    assert windowed[:, :, 14, 14].all()
+
+
 class MixesBeforeWindows(nn.Module):
     """Windows of a map that a convolution has mixed: which token is where is unclear."""
 

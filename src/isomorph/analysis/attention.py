@@ -22,7 +22,7 @@ def attention_maps(model: nn.Module, batch: Inputs, where: Where = "*") -> dict[
     For every layer that multiplies values by softmax(q k^T), with `scaled_dot_product_attention` or without, whether
     timm's, isomorph's or your own. The windows of a layer that attends within windows count as images.
 
-    Shape: batch (B, C, H, W) -> {name: (B or windows, heads, queries, keys)}
+    Shape: batch (B, C, H, W) or inputs by name -> {name: (B or windows, heads, queries, keys)}
     Raises: UserError if `where` selects no layer with an attention map, with the reason.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -55,11 +55,11 @@ def _measure_on_grid(
             if windows and call.name in windows and attention.shape:
                 positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
                 return measure(call.name, attention, positions)
+            if isinstance(call.args[0], Tensor) and len(call.args[0]) > images:
+                unplaced.append(call.name)
             return measure(call.name, attention, find_token_grid(call, attention.shape, grid))
         except UserError as error:
             reasons.append(f"{call.name}: {error}")
-            if len(call.args[0]) > images:
-                unplaced.append(call.name)
             return None
 
     measured = capture_attention(model, batch, measure_call, where)
@@ -81,7 +81,7 @@ def attention_from(
     `position`: row and column of the query, as fractions of height and width from 0 to 1. Layers whose queries and keys
     have no common grid are left out. A query in a window attends to nothing outside it.
 
-    Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
+    Shape: batch (B, C, H, W) or inputs by name -> {name: (B, heads, h, w)}
     Raises: UserError as in `attention_maps`, for a position outside of the image, or if the grid of no layer is known.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -109,7 +109,7 @@ def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, T
     windows) are not queries, and attention to them counts as distance 0. Layers whose queries and keys have no common
     grid are left out.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (heads,)}
     Source: ConViT eq. 8; differs: each layer receives its own input, the authors' code uses the patch embedding
     Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
 
@@ -147,7 +147,7 @@ def prefix_attention(model: nn.Module, data: Data, where: Where = "*") -> dict[s
     The mean of every head over patches and images. `nonlocality` counts this share as distance 0; divided by the rest
     of the attention, 1 - share, it is the mean distance among patches. Layers without such tokens are left out.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (heads,)}
     Raises: UserError as in `attention_maps`, or if no layer has such tokens.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)

@@ -38,7 +38,7 @@ def logit_stats(model: nn.Module, data: Data, where: Where = "*") -> dict[str, L
     measured; for gated attention (GPSA, GPSA2d) the content attention is. An entropy of 0 is one-hot attention, one
     of log(N) uniform attention. No attention map is stored.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: LogitStats of (heads,) each}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: LogitStats of (heads,) each}
     Source: TDRL Fig. 3
     Raises: UserError if the model has no such layer.
 

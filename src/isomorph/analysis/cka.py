@@ -65,7 +65,8 @@ def cka(
 
     Args:
         a, b: models, for the rows and the columns.
-        data: images (B, C, H, W), or a loader of such; batches of fewer than 4 images (the last one) are skipped.
+        data: images (B, C, H, W) or inputs by name, or a loader of such; batches of fewer than 4 images (the last one)
+            are skipped.
         where: layers of both models, by default those of timm's `feature_info`, or the blocks of other models.
         other_where: layers of `b`, if they differ.
         read: function from the output of a layer to features (B, features), by default all of the output.

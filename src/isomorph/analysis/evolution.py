@@ -35,7 +35,7 @@ def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) 
     the paper uses 10 batches of 32 images, and CKA of fewer images is biased upwards. Layers are those of timm's
     `feature_info` (the blocks of a ViT, the stages of a CNN), or those of `where`.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: F_k}, in order
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: F_k}, in order
     Source: Refiner eq. 2
     Raises: UserError if there is no batch, a batch of one image, or fewer than two layers.
 
@@ -64,7 +64,8 @@ def map_similarity(model: nn.Module, data: Data, where: Where = "*") -> Tensor:
 
     It is the correlation of a query's weights, as in `head_similarity`. Maps of one image are in memory at a time.
 
-    Shape: batch (B, C, H, W) or a loader of such -> (layers, layers), NaN between layers with maps of different shapes
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> (layers, layers), NaN between layers with maps
+    of different shapes
     Raises: UserError as in `attention_maps`.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)

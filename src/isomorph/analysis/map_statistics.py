@@ -30,7 +30,7 @@ def attention_entropy(model: nn.Module, data: Data, where: Where = "*") -> dict[
 
     The map is the one that the layer applies; `logit_stats` uses the output of the softmax. NaN for negative weights.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (heads,)}
     Raises: UserError as in `attention_maps`.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -52,7 +52,7 @@ def head_similarity(model: nn.Module, data: Data, where: Where = "*") -> dict[st
     It is the cosine of a query's weights after subtracting their mean over keys. Uniform attention is similar to
     uniform attention alone.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (maps, maps)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (maps, maps)}
     Raises: UserError as in `attention_maps`.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)

@@ -196,7 +196,7 @@ def _decoded_windows(block: nn.Module, call: _Call, attention: nn.Module, size: 
 
     zeros_there = received(positions < 0)
     ones_there = received(positions >= 0)
-    if zeros_there.ndim != 3:
+    if zeros_there.shape[-1] != x.shape[-1]:
         return None
     members = torch.zeros(zeros_there.shape[:2], dtype=torch.long, device=x.device)
     for digit in range(max(1, (count - 1).bit_length())):
@@ -219,7 +219,7 @@ def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
 
     with layer.register_forward_pre_hook(record, with_kwargs=True):
         block(*call.args, **call.kwargs)
-    return inputs[-1]
+    return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 
 
 # Classes that cut a map into windows without shift: the name of the attention inside, and the window's size.
