@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,9 @@ class Stream:
         """Return what errors call a sample."""
         return f"row {identity & 0xFFFFFFFF} of file {identity >> 32} of {self.split.title}"
 
+    def _name_after(self, start: int, index: int) -> str:
+        return self.name(start + index)
+
     @property
     def _num_files(self) -> int:
         return self.split.dataset.num_shards
@@ -104,7 +108,7 @@ class Stream:
                 labels = [batch[column] for column in columns]
                 if len(labels) > 1:
                     start = (file << 32) + row
-                    self.split.check_same_labels(labels, lambda index, start=start: self.name(start + index))
+                    self.split.check_same_labels(labels, partial(self._name_after, start))
                 for cell, label in zip(batch[image], labels[0], strict=True):
                     if row % step == first:
                         yield self._sample(cell, label, (file << 32) + row)

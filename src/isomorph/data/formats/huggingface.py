@@ -70,7 +70,7 @@ class DatasetSplit:
         Raises: UserError when this split has a class that the training split lacks.
         """
         known = self.training.names
-        names = _class_names(self.dataset.features, self.label) or known
+        names = tuple(_class_names(self.dataset.features, self.label) or known)
         if not known:
             known = names
         check_known_classes(self.title, names, self.training.title, known)
