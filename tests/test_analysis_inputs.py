@@ -1,13 +1,19 @@
 """Analysis of models whose batches are arguments by name, and of grids and windows that only a run shows."""
 
+import copy
+
 import pytest
+import timm
 import torch
+from PIL import Image
 from torch import nn
 
 import isomorph as iso
 from attention_layers import NETWORKS
+from command_line import isomorph
 from isomorph.analysis.batches import count_images, images_of, single_images, some_images
 from isomorph.analysis.windows import attention_windows, observed_windows
+from isomorph.evaluation.input_sizes import config_labels, describe_images, evaluation_config
 from law_rows import noisy
 from refusals import refused
 
@@ -218,3 +224,152 @@ def test_windows_that_stay_unclear_are_not_guessed():
     images = torch.randn(1, 8, 4, 4)
     assert observed_windows(model, images, ["block.attn"]) == {}
     refused("block.attn: ", iso.nonlocality, model, images)
+
+
+# --- the page
+
+
+SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+NAMES = dict(num_labels=3, id2label={0: "cat", 1: "dog", 2: "cow"})
+IN_PATCHES = SMALL | dict(image_size=32, patch_size=8)
+CLASSIFIERS = {
+    "ViT": ("ViTConfig", "ViTForImageClassification", IN_PATCHES),
+    "DeiT": ("DeiTConfig", "DeiTForImageClassificationWithTeacher", IN_PATCHES),
+    "SigLIP": ("SiglipConfig", "SiglipForImageClassification", dict(vision_config=IN_PATCHES)),
+    "CLIP": ("CLIPConfig", "CLIPForImageClassification", dict(vision_config=IN_PATCHES)),
+    "Swin": (
+        "SwinConfig",
+        "SwinForImageClassification",
+        dict(image_size=32, patch_size=4, embed_dim=16, depths=[2], num_heads=[2], window_size=4),
+    ),
+    "ResNet": (
+        "ResNetConfig",
+        "ResNetForImageClassification",
+        dict(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1]),
+    ),
+}
+
+
+def page(models, inputs=None):
+    config = evaluation_config(models[0])
+    subjects = [iso.report.PageModel(f"m{i}", model, config, inputs=inputs) for i, model in enumerate(models)]
+    images = [iso.report.PageImage("x", torch.rand(config["input_size"]))]
+    return iso.report.analyze_sections(subjects, images)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_of_transformers_has_its_predictions_on_the_page(name):
+    import transformers
+
+    config, network, sizes = CLASSIFIERS[name]
+    model = getattr(transformers, network)(getattr(transformers, config)(**sizes, **NAMES)).eval()
+    first, *_ = page([model])
+    assert any(f"m0 predicts {animal} (" in first.finding for animal in NAMES["id2label"].values())
+    assert (first.viewer is not None) == (name != "ResNet")
+    changed = noisy(copy.deepcopy(model))
+    first, *_ = page([model, changed])
+    assert "outputs of m1 and m0 are at most" in first.finding
+    assert "the predicted class is the same on" in first.finding
+
+
+def test_a_model_without_class_names_predicts_numbers():
+    import transformers
+
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**IN_PATCHES, num_labels=3)).eval()
+    first, *_ = page([model])
+    assert "m0 predicts class " in first.finding
+    assert config_labels(model) == []
+
+
+def as_texts(images):
+    return {"input_ids": torch.zeros(len(images), 7, dtype=torch.long), "pixel_values": images}
+
+
+def test_a_page_of_a_model_that_reads_arguments_by_name():
+    sections = page([clip()], inputs=as_texts)
+    titles = [section.title for section in sections]
+    assert titles == ["Attention", "Attention distance and entropy", "Cost", "Model history: m0"]
+    names = [layer["name"] for layer in sections[0].viewer.data["layers"]]
+    assert [name for name in names if "vision" in name]
+    (row,) = sections[2].table[1:]
+    assert row[0] == "m0"
+
+
+def siglip2():
+    from transformers import Siglip2VisionConfig, Siglip2VisionModel
+
+    return Siglip2VisionModel(Siglip2VisionConfig(**SMALL, patch_size=4, num_patches=16)).eval()
+
+
+def as_patches(images):
+    patches = nn.functional.unfold(images, 4, stride=4).transpose(1, 2)
+    grid = [side // 4 for side in images.shape[-2:]]
+    shapes = torch.tensor(grid, device=images.device).expand(len(images), 2)
+    return {"pixel_values": patches, "pixel_attention_mask": torch.ones(patches.shape[:2]), "spatial_shapes": shapes}
+
+
+def test_siglip2_is_measured_verified_and_drawn_with_its_own_batch():
+    torch.manual_seed(0)
+    model = siglip2()
+    batch = as_patches(torch.randn(2, 3, 12, 20))
+    lines = iso.analysis.attention_from(model, batch)
+    assert {tuple(each.shape) for each in lines.values()} == {(2, 2, 3, 5)}
+    assert list(iso.nonlocality(model, [batch])) == list(lines)
+    assert iso.verify(model, copy.deepcopy(model), batch).passed
+    config = {"input_size": (3, 12, 20), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
+    config |= {"crop_mode": "center", "interpolation": "bicubic"}
+    subject = iso.report.PageModel("m", model, config, inputs=as_patches)
+    first, *_ = iso.report.analyze_sections([subject], [iso.report.PageImage("x", torch.rand(3, 12, 20))])
+    assert {tuple(layer["byModel"][0]["keys"]) for layer in first.viewer.data["layers"]} == {(3, 5)}
+
+
+OWN_NETWORK = """
+import torch
+from torch import nn
+
+
+class OfPatches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(48, 8)
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, patches, grids):
+        x = self.embed(patches)
+        return self.head(self.attn(x, x, x, need_weights=False)[0].mean(1))
+
+
+def read(images):
+    grid = torch.tensor([side // 4 for side in images.shape[-2:]])
+    patches = nn.functional.unfold(images, 4, stride=4).transpose(1, 2)
+    return {"patches": patches, "grids": grid.expand(len(images), 2)}
+"""
+
+
+def test_the_command_reads_the_inputs_of_a_function(tmp_path, monkeypatch):
+    (tmp_path / "own_patches.py").write_text(OWN_NETWORK)
+    Image.new("RGB", (40, 40)).save(tmp_path / "x.png")
+    monkeypatch.chdir(tmp_path)
+    given = ["analyze", "own_patches:OfPatches", "--image", "x.png", "--size", "24x32", "--out", "page.html"]
+    ran = isomorph(*given, "--inputs", "own_patches:read")
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+    wrong = isomorph(*given, "--overwrite", "--inputs", "own_patches:reed")
+    assert "cannot use own_patches:reed" in wrong.stderr
+    assert "did you mean own_patches:read?" in wrong.stderr
+    assert wrong.returncode == 2
+
+
+def test_the_sizes_that_are_said_are_those_that_are_used():
+    dino = timm.create_model("vit_small_patch14_dinov2", depth=1, img_size=98)
+    assert describe_images(dino).startswith("own size 98 x 98, crop_pct 1,")
+    tested_larger = timm.create_model("resnet18")
+    assert describe_images(tested_larger).startswith("own size 224 x 224, in tests 288 x 288, crop_pct 1,")
+    assert evaluation_config(siglip_of(dict(vision_config=IN_PATCHES)))["input_size"] == (3, 32, 32)
+
+
+def siglip_of(sizes):
+    import transformers
+
+    return transformers.SiglipForImageClassification(transformers.SiglipConfig(**sizes, num_labels=3))
