@@ -93,7 +93,7 @@ def built_size(model: nn.Module) -> ImageSize | None:
 def _size_in_config(model: nn.Module) -> ImageSize | None:
     """Return the image size in the config of a model of transformers, or of its vision half."""
     config = getattr(model, "config", None)
-    side = getattr(getattr(config, "vision_config", config), "image_size", None)
+    side: Any = getattr(getattr(config, "vision_config", config), "image_size", None)
     if isinstance(side, Mapping):
         side = [side.get("height"), side.get("width")]
     try:
