@@ -3,8 +3,8 @@
     python examples/refine_a_dinov2.py                     # scikit-learn's digits, a tiny random ViT: a few seconds
     python examples/refine_a_dinov2.py PHOTOS              # PHOTOS/{train,val}/CLASS/*.jpg, DINOv2 ViT-S/14, pretrained
 
-DINOv2's registers and layer scales are kept. DINOv3 in timm (and EVA, BEiT) has an attention class of its own, with
-rotary positions, which `AttentionToRefined` rejects with a message.
+DINOv2's registers and layer scales are kept. `AttentionToRefined` also takes DINOv3, EVA and BEiT, whose attention
+has rotary or relative positions.
 """
 
 import sys

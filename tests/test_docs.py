@@ -1,5 +1,6 @@
 """The docs name files and symbols that exist, their links lead somewhere, and generated pages are up to date."""
 
+import json
 import os
 import re
 import sys
@@ -142,3 +143,12 @@ def test_no_address_or_path_of_a_machine():
             if path.is_file() and path.suffix in suffixes:
                 text = path.read_text(errors="ignore")
                 assert not any(word in text for word in words), path
+
+
+def test_the_readme_fits_on_one_page():
+    """100 lines, its figures from the result file that their command writes."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 100
+    stored = json.loads((ROOT / "benchmarks/results/before_after.json").read_text())
+    for milliseconds in stored["milliseconds"].values():
+        assert f"{milliseconds:.1f}" in text

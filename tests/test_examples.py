@@ -43,7 +43,7 @@ WITH = {
     "peft_lora": ("MultiheadAttention True", "peft"),
     "segmentation_models": ("equal: True", "segmentation_models_pytorch"),
     "torchvision_detector": ("attention is used: True", "torchvision"),
-    "transformers_trainer": ("gates moved: True", "accelerate"),
+    "transformers_trainer": (r"gates moved: True \(by up to 0\.\d+ of the attention\)", "accelerate"),
 }
 """The last line that an example with another library prints, and the package that it needs."""
 

@@ -54,7 +54,7 @@ def test_a_registered_rule_is_known_in_recipes(monkeypatch):
     monkeypatch.setitem(RULES, "Kept", Kept)
     options = rule_options()
     assert options["depth"].help.startswith("Kept: ")
-    assert options["init"].type == Literal["exact", "paper", "same-function", "copy"] | None
+    assert options["init"].type == Literal["exact", "near", "paper", "same-function", "copy"] | None
     assert "Kept: How it stays." in options["init"].help
     assert "--model.recast.depth" in document_fields()
     assert validate(recipe(rule="Kept", depth=3)).model.recast.build_rule() == Kept(depth=3)

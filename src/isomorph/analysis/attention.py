@@ -1,28 +1,28 @@
 """Attention maps of a model and measures of where they attend, by layer name."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.batches import mean_over
+from isomorph.analysis.batches import Data, count_images, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
-from isomorph.analysis.windows import attention_windows
+from isomorph.analysis.windows import Windows, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
-from isomorph.surgery.calls import check_inputs
+from isomorph.surgery.calls import Inputs, check_inputs
 from isomorph.surgery.modules import Where
 
 
-def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[str, Tensor]:
+def attention_maps(model: nn.Module, batch: Inputs, where: Where = "*") -> dict[str, Tensor]:
     """Return the attention maps of every selected layer as the forward applies them, in eval mode.
 
     For every layer that multiplies values by softmax(q k^T), with `scaled_dot_product_attention` or without, whether
     timm's, isomorph's or your own. The windows of a layer that attends within windows count as images.
 
-    Shape: batch (B, C, H, W) -> {name: (B or windows, heads, queries, keys)}
+    Shape: batch (B, C, H, W) or inputs by name -> {name: (B or windows, heads, queries, keys)}
     Raises: UserError if `where` selects no layer with an attention map, with the reason.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -35,40 +35,53 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
 
 def _measure_on_grid(
     model: nn.Module,
-    batch: Tensor,
+    batch: Inputs,
     measure: Callable[[str, AppliedAttention, TokenGrid], Tensor],
     where: Where,
-    windows: Collection[str] = (),
+    windows: dict[str, Windows] | None = None,
 ) -> dict[str, Any]:
-    """Return `measure(name, attention, grid)` of layers with known positions; `measure` knows those of `windows`."""
-    check_inputs(batch, Tensor)
-    grid, reasons = image_grid(model, batch), list[str]()
+    """Return `measure(name, attention, grid)` of layers with known positions; `measure` knows those of `windows`.
+
+    Windows that only running the model shows are added to these.
+    """
+    check_inputs(batch)
+    grid = image_grid(model, batch)
+    images = count_images(batch)
+    reasons: list[str] = []
+    unplaced: list[str] = []
 
     def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
         try:
-            if call.name in windows and attention.shape:
+            if windows and call.name in windows and attention.shape:
                 positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
                 return measure(call.name, attention, positions)
+            if isinstance(call.args[0], Tensor) and len(call.args[0]) > images:
+                unplaced.append(call.name)
             return measure(call.name, attention, find_token_grid(call, attention.shape, grid))
         except UserError as error:
             reasons.append(f"{call.name}: {error}")
             return None
 
     measured = capture_attention(model, batch, measure_call, where)
+    if unplaced and windows is not None:
+        observed = observed_windows(model, batch, unplaced)
+        if observed:
+            windows.update(observed)
+            measured = capture_attention(model, batch, measure_call, where)
     if not measured:
         raise UserError(reasons[0])
     return measured
 
 
 def attention_from(
-    model: nn.Module, batch: Tensor, position: tuple[float, float] = (0.5, 0.5), where: Where = "*"
+    model: nn.Module, batch: Inputs, position: tuple[float, float] = (0.5, 0.5), where: Where = "*"
 ) -> dict[str, Tensor]:
     """Return the attention of one query in every head, on the grid of the layer without padding and prefix tokens.
 
     `position`: row and column of the query, as fractions of height and width from 0 to 1. Layers whose queries and keys
     have no common grid are left out. A query in a window attends to nothing outside it.
 
-    Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
+    Shape: batch (B, C, H, W) or inputs by name -> {name: (B, heads, h, w)}
     Raises: UserError as in `attention_maps`, for a position outside of the image, or if the grid of no layer is known.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -88,7 +101,7 @@ def attention_from(
     return _measure_on_grid(model, batch, measure, where, windows)
 
 
-def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
+def nonlocality(model: nn.Module, data: Data, where: Where = "*") -> dict[str, Tensor]:
     """Return the mean attention distance of every head: sum over keys of attention times distance.
 
     The mean is over queries and images. Distances are in steps of the layer's grid (patches, for a ViT), or of the
@@ -96,7 +109,7 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     windows) are not queries, and attention to them counts as distance 0. Layers whose queries and keys have no common
     grid are left out.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (heads,)}
     Source: ConViT eq. 8; differs: each layer receives its own input, the authors' code uses the patch embedding
     Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
 
@@ -105,7 +118,7 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     (3,)
     """
 
-    def measure_batch(batch: Tensor) -> dict[str, Tensor]:
+    def measure_batch(batch: Inputs) -> dict[str, Tensor]:
         windows = attention_windows(model, batch)
 
         def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
@@ -128,13 +141,13 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     return mean_over(model, data, measure_batch)
 
 
-def prefix_attention(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
+def prefix_attention(model: nn.Module, data: Data, where: Where = "*") -> dict[str, Tensor]:
     """Return the share of attention that patches give to tokens without a grid position: class token and registers.
 
     The mean of every head over patches and images. `nonlocality` counts this share as distance 0; divided by the rest
     of the attention, 1 - share, it is the mean distance among patches. Layers without such tokens are left out.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (heads,)}
     Raises: UserError as in `attention_maps`, or if no layer has such tokens.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)

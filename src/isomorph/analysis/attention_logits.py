@@ -1,15 +1,15 @@
 """Attention logits, largest attention and entropy, which diverge first when training does (TDRL Fig. 3)."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.batches import mean_over
+from isomorph.analysis.batches import Data, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.errors import UserError
 from isomorph.operations import AppliedAttention
+from isomorph.surgery.calls import Inputs
 from isomorph.surgery.modules import Where
 
 # Rows of the attention map that are computed at the same time.
@@ -31,14 +31,14 @@ class LogitStats(NamedTuple):
     entropy: Tensor
 
 
-def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, LogitStats]:
+def logit_stats(model: nn.Module, data: Data, where: Where = "*") -> dict[str, LogitStats]:
     """Return the largest attention logit, the largest attention and the attention entropy of every layer, in eval mode.
 
     Logits are the inputs of the softmax: scaled, with masks and relative positions. Layers with a softmax over keys are
     measured; for gated attention (GPSA, GPSA2d) the content attention is. An entropy of 0 is one-hot attention, one
     of log(N) uniform attention. No attention map is stored.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: LogitStats of (heads,) each}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: LogitStats of (heads,) each}
     Source: TDRL Fig. 3
     Raises: UserError if the model has no such layer.
 
@@ -47,7 +47,7 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     (3,)
     """
 
-    def measure(batch: Tensor) -> dict[str, Tensor]:
+    def measure(batch: Inputs) -> dict[str, Tensor]:
         stats = capture_attention(model, batch, _layer_stats, where)
         if not stats:
             raise UserError("the model has no attention layer whose queries and keys are known")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.batches import batches
+from isomorph.analysis.batches import Data, batches, count_images
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import DataWarning, UserError
-from isomorph.surgery.calls import to_model
+from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where, list_names
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
@@ -53,7 +53,7 @@ def pool_features(output: Tensor) -> Tensor:
 def cka(
     a: nn.Module,
     b: nn.Module,
-    data: Tensor | Iterable[Any],
+    data: Data,
     where: Where | None = None,
     other_where: Where | None = None,
     read: _ReadFeatures = flatten_features,
@@ -66,7 +66,8 @@ def cka(
 
     Args:
         a, b: models, for the rows and the columns.
-        data: images (B, C, H, W), or a loader of such; batches of fewer than 4 images (the last one) are skipped.
+        data: images (B, C, H, W) or inputs by name, or a loader of such; batches of fewer than 4 images (the last one)
+            are skipped.
         where: layers of both models, by default those of timm's `feature_info`, or the blocks of other models.
         other_where: layers of `b`, if they differ.
         read: function from the output of a layer to features (B, features), by default all of the output.
@@ -86,7 +87,7 @@ def cka(
 def cka_of_pairs(
     a: nn.Module,
     b: nn.Module,
-    pairs: Iterable[tuple[Tensor, Tensor]],
+    pairs: Iterable[tuple[Inputs, Inputs]],
     where: Where | None = None,
     other_where: Where | None = None,
     read: _ReadFeatures = flatten_features,
@@ -97,13 +98,17 @@ def cka_of_pairs(
     Raises: UserError as in `cka`, or if the batches of a pair have different numbers of images.
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
-    cross, own_a, own_b = 0.0, 0.0, 0.0  # type: Any, Any, Any
+    cross: Any = 0.0
+    own_a: Any = 0.0
+    own_b: Any = 0.0
     largest = 0
     for one, other in pairs:
-        if len(one) != len(other):
-            raise UserError(f"CKA needs the same images for both models, not batches of {len(one)} and {len(other)}")
-        largest = max(largest, len(one))
-        if len(one) < MIN_IMAGES:
+        count = count_images(one)
+        if count != count_images(other):
+            other_count = count_images(other)
+            raise UserError(f"CKA needs the same images for both models, not batches of {count} and {other_count}")
+        largest = max(largest, count)
+        if count < MIN_IMAGES:
             continue
         x, y = gram_matrices(a, one, rows, read), gram_matrices(b, other, columns, read)
         cross = cross + hsic(x, y)
@@ -126,7 +131,7 @@ def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
     warnings.warn(f"{said}; {advice}", DataWarning, stacklevel=4)
 
 
-def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
+def gram_matrices(model: nn.Module, batch: Inputs, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
     """Return the Gram matrix of every layer's features with zero diagonal, in float64; features are not stored.
 
     Shape: -> (layers, B, B)

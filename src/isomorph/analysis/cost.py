@@ -20,7 +20,7 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
 from isomorph.models.input_sizes import fit_to_size, input_channels, inputs_like
-from isomorph.surgery.calls import call_model
+from isomorph.surgery.calls import Inputs, call_model
 
 _COUNTED_BATCH = 2  # size of the smaller of the two counted batches: enough for BatchNorm in training mode
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}  # True for a pass of training
@@ -84,15 +84,19 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
+def count_once(model: nn.Module, inputs: Inputs) -> int:
+    """Return the multiply-accumulates of one forward pass with these inputs, all in all."""
+    # the plain form of attention: the counter does not see into fused kernels
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call_model(model, inputs)
+    return counter.get_total_flops() // 2
+
+
 def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacCount:
     """Count two batch sizes, and split their difference into per image and per pass."""
     counts = []
     for batch in (_COUNTED_BATCH, _COUNTED_BATCH + 1):
-        inputs = inputs_like(model, batch, input_size, "meta")
-        # the plain form of attention: the counter does not see into fused kernels
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            call_model(model, inputs)
-        counts.append(counter.get_total_flops() // 2)
+        counts.append(count_once(model, inputs_like(model, batch, input_size, "meta")))
     per_image = counts[1] - counts[0]
     return MacCount(per_image, counts[0] - _COUNTED_BATCH * per_image)
 

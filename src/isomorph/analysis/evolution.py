@@ -1,18 +1,15 @@
 """Change of features and attention maps from block to block (Refiner section 3.1, Fig. 2, 4 and 5)."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.attention import attention_maps
-from isomorph.analysis.batches import batches, mean_over
+from isomorph.analysis.batches import Data, batches, count_images, mean_over, single_images
 from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.analysis.map_statistics import centred_rows
 from isomorph.errors import UserError
-from isomorph.surgery.calls import to_model
+from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where
 
 # Number and size of the random batches over which the paper averages F_k.
@@ -31,14 +28,14 @@ def random_draw_indices(images: int) -> Tensor:
     return torch.cat([torch.randperm(images, generator=generator, device="cpu")[:DRAW_SIZE] for _ in range(NUM_DRAWS)])
 
 
-def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Where | None = None) -> dict[str, float]:
+def feature_evolution(model: nn.Module, data: Data, where: Where | None = None) -> dict[str, float]:
     """Return the similarity of every layer's features to the final ones: F_k = CKA(f_k, f_out) / CKA(f_in, f_out).
 
     f_k are the features of layer k, f_in those of the first layer, f_out those of the last. The mean is over batches:
     the paper uses 10 batches of 32 images, and CKA of fewer images is biased upwards. Layers are those of timm's
     `feature_info` (the blocks of a ViT, the stages of a CNN), or those of `where`.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: F_k}, in order
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: F_k}, in order
     Source: Refiner eq. 2
     Raises: UserError if there is no batch, a batch of one image, or fewer than two layers.
 
@@ -50,7 +47,7 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     layers, count = feature_layers(model, where), 0
     sums: dict[str, float] = {}
     for batch in batches(data):
-        if len(batch) < 2:
+        if count_images(batch) < 2:
             raise UserError("CKA needs several images in a batch, and one has 1; give batches of 32, as the paper does")
         batch = to_model(batch, model)
         outputs = list(features(model, batch, layers, lambda output: output.flatten(1).float().clone()).items())
@@ -62,12 +59,13 @@ def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     return {name: total / count for name, total in sums.items()}
 
 
-def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> Tensor:
+def map_similarity(model: nn.Module, data: Data, where: Where = "*") -> Tensor:
     """Return the similarity between the attention maps of all layers: mean over images, heads, queries.
 
     It is the correlation of a query's weights, as in `head_similarity`. Maps of one image are in memory at a time.
 
-    Shape: batch (B, C, H, W) or a loader of such -> (layers, layers), NaN between layers with maps of different shapes
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> (layers, layers), NaN between layers with maps
+    of different shapes
     Raises: UserError as in `attention_maps`.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -75,10 +73,10 @@ def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
     (2, 2)
     """
 
-    def measure(image: Tensor) -> dict[str, Tensor]:
+    def measure(image: Inputs) -> dict[str, Tensor]:
         maps = [centred_rows(layer_maps.float()) for layer_maps in attention_maps(model, image, where).values()]
         nan = maps[0].new_tensor(torch.nan)
         rows = [[(a * b).sum(-1).mean() if a.shape == b.shape else nan for b in maps] for a in maps]
         return {"": torch.stack([torch.stack(row) for row in rows])}
 
-    return mean_over(model, (image for batch in batches(data) for image in batch.split(1)), measure)[""]
+    return mean_over(model, single_images(data), measure)[""]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.layer_attention import run_with_hooks
 from isomorph.errors import UserError
+from isomorph.surgery.calls import Inputs
 from isomorph.surgery.modules import Where, matches_where, nearest_names, outermost_modules
 
 
@@ -43,7 +44,7 @@ def _blocks(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def features(
-    model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor]
+    model: nn.Module, batch: Inputs, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Return `read(output)` of every layer in eval mode, maps as (B, C, H, W). Shape: -> {name: (B, features)}"""
     values: dict[str, Tensor] = {}

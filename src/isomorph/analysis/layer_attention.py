@@ -22,7 +22,7 @@ from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk, unwrap
 from isomorph.surgery.attention_layers import facts_of, heads_of
-from isomorph.surgery.calls import check_inputs, run_model
+from isomorph.surgery.calls import Inputs, check_inputs, run_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.rules.window import WindowAttention
 
@@ -187,21 +187,21 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
+def run_with_hooks(model: nn.Module, batch: Inputs, handles: Sequence[RemovableHandle]) -> None:
     """Run the model in eval mode, not compiled, and remove the hooks afterwards.
 
-    Raises: UserError unless the batch is a tensor.
+    Raises: UserError unless the batch is a tensor, or a dictionary of arguments.
     """
     with ExitStack() as hooks:
         for handle in handles:
             hooks.enter_context(handle)
-        check_inputs(batch, Tensor)
+        check_inputs(batch)
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
             run_model(model, batch)
 
 
 def capture_inputs(
-    model: nn.Module, batch: Tensor, measure: Callable[..., Any], layers: Mapping[str, nn.Module]
+    model: nn.Module, batch: Inputs, measure: Callable[..., Any], layers: Mapping[str, nn.Module]
 ) -> dict[str, Any]:
     """Return `measure(layer, *inputs)` for every layer, on the inputs that it receives in the model, in eval mode."""
     results: dict[str, Any] = {}
@@ -274,7 +274,7 @@ class _Capture:
 
 
 @torch.no_grad()
-def capture_attention(model: nn.Module, batch: Tensor, measure: _Measure, where: Where = "*") -> dict[str, Any]:
+def capture_attention(model: nn.Module, batch: Inputs, measure: _Measure, where: Where = "*") -> dict[str, Any]:
     """Return `measure(call, attention)` for every selected attention layer, in the order of the forward, in eval mode.
 
     It is called as soon as the layer has run. Of a layer that runs several times the last call counts. Layers for which

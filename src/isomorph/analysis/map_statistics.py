@@ -1,21 +1,18 @@
 """Entropy and similarity of heads, as means over images; maps are computed for a few images of a layer at a time."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.analysis.batches import mean_over
+from isomorph.analysis.batches import Data, mean_over
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.operations import AppliedAttention
 from isomorph.surgery.modules import Where
 
 
-def _mean_of_maps(
-    model: nn.Module, data: Tensor | Iterable[Any], where: Where, measure: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
+def _mean_of_maps(model: nn.Module, data: Data, where: Where, measure: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the mean over images of `measure(maps)` of every layer, for a few images at a time."""
 
     def mean(_: LayerCall, applied: AppliedAttention) -> Tensor:
@@ -28,12 +25,12 @@ def _mean_of_maps(
     return mean_over(model, data, lambda batch: capture_attention(model, batch, mean, where))
 
 
-def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
+def attention_entropy(model: nn.Module, data: Data, where: Where = "*") -> dict[str, Tensor]:
     """Return the attention entropy of every head: -sum a log a in nats, mean over queries and images.
 
     The map is the one that the layer applies; `logit_stats` uses the output of the softmax. NaN for negative weights.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (heads,)}
     Raises: UserError as in `attention_maps`.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -49,13 +46,13 @@ def entropy(weights: Tensor) -> Tensor:
     return torch.where(torch.isinf(terms), torch.nan, terms).sum(-1)
 
 
-def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
+def head_similarity(model: nn.Module, data: Data, where: Where = "*") -> dict[str, Tensor]:
     """Return the similarity between the heads of every layer: correlation of attention, mean over images and queries.
 
     It is the cosine of a query's weights after subtracting their mean over keys. Uniform attention is similar to
     uniform attention alone.
 
-    Shape: batch (B, C, H, W) or a loader of such -> {name: (maps, maps)}
+    Shape: batch (B, C, H, W) or inputs by name, or a loader of such -> {name: (maps, maps)}
     Raises: UserError as in `attention_maps`.
 
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)

@@ -2,16 +2,19 @@
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis.batches import images_of
 from isomorph.analysis.layer_attention import LayerCall
 from isomorph.errors import UserError
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.grid import axis_offsets, fit_grid
 from isomorph.surgery.attention_layers import facts_of, position_reason
+from isomorph.surgery.calls import Inputs
 from isomorph.surgery.edited_attention import EditedAttention, own_shapes
 from isomorph.surgery.grid_hooks import embedding_models
 
@@ -47,16 +50,37 @@ class TokenGrid(NamedTuple):
         return attention[..., ph : Hk - ph, pw : Wk - pw]
 
 
-def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
-    """Return the grid of patches that the model makes of these images, by its first convolution if need be, or None."""
-    size, owners = tuple(batch.shape[-2:]), embedding_models(model)
+def image_grid(model: nn.Module, batch: Inputs) -> tuple[int, int] | None:
+    """Return the grid of patches that the model makes of these images, by its first convolution if need be, or None.
+
+    Images that are patches already, (B, N, C), come with their grids, whole numbers (B, 2).
+    """
+    images = images_of(batch)
+    if images.ndim == 3 and not isinstance(batch, Tensor):
+        return _given_grid(images, batch)
+    size = tuple(images.shape[-2:])
+    owners = embedding_models(model)
     if len(owners) == 1:
         return owners[0].patch_embed.dynamic_feat_size(size)
     patches = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if patches is None or patches.kernel_size != patches.stride or any(patches.padding):
+    if patches is None or patches.kernel_size != patches.stride:
+        return None
+    padded = not isinstance(patches.padding, str) and any(patches.padding)  # "same" does not pad a kernel of 1
+    if padded:
         return None
     H, W = ((n - k) // s + 1 for n, k, s in zip(size, patches.kernel_size, patches.stride, strict=True))
     return H, W
+
+
+def _given_grid(patches: Tensor, batch: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the grid that all images have, if it is given and has as many positions as there are patches."""
+    for value in batch.values():
+        if not isinstance(value, Tensor) or value.is_floating_point() or tuple(value.shape) != (len(patches), 2):
+            continue
+        rows, columns = value[0].tolist()
+        if bool((value == value[0]).all()) and rows * columns == patches.shape[1]:
+            return rows, columns
+    return None
 
 
 def find_token_grid(call: LayerCall, shape: tuple[int, int] | None, grid: tuple[int, int] | None) -> TokenGrid:

@@ -1,6 +1,7 @@
 """Attention windows of Swin, MaxViT, DaViT and Twins: the positions of their tokens, shift and padding."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,12 @@ import torch.nn.functional as F
 from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
-from isomorph.analysis.layer_attention import capture_inputs
+from isomorph.analysis.batches import some_images
+from isomorph.analysis.layer_attention import capture_inputs, run_with_hooks
+from isomorph.layers.modes import eval_mode
+from isomorph.operations import unwrap
 from isomorph.surgery.attention_layers import names_of
+from isomorph.surgery.calls import Inputs
 
 # Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them.
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
@@ -85,7 +90,7 @@ def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
 
 
 @torch.no_grad()
-def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
+def attention_windows(model: nn.Module, batch: Inputs) -> dict[str, Windows]:
     """Return the windows of the layers of timm's Swin, MaxViT, DaViT and Twins, for images of this size; {} if none.
 
     Shape: batch (B, C, H, W) -> {name: Windows}
@@ -100,7 +105,7 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
     blocks = {name: m for name, m in around.items() if any(hasattr(m, way) for way in _PARTITION_METHODS)}
     layers = {name: module for name, module in named.items() if set(names_of(module)) & set(_PLAIN_WINDOWS)}
     calls = {**blocks, **layers}
-    found = capture_inputs(model, batch[:1], _map_size, calls) if calls else {}
+    found = capture_inputs(model, some_images(batch, 0, 1), _map_size, calls) if calls else {}
     windows = {}
     for name, size in found.items():
         if name in blocks:
@@ -109,6 +114,112 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
             attention, side = _PLAIN_WINDOWS[next(k for k in names_of(layers[name]) if k in _PLAIN_WINDOWS)]
             windows[".".join(filter(None, (name, attention)))] = _plain_windows(size, side(layers[name]))
     return windows
+
+
+@torch.no_grad()
+def observed_windows(model: nn.Module, batch: Inputs, names: Sequence[str]) -> dict[str, Windows]:
+    """Return the windows of attention layers, by which tokens of the map around them arrive where; {} if unclear.
+
+    The nearest module around a layer that reads a whole map is run on maps of two kinds of tokens, one run for each
+    binary digit of the positions. That needs what lies between to change every token alone, as a norm does.
+    """
+    if not names:
+        return {}
+    model = unwrap(model, to_copy=False)
+    modules = dict(model.named_modules())
+    around = {name: _names_around(name) for name in names}
+    wanted = {each: modules[each] for name in names for each in (*around[name], name)}
+    calls: dict[str, _Call] = {}
+
+    def record(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[name] = _Call(args, kwargs)
+
+    hooks = []
+    for name, module in wanted.items():
+        hooks.append(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
+    run_with_hooks(model, some_images(batch, 0, 1), hooks)
+    found = {}
+    for name in names:
+        for outer in around[name]:
+            size = calls[outer].map_size() if outer in calls else None
+            if size is None:
+                continue
+            with eval_mode(modules[outer]):
+                windows = _decoded_windows(modules[outer], calls[outer], modules[name], size)
+            if windows is not None:
+                found[name] = windows
+                break
+    return found
+
+
+def _names_around(name: str) -> list[str]:
+    """Return the names of the modules around a module, the nearest first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
+
+
+class _Call(NamedTuple):
+    """The arguments of a module, of which the first is a map of one image."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def map_size(self) -> tuple[int, int] | None:
+        """Return the size of the map that the first argument is, (1, H W, C) next to (H, W), or (1, H, W, C)."""
+        x = self.args[0] if self.args else None
+        if not isinstance(x, Tensor) or len(x) != 1:
+            return None
+        if x.ndim == 4:
+            return x.shape[1], x.shape[2]
+        for value in (*self.args[1:], *self.kwargs.values()):
+            pair = value.tolist() if isinstance(value, Tensor) and value.ndim == 1 else value
+            if x.ndim == 3 and isinstance(pair, tuple | list) and len(pair) == 2 and _are_sides(pair, x.shape[1]):
+                return pair[0], pair[1]
+        return None
+
+
+def _are_sides(pair: Sequence[Any], positions: int) -> bool:
+    return all(isinstance(side, int) for side in pair) and pair[0] * pair[1] == positions
+
+
+def _decoded_windows(block: nn.Module, call: _Call, attention: nn.Module, size: tuple[int, int]) -> Windows | None:
+    """Return the windows of the attention in a block, None unless every position of the map arrives once."""
+    x = call.args[0]
+    count = size[0] * size[1]
+    generator = torch.Generator().manual_seed(0)
+    zero, one = torch.randn(2, x.shape[-1], generator=generator).to(x)
+    positions = torch.arange(count, device=x.device)
+
+    def received(ones: Tensor) -> Tensor:
+        tokens = torch.where(ones[:, None], one, zero).reshape(x.shape)
+        return _first_input(block, _Call((tokens, *call.args[1:]), call.kwargs), attention)
+
+    zeros_there = received(positions < 0)
+    ones_there = received(positions >= 0)
+    if zeros_there.shape[-1] != x.shape[-1]:
+        return None
+    members = torch.zeros(zeros_there.shape[:2], dtype=torch.long, device=x.device)
+    for digit in range(max(1, (count - 1).bit_length())):
+        there = received((positions >> digit) % 2 == 1)
+        is_one = (there == ones_there).all(-1)
+        if not bool((is_one | (there == zeros_there).all(-1)).all()):
+            return None
+        members += is_one.long() << digit
+    members[(zeros_there == ones_there).all(-1)] = -1  # padding
+    if not torch.equal(members[members >= 0].sort().values, positions):
+        return None
+    return Windows(size, members.cpu())
+
+
+def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
+    inputs: list[Any] = []
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(args[0] if args else next(iter(kwargs.values())))
+
+    with layer.register_forward_pre_hook(record, with_kwargs=True):
+        block(*call.args, **call.kwargs)
+    return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 
 
 # Classes that cut a map into windows without shift: the name of the attention inside, and the window's size.

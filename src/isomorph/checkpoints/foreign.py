@@ -16,7 +16,7 @@ from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
-from isomorph.models.input_sizes import training_config
+from isomorph.models.input_sizes import describe_images, training_config
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Edit, Reparameterize, apply_edit
 from isomorph.surgery.rule import add_notes
@@ -80,10 +80,7 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)
         if not images:
-            config = resolve_data_config({}, model=model)
-            size, crop = "{} x {}".format(*config["input_size"][-2:]), config["crop_pct"]
-            taken = f"{size} unless a size is given, crop_pct {crop:g}, mean {config['mean']}, std {config['std']}"
-            prepared = f"as for {name}'s public weights: {taken}"
+            prepared = f"as for {name}'s public weights: {describe_images(model)}"
             add_notes(model, f"{path.name} does not say how its images were prepared; {prepared}")
     add_notes(model, *contents.notes)
     return model.eval()

@@ -3,7 +3,8 @@
 import copy
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -110,27 +111,46 @@ def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
     return model.eval()
 
 
+@contextmanager
+def _working_folder_last() -> Iterator[None]:
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def import_own(name: str, use: str = "use") -> Any:
+    """Return what `package.module:name` names. The working folder is searched last.
+
+    Raises: UserError when it cannot be imported.
+    """
+    module, _, function = name.partition(":")
+    try:
+        with _working_folder_last():
+            return getattr(import_module(module), function)
+    except Exception as error:  # whatever the user's code raises
+        reason = f"{type(error).__name__}: {short_reason(error)}"
+        known = vars(sys.modules[module]) if module in sys.modules else {}
+        close = get_close_matches(function, known, n=1)
+        advice = f"did you mean {module}:{close[0]}?" if close else "give it as Python imports it"
+        raise UserError(f"cannot {use} {name} ({reason}); {advice}") from error
+
+
 def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Return the model that `package.module:function` builds with these arguments, or that it is; in eval mode.
 
     The working folder is searched last. Raises: UserError when it cannot be imported or called, or is not a module.
     """
-    module, _, function = name.partition(":")
-    sys.path.append(os.getcwd())
-    try:
-        found = getattr(import_module(module), function)
-        model = found if isinstance(found, nn.Module) else found(**arguments)
-    except Exception as error:  # whatever the user's code raises
-        reason = f"{type(error).__name__}: {short_reason(error)}"
-        known = vars(sys.modules[module]) if module in sys.modules else {}
-        if function in known:
+    with _working_folder_last():
+        model = import_own(name, "build a model by")
+        try:
+            if not isinstance(model, nn.Module):
+                model = model(**arguments)
+        except Exception as error:  # whatever the user's code raises
+            reason = f"{type(error).__name__}: {short_reason(error)}"
             advice = "give a function that runs without arguments, or its arguments as --model-kwargs"
-        else:
-            close = get_close_matches(function, known, n=1)
-            advice = f"did you mean {module}:{close[0]}?" if close else "give it as Python imports it"
-        raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
-    finally:
-        sys.path.remove(os.getcwd())
+            raise UserError(f"cannot build a model by {name} ({reason}); {advice}") from error
     if not isinstance(model, nn.Module):
         raise UserError(f"{name} returns a {type(model).__name__}, not a torch.nn.Module; give a function that does")
     update_record(model, is_own=True)

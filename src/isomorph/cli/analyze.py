@@ -1,12 +1,13 @@
 """The analyze and compare commands."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from isomorph.checkpoints.paths import is_function
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, page_line, show, spinner
 from isomorph.errors import UserError
@@ -53,6 +54,7 @@ def analyze(
     out: Path = Path("isomorph-analysis.html"),
     overwrite: opt.Overwrite = False,
     layers: list[str] | None = None,
+    inputs: str | None = None,
     test: ImageOptions = ImageOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008
     size: opt.Size = None,
@@ -74,16 +76,24 @@ def analyze(
         File for the page, which needs no other file and no network.
     layers
         Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
+    inputs
+        Function package.module:function from normalised images (B, C, H, W) to what the models read, if that is not the
+        images alone: for CLIP a dict with texts, for SigLIP2 one with patches.
     """
+    if inputs is not None and not is_function(inputs):
+        raise UserError(f"--inputs {inputs[:80]!r} must be package.module:function, as Python imports it")
     if test.evolution and not (test.data or test.root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
+        from isomorph.checkpoints.open import import_own
         from isomorph.lab.report.analyze_page import AnalyzeOptions, analyze_sections
         from isomorph.lab.report.charts import Dots, series_table
         from isomorph.lab.report.html import write_page
         from isomorph.lab.report.page_images import open_images
-    models = _open_models([model, *([against] if against else [])], opening, device, size)
+    read = import_own(inputs) if inputs is not None else None
+    names = [model, *([against] if against else [])]
+    models = _open_models(names, opening, device, size, read)
     shown = open_images(image, dict(models[0].config))
     with spinner("analyzing") as show_step:
         batches, sampled, evolutions = open_test_loaders(models, test)
@@ -96,12 +106,17 @@ def analyze(
 
 
 def _open_models(
-    names: list[str], opening: opt.OpenOptions, device: str, size: tuple[int, int] | None
+    names: list[str],
+    opening: opt.OpenOptions,
+    device: str,
+    size: tuple[int, int] | None,
+    read: Callable[[Any], Any] | None,
 ) -> list["PageModel"]:
     from isomorph.lab.report.page_models import unique_names
 
     titles = unique_names(names)
     models = [open_page_model(name, title, opening, device, names) for name, title in zip(names, titles, strict=True)]
+    models = [replace(entry, inputs=read) for entry in models]
     channels = [entry.config["input_size"][0] for entry in models]
     if len(set(channels)) > 1:
         counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
@@ -114,8 +129,10 @@ def _fit_to(model: "PageModel", size: tuple[int, int]) -> "PageModel":
     from isomorph.models.input_sizes import evaluation_config, fit_to_size
 
     own, new = ("{} x {}".format(*sides) for sides in (model.config["input_size"][-2:], size))
+    fitted = replace(model, config=evaluation_config(model.model, size))
     try:
-        fitted = replace(model, model=fit_to_size(model.model, size), config=evaluation_config(model.model, size))
+        if model.inputs is None:
+            fitted = replace(fitted, model=fit_to_size(model.model, size))
     except UserError as error:
         raise UserError(f"{model.name}: {error}") from None
     say(f"isomorph: {model.name} gets images of {new}, its own size is {own}", sys.stderr)
@@ -167,7 +184,20 @@ def _same_image_loaders(models: list["PageModel"], source: Any) -> dict[str, Ite
     from isomorph.lab.data.loaders import eval_loader
 
     crop = {key: models[0].config[key] for key in _CROP_KEYS}
-    return {m.name: eval_loader(source, {**m.config, **crop}, 32) for m in models}
+    loaders = {m.name: eval_loader(source, {**m.config, **crop}, 32) for m in models}
+    return {m.name: _ReadBatches(loaders[m.name], m) for m in models}
+
+
+class _ReadBatches:
+    """The batches of a loader as a model reads them, with their labels."""
+
+    def __init__(self, loader: Iterable[Any], model: "PageModel") -> None:
+        self.loader = loader
+        self.model = model
+
+    def __iter__(self) -> Iterator[Any]:
+        for images, labels in self.loader:
+            yield self.model.read(images), labels
 
 
 @opt.group

@@ -28,7 +28,7 @@ from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.data.sources import spaced_images
 from isomorph.lab.evaluation.model_data import record_root
 from isomorph.lab.training.recipe.read import parse_value
-from isomorph.models.input_sizes import evaluation_config, random_inputs, training_config
+from isomorph.models.input_sizes import describe_images, random_inputs, training_config
 from isomorph.process import is_main_process
 from isomorph.surgery import notes
 from isomorph.surgery.calls import Inputs
@@ -67,10 +67,7 @@ def open_given(
 def _note_defaults(model: nn.Module, name: str, weighted: bool) -> None:
     """Note what is taken for granted of a user's own model: its weights, and the images that it was trained on."""
     weights = "" if weighted else "its weights are those that the function returns; "
-    config = evaluation_config(model)
-    size, crop = "{} x {}".format(*config["input_size"][-2:]), config["crop_pct"]
-    images = f"{size} unless --size is given, centre crop of {crop:g}, its mean and std"
-    add_notes(model, f"{name}: {weights}images are prepared as for ImageNet: {images}")
+    add_notes(model, f"{name}: {weights}images are prepared as for ImageNet: {describe_images(model)}")
 
 
 def find_recipe(path: Path) -> dict[str, Any] | None:

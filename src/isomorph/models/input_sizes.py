@@ -66,19 +66,39 @@ def _data_config(
     return {**config, **normalisation, "input_size": (number, height, width)}
 
 
+def describe_images(model: nn.Module) -> str:
+    """Return a model's own size of images, in tests another if so, and how images are cropped and normalised."""
+    config = evaluation_config(model)
+    trained = "{} x {}".format(*training_config(model)["input_size"][-2:])
+    tested = "{} x {}".format(*config["input_size"][-2:])
+    size = trained if trained == tested else f"{trained}, in tests {tested}"
+    return f"own size {size}, crop_pct {config['crop_pct']:g}, mean {config['mean']}, std {config['std']}"
+
+
 def built_size(model: nn.Module) -> ImageSize | None:
     """Return the image size (height, width) that a model was built for, if its pretrained_cfg has another one.
 
     It is the `img_size` of timm.create_model or set_input_size; a size that `record_data` recorded counts for more.
     """
     size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
-    if (side := getattr(getattr(model, "config", None), "image_size", None)) and not size:  # of transformers
-        size = (side, side) if isinstance(side, int) else side
+    size = size or _size_in_config(model)
     if size is None or tuple(config.get("input_size") or ())[-2:] == tuple(size):
         return None
     if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
         return None
     return size[0], size[1]
+
+
+def _size_in_config(model: nn.Module) -> ImageSize | None:
+    """Return the image size in the config of a model of transformers, or of its vision half."""
+    config = getattr(model, "config", None)
+    side: Any = getattr(getattr(config, "vision_config", config), "image_size", None)
+    if isinstance(side, Mapping):
+        side = [side.get("height"), side.get("width")]
+    try:
+        return image_size(side)
+    except UserError:  # it has none
+        return None
 
 
 def image_size(size: int | Sequence[int]) -> ImageSize:
@@ -268,9 +288,18 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
+def config_labels(model: nn.Module) -> list[str]:
+    """Return the names of classes in the config of a model of transformers; empty where they are numbers only."""
+    given = getattr(getattr(model, "config", None), "id2label", None)
+    if not isinstance(given, Mapping) or all(name == f"LABEL_{label}" for label, name in given.items()):
+        return []
+    return [str(given[label]) for label in sorted(given)]
+
+
 def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
     """Return the names of the model's classes: of its weights (wnids in English), ImageNet's for 1000, or numbers."""
-    imagenet, names = ImageNetInfo(), label_names(model)
+    imagenet = ImageNetInfo()
+    names = label_names(model) or config_labels(model)
     wnids = imagenet.label_names()
     if len(names) != classes:
         if classes != len(wnids):

@@ -51,6 +51,11 @@ class Rule:
     """False if a replacement computes something else than its module, and only the model computes the same."""
 
     @property
+    def tolerance(self) -> float:
+        """Largest difference that `verify` accepts by default with the rule's options."""
+        return self.atol
+
+    @property
     def keeps_function(self) -> bool:
         """False for options with which the outputs change."""
         return True

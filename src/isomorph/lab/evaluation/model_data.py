@@ -27,6 +27,7 @@ from isomorph.lab.evaluation.accuracy import MultiLabelCounts, PredictionCounts,
 from isomorph.lab.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.models.input_sizes import (
     check_own_classes,
+    config_labels,
     evaluation_config,
     fit_to_size,
     image_size,
@@ -163,8 +164,7 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
 
 def _names_in_config(model: nn.Module, classes: Sequence[str]) -> tuple[str, ...]:
-    names = getattr(getattr(model, "config", None), "id2label", None)
-    own = tuple(composed(str(name)) for name in names.values()) if isinstance(names, Mapping) else ()
+    own = tuple(map(composed, config_labels(model)))
     return own if set(own) & set(classes) else ()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isomorph.analysis import attention_spans, branch_similarity, gammas, gates, logit_stats, prefix_attention
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import cka_of_pairs, pool_features
-from isomorph.analysis.cost import static_cost
+from isomorph.analysis.cost import count_once, count_parameters, static_cost
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.errors import UserError
 from isomorph.lab.report import guides
@@ -36,7 +36,7 @@ from isomorph.lab.report.page_models import (
     register_count,
 )
 from isomorph.layers.pyramid.base import Pyramid
-from isomorph.surgery.calls import to_model
+from isomorph.surgery.calls import Inputs, to_model
 from isomorph.surgery.modules import Where
 from isomorph.terminal_tables import count_of
 
@@ -201,9 +201,17 @@ def _gating_section(charts: Sequence[Dots]) -> Section:
     return Section("Gates and spans", " ".join(texts), charts=charts, guide=guides.GATES)
 
 
+def _cost(subject: PageModel) -> dict[str, Any]:
+    if subject.inputs is None:
+        return static_cost(subject.model, subject.config["input_size"])
+    one = to_model(subject.read(torch.zeros(1, *subject.config["input_size"])), subject.model)
+    macs = count_once(subject.model, one)
+    return {"parameters": count_parameters(subject.model), "macs": macs, "step_macs": 0, "saved_bytes": None}
+
+
 def _cost_sections(models: Sequence[PageModel]) -> list[Section]:
     height, width = models[0].config["input_size"][-2:]
-    costs = {m.name: static_cost(m.model, m.config["input_size"]) for m in models}
+    costs = {m.name: _cost(m) for m in models}
     rows = [{"model": name, "height": height, "width": width, **cost} for name, cost in costs.items()]
     first, *passes = cost_tables(rows)
     sections = [Section("Cost", "Of one image.", first, finding=cost_finding(rows), guide=guides.COST)]
@@ -242,7 +250,7 @@ class AnalyzeOptions:
 
 
 def _cka_section(
-    first: PageModel, second: PageModel, pairs: Iterable[tuple[Tensor, Tensor]], options: AnalyzeOptions
+    first: PageModel, second: PageModel, pairs: Iterable[tuple[Inputs, Inputs]], options: AnalyzeOptions
 ) -> Section:
     """Return the similarity of layers, or, where the images are too few, the sentence that says so."""
     try:
@@ -276,7 +284,7 @@ def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
 def _attention_section(
     models: Sequence[PageModel],
     images: Sequence[PageImage],
-    batches: Mapping[str, Tensor],
+    batches: Mapping[str, Inputs],
     gates_of: Mapping[str, Any],
     options: AnalyzeOptions,
 ) -> Section:
@@ -333,7 +341,7 @@ def analyze_sections(
     Raises: UserError when the option `layers` matches no attention layer.
     """
     options = options or AnalyzeOptions()
-    batches = {m.name: to_model(normalise_images(images, dict(m.config)), m.model) for m in models}
+    batches = {m.name: to_model(m.read(normalise_images(images, dict(m.config))), m.model) for m in models}
     gating = _measure_charts(GATING, models)
     sections = [_attention_section(models, images, batches, gating[0].series if gating else {}, options)]
     sections += [_gating_section(gating)] if gating else []

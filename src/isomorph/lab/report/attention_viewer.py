@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis.batches import count_images, some_images
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
-from isomorph.analysis.windows import Windows, attention_windows
+from isomorph.analysis.windows import Windows, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.lab.report.charts import json_numbers
 from isomorph.lab.report.page_images import PageImage
 from isomorph.operations import AppliedAttention
+from isomorph.surgery.calls import Inputs
 from isomorph.surgery.modules import Where
 
 LEVELS = 255
@@ -99,9 +101,9 @@ def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[f
 
 
 def capture_layer_maps(
-    model: nn.Module, batch: Tensor, layers: Where | None = None, keep_exact: bool = False
+    model: nn.Module, batch: Inputs, layers: Where | None = None, keep_exact: bool = False
 ) -> tuple[dict[str, LayerMaps], dict[str, str]]:
-    """Return the maps of the attention layers for images (B, C, H, W), and for other layers why they have none.
+    """Return the maps of the attention layers for a batch of images, and for other layers why they have none.
 
     `keep_exact` also stores the maps before rounding, up to `MAX_EXACT_BYTES`.
 
@@ -109,16 +111,18 @@ def capture_layer_maps(
     """
     problems: dict[str, str] = {}
     grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
+    windows_of |= observed_windows(model, batch, _unplaced_layers(model, batch, windows_of))
     room = MAX_EXACT_BYTES * keep_exact
+    images = count_images(batch)
 
     def read_layer(frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
         nonlocal room
         try:
             maps, windows = applied.map().float(), windows_of.get(frame.name)
-            if windows and len(maps) == len(batch) * len(windows.members):
+            if windows and len(maps) == images * len(windows.members):
                 where, maps = TokenGrid(windows.grid, windows.grid), windows.on_grid(maps)
-            elif len(maps) != len(batch):
-                raise UserError(f"it attends in {len(maps) // len(batch)} windows per image of unknown position")
+            elif len(maps) != images:
+                raise UserError(f"it attends in {len(maps) // images} windows per image of unknown position")
             else:
                 where = find_token_grid(frame, applied.shape, grid)
                 maps, windows = torch.cat([maps[..., : where.prefix], where.on_map(maps).flatten(-2)], -1), None
@@ -136,6 +140,15 @@ def capture_layer_maps(
         if layers is not None:
             raise
         return {}, problems
+
+
+def _unplaced_layers(model: nn.Module, batch: Inputs, known: Mapping[str, Any]) -> list[str]:
+    """Return the names of the attention layers that read more windows than there are images, and are not known."""
+    try:
+        rows = capture_attention(model, some_images(batch, 0, 1), lambda call, _: len(call.args[0]))
+    except UserError:  # no attention
+        return []
+    return [name for name, count in rows.items() if count > 1 and name not in known]
 
 
 def pack_layer_maps(

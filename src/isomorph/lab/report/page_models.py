@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_entropy, nonlocality
 from isomorph.layers.modes import eval_mode
-from isomorph.models.input_sizes import class_namer
+from isomorph.models.input_sizes import class_namer, named_logits
 from isomorph.surgery import edits
+from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.rule import record
 
 # Classes that a prediction names.
@@ -40,6 +41,9 @@ MEASURES = {
 class PageModel:
     """A model on the page: its name, its data config (as timm resolves it), and the recipe that trained it, if any.
 
+    `inputs` returns what the model reads for a batch of normalised images (B, C, H, W), where that is not the batch
+    itself: arguments by name for CLIP, patches and their grids for SigLIP2.
+
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> iso.report.PageModel("CNN", cnn, timm.data.resolve_data_config(model=cnn)).name
     'CNN'
@@ -49,6 +53,13 @@ class PageModel:
     model: nn.Module = field(repr=False)
     config: Mapping[str, Any] = field(repr=False)
     recipe: Mapping[str, Any] | None = None
+    inputs: Callable[[Tensor], Inputs] | None = field(default=None, repr=False)
+
+    def read(self, images: Tensor) -> Inputs:
+        """Return what the model reads for a batch of normalised images. Shape: (B, C, H, W)"""
+        if self.inputs is None:
+            return images
+        return self.inputs(images)
 
 
 def short_name(name: str) -> str:
@@ -87,13 +98,20 @@ def format_percent(share: float) -> str:
 
 
 @torch.no_grad()
-def class_logits(model: nn.Module, batch: Tensor) -> Tensor | None:
-    """Return the logits of a model's classes in eval mode; None for a model without classes. Shape: -> (B, classes)"""
+def class_logits(model: nn.Module, batch: Inputs) -> Tensor | None:
+    """Return the logits of a model's classes in eval mode; None for a model without classes. Shape: -> (B, classes)
+
+    Of several outputs they are the first, or the one called `logits`, as in transformers.
+    """
     if getattr(model, "num_classes", None) == 0:
         return None
     with eval_mode(model):
-        logits = model(batch)
-    return logits.float().cpu() if isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] > 1 else None
+        logits = named_logits(run_model(model, batch))
+    if isinstance(logits, tuple | list) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
+        return None
+    return logits.float().cpu()
 
 
 def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSES) -> list[str]:

@@ -19,8 +19,12 @@ NamedGating = Mapping[str, tuple[float, float]]
 # Initial gating parameters of ConvToGPSA.
 #
 # Exact: exp(-20) of the attention leaks to the next tap and 3e-7 to content, within rounding of float32, with gradients
-# still alive. Paper: the "verge of locality" of T-CNN section 2.
-CONV_GATING: NamedGating = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
+# still alive. Near: 0.03% to content, so that gates move from the first steps. Paper: the "verge of locality" of T-CNN
+# section 2.
+CONV_GATING: NamedGating = {"exact": (20.0, 15.0), "near": (20.0, 8.0), "paper": (1.0, 1.0)}
+
+# Largest difference with `init="near"`, relative to the largest output: what these shares add up to.
+NEAR_TOLERANCE = 0.05
 
 
 def check_gating(locality: float, gate: float) -> None:
@@ -41,8 +45,9 @@ class GatedRule(Rule):
 
     named_gating: ClassVar[NamedGating]
 
-    init: Literal["exact", "paper"] = "exact"
-    """exact: the layer computes what the module computed; paper: the initialisation of the paper, to be trained."""
+    init: Literal["exact", "near", "paper"] = "exact"
+    """exact: the layer computes what the module computed; near: the same within 0.05 of the largest output, with gates
+    that move from the first steps; paper: the initialisation of the paper, to be trained."""
 
     locality: float | None = None
     """Sharpness of each head's attention around its centre, above 0; by default that of init."""
@@ -52,8 +57,12 @@ class GatedRule(Rule):
 
     @property
     def keeps_function(self) -> bool:
-        """True for the exact initialisation with its own locality and gate."""
-        return self.init == "exact" and self.locality is None and self.gate is None
+        """True for the initialisations exact and near with their own locality and gate."""
+        return self.init != "paper" and self.locality is None and self.gate is None
+
+    @property
+    def tolerance(self) -> float:
+        return NEAR_TOLERANCE if self.init == "near" else self.atol
 
     def gating(self) -> tuple[float, float]:
         """Return the initial locality and gate. Raises: UserError for a field that is out of range."""
@@ -72,7 +81,8 @@ class ConvToGPSA(GatedRule):
 
     Accepts any nn.Conv2d with an odd square kernel, dilation=1 and zero padding, with any stride and groups (depthwise
     too: groups share the heads), with or without bias. With `init="exact"` the layer computes the convolution within
-    `atol`; with `init="paper"` (locality 1, gate 1) each head puts about 0.23 of its attention on its tap, and the
+    `atol`; with `init="near"` within 0.05 of the largest output, with gates that move from the first steps; with
+    `init="paper"` (locality 1, gate 1) each head puts about 0.23 of its attention on its tap, and the
     model needs fine-tuning.
     `GPSA2d.to_conv()`, or `iso.revert`, converts back while the gates are closed.
 

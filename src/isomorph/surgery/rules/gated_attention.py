@@ -24,8 +24,8 @@ from isomorph.surgery.plain_layers import (
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
 
-# Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content.
-ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
+# Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content; near: all but 0.7%.
+ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "near": (1.0, -5.0), "paper": (1.0, 1.0)}
 
 
 def attention_mismatch(module: nn.Module) -> str | None:
@@ -75,9 +75,12 @@ class AttentionToGPSA(GatedRule, GridRule):
     with both inits.
 
     `init="exact"` keeps the values and opens the gates to content: the same function within `atol`, with positional
-    attention to be learnt. `init="paper"` is ConViT's initialisation (identity values, locality 1, gate 1), for
-    networks that will be trained. Class and register tokens have no grid position: attention from and to them is by
-    content only. A class token that is the only query (CaiT, attention pooling) is in the middle of the image.
+    attention to be learnt; in a short training its gates stay where they are. `init="near"` puts 0.7% of the attention
+    by position, is equal within 0.05 of the largest output, and its gates move from the first steps. `init="paper"` is
+    ConViT's initialisation (identity values, locality 1, gate 1), for networks that will be trained.
+
+    Class and register tokens have no grid position: attention from and to them is by content only. A class token that
+    is the only query (CaiT, attention pooling) is in the middle of the image.
     `to_attention()`, or `iso.revert`, converts back while the gates are open to content.
 
     Where `grid_size` or `prefix_tokens` is None it is read from the model; the grid then follows the size of every
@@ -140,7 +143,7 @@ class AttentionToGPSA(GatedRule, GridRule):
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])
             gpsa.qk.get_parameter(name).copy_(qk)
-            if self.init == "exact":
+            if self.init != "paper":
                 gpsa.v.get_parameter(name).copy_(v)
             elif name == "bias":
                 gpsa.v.bias.zero_()

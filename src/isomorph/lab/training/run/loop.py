@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,6 +274,8 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     if recipe.anneal and progress.recast:
         text += f"annealed {min(1.0, (epoch - recipe.model.recast_epoch) / recipe.anneal.epochs):.0%}  "
     journal.say(f"epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{row['seconds']:.1f} s")
+    if heads and epoch == run.epochs and (still := unmoved_gates(run.trained, read_log(folder / "log.jsonl"))):
+        journal.say(still)
 
 
 class StepMonitor:
@@ -374,6 +376,30 @@ def _raise_if_stopped(run: Run, number: int) -> None:
     if number:
         where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
         raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
+
+
+# Smallest change of a gate, a share of the attention, that counts: the log has three decimals.
+GATE_MOVES = 2e-3
+
+
+def unmoved_gates(model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return that the trained gates of a model are where the rows of its log begin; empty if one moved."""
+    trained = any(p.requires_grad for name, p in model.named_parameters() if name.rpartition(".")[2] == "gate")
+    logged = [row["gating"] for row in rows if row.get("gating")]
+    if not trained or len(logged) < 2:
+        return ""
+    first = logged[0]
+    last = logged[-1]
+    moves = [0.0]
+    for layer in first.keys() & last.keys():
+        pairs = zip(first[layer]["gates"], last[layer]["gates"], strict=True)
+        moves += [abs(after - before) for before, after in pairs]
+    if max(moves) > GATE_MOVES:
+        return ""
+    return (
+        f"the gates did not move (by {max(moves):.3f} at most), so heads attend as at the start; initialise them with "
+        'init="near", raise optim.gate_lr, or train longer'
+    )
 
 
 def gating_row(run: Run) -> dict[str, Any]:
