@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -359,23 +360,24 @@ def robustness(runs: Path) -> Any:
     return bars_figure("CIFAR-10, mean over five severities", "top-1 (%)", series)
 
 
-def studies(runs: Path) -> Any:
-    """Return test accuracy in the studies of docs/evidence.md: one dot per seed, each arm at its best rate."""
+def study_figure(method: str, runs: Path) -> Any:
+    """Return test accuracy in a study of docs/evidence.md: one dot per seed, each arm at its best rate."""
     panels: dict[str, dict[str, list[float]]] = {}
-    for method, study in STUDIES.items():
-        rows = json.loads((RESULTS / f"evidence_{method}.json").read_text())["rows"]
-        for setting in study.settings:
-            epochs = next(each.epochs for each in study.settings if each.images == setting.images)
-            found = {arm: [row["test"] for row in tested(setting, arm, rows).values()] for arm in setting.arms}
-            longer = "" if setting.epochs == epochs else f", {setting.epochs} epochs"
-            arms = {arm + longer: tests for arm, tests in found.items() if tests}
-            panel = panels.setdefault(f"{method}: {setting.images:,} images, {epochs} epochs", {})
-            panel.update({arm: tests for arm, tests in arms.items() if arm not in panel})  # first the rates' whole grid
+    rows = json.loads((RESULTS / f"evidence_{method}.json").read_text())["rows"]
+    settings = STUDIES[method].settings
+    for setting in settings:
+        epochs = next(each.epochs for each in settings if each.images == setting.images)
+        panel = panels.setdefault(f"{setting.images:,} images, {epochs} epochs", {})
+        longer = "" if setting.epochs == epochs else f", {setting.epochs} epochs"
+        for arm in setting.arms:
+            tests = [row["test"] for row in tested(setting, arm, rows).values()]
+            if tests:
+                panel.setdefault(arm + longer, tests)  # the setting with the whole grid of rates comes first
     panels = {title: arms for title, arms in panels.items() if arms}
     heights = [len(arms) for arms in panels.values()]
     size = (4.2, 0.2 * sum(heights) + 0.55 * len(panels))
-    figure, axes = plt.subplots(len(panels), figsize=size, height_ratios=heights, layout="constrained")
-    for cell, (title, arms) in zip(axes, panels.items(), strict=True):
+    figure, axes = plt.subplots(len(panels), figsize=size, height_ratios=heights, layout="constrained", squeeze=False)
+    for cell, (title, arms) in zip(axes[:, 0], panels.items(), strict=True):
         for line, tests in enumerate(arms.values()):
             cell.plot(tests, [line] * len(tests), "o", ms=4, alpha=0.7, color=LINEAR)
             cell.plot(np.mean(tests), line, "|", ms=11, color=INK)
@@ -384,7 +386,7 @@ def studies(runs: Path) -> Any:
         cell.set(ylim=(len(arms) - 0.4, -0.6))
         cell.set_title(title, loc="left")
         cell.grid()
-    axes[-1].set_xlabel("test top-1 (%), one dot per seed; a bar is the mean")
+    axes[-1, 0].set_xlabel("test top-1 (%), one dot per seed; a bar is the mean")
     return figure
 
 
@@ -401,7 +403,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "refiner.png": refiner,
     "cost.svg": cost,
     "robustness.svg": robustness,
-    "studies.svg": studies,
+    **{f"study-{method}.svg": partial(study_figure, method) for method in STUDIES},
 }
 
 
