@@ -386,7 +386,7 @@ def study_figure(method: str, runs: Path) -> Any:
         cell.set(ylim=(len(arms) - 0.4, -0.6))
         cell.set_title(title, loc="left")
         cell.grid()
-    axes[-1, 0].set_xlabel("test top-1 (%), one dot per seed; a bar is the mean")
+    axes[-1, 0].set_xlabel("test top-1 (%), one dot per seed; a bar is the mean", fontsize=7)
     return figure
 
 
