@@ -1,0 +1,273 @@
+"""Where two models part: their steps side by side in float64, each on what the source's step reads.
+
+The target's steps get the values of the source's, so that every difference is found where it begins, also after another.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from isomorph.operations import tensors_in
+from isomorph.surgery.calls import Inputs, leaves, run_model
+from isomorph.surgery.port.arguments import settings_of
+from isomorph.surgery.port.graph import ADDS, Graph, Step
+from isomorph.surgery.port.pair import Pairing
+from isomorph.surgery.port.watch import Call, Watch, entries_of
+
+# Relative differences in float64 up to which values are equal.
+TOLERANCE = 1e-10
+# Values with more axes are not tried in another order.
+_MOST_AXES = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where the models part: modules of both, the relative difference, and what differs there.
+
+    `settings`: arguments that are not weights, by name, of the source and of the target.
+    """
+
+    source: str
+    target: str
+    difference: float
+    what: str
+    settings: tuple[tuple[str, Any, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.target or 'the model'} (source: {self.source or 'the model'}), by {self.difference:.2g}: {self.what}"
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """An output of one model and the value of the other that equals it, with their relative difference in float64.
+
+    `own`: whose output it is, the target's or the source's; `name`: its name; `other`: the value that it equals.
+    """
+
+    own: str
+    name: str
+    other: str
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.own}'s {self.name or 'output'} = {self.other}: relative difference {self.difference:.2g}"
+
+
+def relative(value: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors relative to the largest number, infinity for NaN."""
+    if not value.numel():
+        return 0.0
+    scale = value.abs().max().item()
+    difference = (value - other).abs().max().item()
+    if math.isnan(difference):
+        return math.inf
+    return difference / scale if scale else difference
+
+
+def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
+    """Return a value with its axes in the order of another, and their relative difference; None if there is none."""
+    best: Tensor | None = None
+    smallest = math.inf
+    for candidate in _layouts(value, like):
+        difference = relative(candidate, like)
+        if best is None or difference < smallest:
+            best = candidate
+            smallest = difference
+        if smallest <= TOLERANCE:
+            break
+    return best, smallest
+
+
+def _layouts(value: Tensor, like: Tensor) -> Iterator[Tensor]:
+    if value.numel() != like.numel():
+        return
+    if value.shape == like.shape:
+        yield value
+    squeezed = value.squeeze()
+    if squeezed.ndim <= _MOST_AXES:
+        for order in permutations(range(squeezed.ndim)):
+            yield squeezed.permute(order).reshape(like.shape)
+
+
+class _Forced(Watch):
+    """A run of the target in which steps read and make the values of the source's."""
+
+    def __init__(self, tensors: dict[str, Tensor], wanted: dict[int, Tensor], made: dict[int, Any]) -> None:
+        super().__init__(tensors)
+        self.wanted = wanted  # by number of the value
+        self.made = made  # by index of the call
+        self.differences: dict[tuple[str, int], float] = {}
+
+    def before(self, args: Any, kwargs: Any, inputs: tuple[int, ...]) -> tuple[Any, Any]:
+        index = len(self.calls)
+        if index not in self.made:
+            return args, kwargs
+
+        def put(tensor: Tensor) -> Tensor:
+            number = self.number_of(tensor)
+            wanted = self.wanted.get(number)
+            if wanted is None or number != self.made[index][0]:
+                return tensor
+            return self._compare(("input", index), wanted, tensor)
+
+        return tree_map_only(Tensor, put, (args, kwargs))
+
+    def after(self, out: Any, inputs: tuple[int, ...]) -> Any:
+        index = len(self.calls)
+        wanted = self.made.get(index, (None, None))[1]
+        if wanted is None or not isinstance(out, Tensor):
+            return out
+        return self._compare(("output", index), wanted, out)
+
+    def _compare(self, key: tuple[str, int], wanted: Tensor, tensor: Tensor) -> Tensor:
+        fitting, difference = in_layout(wanted, tensor)
+        self.differences[key] = difference
+        if fitting is None or difference <= TOLERANCE:
+            return tensor
+        return torch.empty_like(tensor).copy_(fitting)
+
+
+def compare_steps(
+    source: Graph, target: Graph, pairing: Pairing, model: nn.Module, inputs: Inputs
+) -> tuple[list[Place], Watch]:
+    """Return where the steps of both part, each on the source's values, and the target's run with these values."""
+    wanted: dict[int, Tensor] = {}
+    made: dict[int, Any] = {}
+    steps: dict[int, tuple[Step, Step]] = {}
+    for one, other in pairing.pairs:
+        alone = len(one.steps) == len(other.steps) == 1
+        a = one.first
+        b = other.first
+        if b.call is None:
+            continue
+        output = source.seen.values[a.output] if alone else None
+        reads = None
+        if b.kind != "shift" and b.input is not None and a.input is not None:
+            reads = b.input
+            wanted[reads] = source.seen.values[a.input]
+        made[b.call.index] = (reads, output)
+        steps[b.call.index] = (a, b)
+    run = _Forced(entries_of(model), wanted, made)
+    run.inputs = [run.number_of(x) for x in tensors_in(inputs)]
+    run.run(model, lambda: run_model(model, inputs))
+    places = []
+    for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
+        if difference > TOLERANCE:
+            places.append(_place(source, target, *steps[index], side, difference))
+    return places, run
+
+
+def _place(
+    source: Graph, target: Graph, one: Step, other: Step, side: str, difference: float
+) -> Place:
+    if side == "output":
+        settings = differing(one.settings, other.settings)
+        what = f"the {other.kind} gives another result on the same values"
+    else:
+        between = [_between(source, one), _between(target, other)]
+        settings = _differing_calls(*between)
+        shown = [", ".join(_described(call) for call in calls) or "nothing" for calls in between]
+        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
+    return Place(one.module, other.module, difference, what, settings)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+    """Return the settings that both have with another value."""
+    both = [name for name in one if name in other]
+    return tuple((name, one[name], other[name]) for name in both if one[name] != other[name])
+
+
+def _between(graph: Graph, step: Step) -> list[Call]:
+    """Return the operations between the steps before and what a step reads, without those that only move numbers."""
+    ends = {each.output for each in graph.steps} | set(graph.seen.inputs)
+    waiting = [] if step.input is None else [step.input]
+    found: dict[int, Call] = {}
+    visited: set[int] = set()
+    while waiting:
+        number = waiting.pop()
+        call = graph.seen.makers.get(number)
+        if number in ends or call is None or call.index in visited or number not in graph.live:
+            continue
+        visited.add(call.index)
+        content = graph.content(number)
+        if content.base == number and call.name not in ADDS:
+            found[call.index] = call
+        waiting += call.inputs
+    return [found[index] for index in sorted(found)][-8:]
+
+
+def _described(call: Call) -> str:
+    name = call.name.strip("_")
+    given = {key: value for key, value in settings_of(call).items() if _is_plain(value)}
+    shown = ", ".join(f"{key}={value}" for key, value in given.items())
+    return f"{name}({shown})"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _differing_calls(one: list[Call], other: list[Call]) -> tuple[tuple[str, Any, Any], ...]:
+    """Return the settings by which operations of the same names differ, or the names of those that do."""
+    names = [call.name.strip("_") for call in one]
+    others = [call.name.strip("_") for call in other]
+    if names != others:
+        return (("operations", ", ".join(names), ", ".join(others)),)
+    found: list[tuple[str, Any, Any]] = []
+    for a, b in zip(one, other, strict=True):
+        for name, mine, theirs in differing(settings_of(a), settings_of(b)):
+            if _is_plain(mine) and _is_plain(theirs):
+                found.append((f"{a.name.strip('_')} {name}", mine, theirs))
+    return tuple(found)
+
+
+def compare_outputs(source: Watch, target: Watch) -> list[OutputRow]:
+    """Return for every output the value of the other model that equals it most.
+
+    Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
+    head. If one of them is none of these, those of the source follow, as values of the target.
+    """
+    rows = _rows_of("target", target, source)
+    if all(row.difference <= TOLERANCE for row in rows):
+        return rows
+    return rows + _rows_of("source", source, target)
+
+
+def _rows_of(own: str, one: Watch, other: Watch) -> list[OutputRow]:
+    rows = []
+    theirs = [x for x in leaves(other.result) if isinstance(x[1], Tensor)]
+    for name, value in leaves(one.result):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        named = [(f"output {path.lstrip('.')}".strip(), x) for path, x in theirs]
+        row = _nearest(own, name.lstrip("."), value, named)
+        if row.difference > TOLERANCE:
+            row = min(row, _nearest(own, row.name, value, _inner(other)), key=lambda r: r.difference)
+        rows.append(row)
+    return rows
+
+
+def _inner(seen: Watch) -> Iterator[tuple[str, Tensor]]:
+    for call in seen.calls[::-1]:
+        for number in call.outputs:
+            yield f"the result of {call.name.strip('_')} in {call.module or 'the model'}", seen.values[number]
+
+
+def _nearest(own: str, name: str, value: Tensor, named: Any) -> OutputRow:
+    best = OutputRow(own, name, "nothing", math.inf)
+    is_constant = value.numel() > 1 and bool((value == value.flatten()[0]).all())
+    for other, candidate in named:
+        if candidate.numel() != value.numel() or not candidate.is_floating_point():
+            continue
+        _, difference = in_layout(candidate.double(), value.double())
+        if difference < best.difference and not is_constant:
+            best = OutputRow(own, name, other, difference)
+        if best.difference <= TOLERANCE:
+            break
+    return best
