@@ -5,20 +5,19 @@ The target's steps get the values of the source's, so that every difference is f
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from isomorph.operations import tensors_in
-from isomorph.surgery.calls import Inputs, leaves, run_model
+from isomorph.surgery.calls import Inputs, leaves
 from isomorph.surgery.port.arguments import settings_of
 from isomorph.surgery.port.graph import ADDS, Graph, Step
 from isomorph.surgery.port.pair import Pairing
-from isomorph.surgery.port.watch import Call, Watch, entries_of
+from isomorph.surgery.port.watch import Call, Watch
 
 # Relative differences in float64 up to which values are equal.
 TOLERANCE = 1e-10
@@ -95,35 +94,43 @@ def _layouts(value: Tensor, like: Tensor) -> Iterator[Tensor]:
             yield squeezed.permute(order).reshape(like.shape)
 
 
+class _Step(NamedTuple):
+    """A call of the target: its name, the number of the value that it reads, and the source's values."""
+
+    name: str
+    reads: int | None
+    wanted: Tensor | None
+    made: Tensor | None
+
+
 class _Forced(Watch):
     """A run of the target in which steps read and make the values of the source's."""
 
-    def __init__(self, tensors: dict[str, Tensor], wanted: dict[int, Tensor], made: dict[int, Any]) -> None:
-        super().__init__(tensors)
-        self.wanted = wanted  # by number of the value
-        self.made = made  # by index of the call
+    def __init__(self, model: nn.Module, forced: dict[int, _Step]) -> None:
+        super().__init__(model)
+        self.forced = forced  # by index of the call
         self.differences: dict[tuple[str, int], float] = {}
 
-    def before(self, args: Any, kwargs: Any, inputs: tuple[int, ...]) -> tuple[Any, Any]:
-        index = len(self.calls)
-        if index not in self.made:
+    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        forced = self.forced.get(len(self.calls))
+        if forced is None or forced.name != name or forced.wanted is None:
             return args, kwargs
+        key = "input", len(self.calls)
 
         def put(tensor: Tensor) -> Tensor:
-            number = self.number_of(tensor)
-            wanted = self.wanted.get(number)
-            if wanted is None or number != self.made[index][0]:
+            if self.number_of(tensor) != forced.reads:
                 return tensor
-            return self._compare(("input", index), wanted, tensor)
+            return self._compare(key, forced.wanted, tensor)
 
         return tree_map_only(Tensor, put, (args, kwargs))
 
-    def after(self, out: Any, inputs: tuple[int, ...]) -> Any:
-        index = len(self.calls)
-        wanted = self.made.get(index, (None, None))[1]
-        if wanted is None or not isinstance(out, Tensor):
+    def after(self, name: str, out: Any) -> Any:
+        forced = self.forced.get(len(self.calls))
+        if forced is None or forced.name != name or forced.made is None:
             return out
-        return self._compare(("output", index), wanted, out)
+        if not isinstance(out, Tensor):
+            return out
+        return self._compare(("output", len(self.calls)), forced.made, out)
 
     def _compare(self, key: tuple[str, int], wanted: Tensor, tensor: Tensor) -> Tensor:
         fitting, difference = in_layout(wanted, tensor)
@@ -137,8 +144,7 @@ def compare_steps(
     source: Graph, target: Graph, pairing: Pairing, model: nn.Module, inputs: Inputs
 ) -> tuple[list[Place], Watch]:
     """Return where the steps of both part, each on the source's values, and the target's run with these values."""
-    wanted: dict[int, Tensor] = {}
-    made: dict[int, Any] = {}
+    forced: dict[int, _Step] = {}
     steps: dict[int, tuple[Step, Step]] = {}
     for one, other in pairing.pairs:
         alone = len(one.steps) == len(other.steps) == 1
@@ -147,15 +153,13 @@ def compare_steps(
         if b.call is None:
             continue
         output = source.seen.values[a.output] if alone else None
-        reads = None
+        wanted = None
         if b.kind != "shift" and b.input is not None and a.input is not None:
-            reads = b.input
-            wanted[reads] = source.seen.values[a.input]
-        made[b.call.index] = (reads, output)
-        steps[b.call.index] = (a, b)
-    run = _Forced(entries_of(model), wanted, made)
-    run.inputs = [run.number_of(x) for x in tensors_in(inputs)]
-    run.run(model, lambda: run_model(model, inputs))
+            wanted = source.seen.values[a.input]
+        forced[b.call.index] = _Step(b.call.name, b.input, wanted, output)
+        steps[b.call.index] = a, b
+    run = _Forced(model, forced)
+    run.watch(inputs)
     places = []
     for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
         if difference > TOLERANCE:
@@ -227,30 +231,49 @@ def _differing_calls(one: list[Call], other: list[Call]) -> tuple[tuple[str, Any
     return tuple(found)
 
 
-def compare_outputs(source: Watch, target: Watch) -> list[OutputRow]:
+def compare_outputs(source: Graph, target: Graph, run: Watch) -> list[OutputRow]:
     """Return for every output the value of the other model that equals it most.
 
     Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
     head. If one of them is none of these, those of the source follow, as values of the target.
     """
-    rows = _rows_of("target", target, source)
+    rows = _rows_of("target", target, run, source.seen)
     if all(row.difference <= TOLERANCE for row in rows):
         return rows
-    return rows + _rows_of("source", source, target)
+    return rows + _rows_of("source", source, source.seen, run)
 
 
-def _rows_of(own: str, one: Watch, other: Watch) -> list[OutputRow]:
+def _rows_of(own: str, graph: Graph, one: Watch, other: Watch) -> list[OutputRow]:
     rows = []
     theirs = [x for x in leaves(other.result) if isinstance(x[1], Tensor)]
     for name, value in leaves(one.result):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        named = [(f"output {path.lstrip('.')}".strip(), x) for path, x in theirs]
-        row = _nearest(own, name.lstrip("."), value, named)
-        if row.difference > TOLERANCE:
-            row = min(row, _nearest(own, row.name, value, _inner(other)), key=lambda r: r.difference)
-        rows.append(row)
+        path = name.lstrip(".")
+        named = [(f"output {each.lstrip('.')}".strip(), x) for each, x in theirs]
+        found = [_nearest(own, path, value, named)]
+        if found[0].difference > TOLERANCE and not _is_constant(value):
+            found.append(_nearest(own, path, value, _inner(other)))
+            whole = _taken_from(graph, one, value)
+            if whole is not None:
+                part = _nearest(own, path, whole, _inner(other))
+                found.append(replace(part, other=f"a part of {part.other}"))
+        rows.append(min(found, key=lambda row: row.difference))
     return rows
+
+
+def _is_constant(value: Tensor) -> bool:
+    return value.numel() > 1 and bool((value == value.flatten()[0]).all())
+
+
+def _taken_from(graph: Graph, run: Watch, value: Tensor) -> Tensor | None:
+    """Return the value that an output is a moved part of, such as the tokens of which it is the first, or None."""
+    content = graph.content(run.number_of(value))
+    is_part = content.base is not None and not content.terms and content.ids is not None
+    if not is_part or content.base in run.inputs:
+        return None
+    whole = run.values[content.base]  # type: ignore[index]
+    return whole if whole.numel() > value.numel() else None
 
 
 def _inner(seen: Watch) -> Iterator[tuple[str, Tensor]]:
@@ -261,12 +284,11 @@ def _inner(seen: Watch) -> Iterator[tuple[str, Tensor]]:
 
 def _nearest(own: str, name: str, value: Tensor, named: Any) -> OutputRow:
     best = OutputRow(own, name, "nothing", math.inf)
-    is_constant = value.numel() > 1 and bool((value == value.flatten()[0]).all())
     for other, candidate in named:
         if candidate.numel() != value.numel() or not candidate.is_floating_point():
             continue
         _, difference = in_layout(candidate.double(), value.double())
-        if difference < best.difference and not is_constant:
+        if difference < best.difference:
             best = OutputRow(own, name, other, difference)
         if best.difference <= TOLERANCE:
             break

@@ -103,12 +103,17 @@ class Graph:
         # The first entry of every parameter, and their names.
         self.first: dict[int, int] = {}
         self.count = 0
+        # The entries of buffers: numbers to carry where a norm reads them, elsewhere constants of the code.
+        self.statistics: dict[int, Tensor] = {}
         for number in seen.names:
             self.first[number] = self.count
             size = seen.values[number].numel()
             shape = seen.values[number].shape
             entries = torch.arange(self.count, self.count + size).reshape(shape)
-            self.contents[number] = Content(terms=(entries,))
+            if number in seen.buffers:
+                self.statistics[number] = entries
+            else:
+                self.contents[number] = Content(terms=(entries,))
             self.count += size
         for number in seen.inputs:
             self._begin(number, frozenset())
@@ -160,6 +165,9 @@ class Graph:
         base = bases.pop() if bases else None
         sources = [self.sources.get(number, frozenset()) for number in floating]
         for number, where in zip(call.outputs, moved, strict=True):
+            if bool((where == -1).all()):  # zeros
+                self.contents[number] = Content()
+                continue
             terms = tuple(layer[where] for layer in layers)
             terms = tuple(each for each in terms if bool((each >= 0).any()))
             self.contents[number] = Content(base, ids[where] if base is not None else None, terms)
@@ -270,7 +278,8 @@ class Graph:
                 continue
             if number not in self.live and not content.terms:
                 if is_weight:
-                    operands[role] = Operand(self.seen.values[number], None, number)
+                    entries = self.statistics.get(number)
+                    operands[role] = Operand(self.seen.values[number], entries, number)
                 continue
             sources.append(self._read(number, call, place))
             if is_weight:  # computed from parameters by steps of their own

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from isomorph.errors import UserError
 from isomorph.operations import copy_module, unwrap
-from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty
+from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model
 from isomorph.surgery.port.compare import OutputRow, Place, compare_outputs, compare_steps
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.pair import Joint, Pairing, joints_of, pair
@@ -81,7 +81,7 @@ def _exact_copy(model: nn.Module) -> nn.Module:
 def _perturb(model: nn.Module) -> None:
     """Give all numbers of a model other values, so that a value says where it comes from."""
     generator = torch.Generator().manual_seed(1)
-    for tensor in model.state_dict(keep_vars=True).values():
+    for tensor in model.parameters():
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
             tensor.add_(noise.mul_(0.01).abs_())
@@ -94,6 +94,7 @@ class _Trial:
     solution: Solution
     places: list[Place]
     rows: list[OutputRow]
+    explained: bool = True
 
     @property
     def equal(self) -> bool:
@@ -115,6 +116,9 @@ class _Port:
         self.source = _exact_copy(source)
         self.target = _exact_copy(target)
         own = copy.deepcopy(self.source.state_dict())
+        for model in (self.source, self.target):  # which may keep what it computes in a first call
+            with torch.no_grad():
+                run_model(model, self.image)
         _perturb(self.source)
         _perturb(self.target)
         self.a = Graph(watch(self.source, self.image))
@@ -125,8 +129,7 @@ class _Port:
 
     def report(self) -> PortReport:
         """Return the target with the source's weights, and what was found."""
-        write(self.a, self.source, draw(self.a))
-        self.a.refresh(watch(self.source, self.image))
+        self._draw()
         drawn = self._try_all()
         self.source.load_state_dict(self.own)
         self.a.refresh(watch(self.source, self.image))
@@ -141,6 +144,8 @@ class _Port:
         relevant = relevant or ("source" if equal else "target")
         difference = max(row.difference for row in rows if row.own == relevant)
         settings = settings_in(drawn.places)
+        explained = not equal and drawn.explained and final.explained and bool(settings)
+        explained = explained and not final.solution.lost and self._is_paired()
         return PortReport(
             model=model,
             equal=equal,
@@ -150,9 +155,25 @@ class _Port:
             left=names_left(self.a, final.solution),
             kept=names_kept(self.b, final.solution),
             settings=settings,
+            explained=explained,
             places=tuple(drawn.places),
             notes=tuple(dict.fromkeys([*self.notes, *final.solution.lost])),
         )
+
+    def _draw(self) -> None:
+        """Give the source random weights; neutral ones stay where the target has no place for others."""
+        self.source.load_state_dict(self.own)
+        self.a.refresh(watch(self.source, self.image))
+        own = self.a.numbers(torch.arange(self.a.count))
+        numbers = draw(self.a)
+        write(self.a, self.source, numbers)
+        self.a.refresh(watch(self.source, self.image))
+        unplaced = solve(self.a, self.b, self.pairing).unplaced
+        if unplaced:
+            entries = torch.cat(unplaced)
+            numbers[entries] = own[entries]
+            write(self.a, self.source, numbers)
+            self.a.refresh(watch(self.source, self.image))
 
     def _try_all(self) -> _Trial:
         best = self._trial(self.pairing)
@@ -162,12 +183,19 @@ class _Port:
         solution = solve(self.a, self.b, pairing)
         write(self.b, self.target, solution.numbers)
         places, run = compare_steps(self.a, self.b, pairing, self.target, self.image)
-        if places:
-            run = watch(self.target, self.image)
-        return _Trial(solution, places, compare_outputs(self.a.seen, run))
+        rows = compare_outputs(self.a, self.b, run)
+        if not places:
+            return _Trial(solution, places, rows)
+        explained = is_equal(rows, "target") and all(place.settings for place in places)
+        rows = compare_outputs(self.a, self.b, watch(self.target, self.image))
+        return _Trial(solution, places, rows, explained)
 
     def _may_keep(self) -> bool:
         return True
+
+    def _is_paired(self) -> bool:
+        """True if neither model has a step that the other has not, apart from heads."""
+        return not (self.pairing.only_source or self.pairing.only_target)
 
     def _write(self, model: nn.Module, solution: Solution) -> None:
         write(self.b, model, solution.numbers)

@@ -64,7 +64,13 @@ class Solution:
     conflicts: list[str] = field(default_factory=list)
     """Where two steps of the source give one parameter of the target different numbers."""
 
-    resized: list[str] = field(default_factory=list)
+    unplaced: list[Tensor] = field(default_factory=list)
+    """The source's entries that the target has no place for."""
+
+    def lose(self, given: Tensors, what: str) -> None:
+        """Note numbers that the target has no place for."""
+        self.lost.append(what)
+        self.unplaced.append(given.entries[given.entries >= 0])
 
     def put(self, entries: Tensor | None, given: Tensors, module: str) -> None:
         """Write numbers into the target's entries; those that it has no parameter for must be 0."""
@@ -75,7 +81,7 @@ class Solution:
         origins = given.entries.reshape(-1)
         inside = entries >= 0
         if bool(value[~inside].any()):
-            self.lost.append(f"{module}: a bias for which the target has a constant 0")
+            self.lose(Tensors(value, origins)[~inside], f"{module}: the target has a constant 0")
         entries = entries[inside]
         known = self.origins[entries] != OWN
         if bool((known & (self.numbers[entries] != value[inside])).any()):
@@ -170,7 +176,7 @@ def _solve_bias(parts: list[Part], other: Joint, solution: Solution) -> None:
         if bias is not None and part.step.operands["bias"].entries is not None:
             solution.put(bias.entries, own, part.step.module)
         elif bias is None and bool(own.value.any()):
-            solution.lost.append(f"{part.step.module}: the target has no bias there")
+            solution.lose(own, f"{part.step.module}: the target has no bias there")
 
 
 def _solve_shift(one: Step, other: Step, solution: Solution) -> None:
@@ -229,7 +235,7 @@ def _solve_operands(one: Step, other: Step, solution: Solution) -> None:
     for role, operand in one.operands.items():
         number = _NEUTRAL.get(role, 0.0)
         if role not in other.operands and bool((operand.value != number).any()):
-            solution.lost.append(f"{other.module}: the target has no {role} there")
+            solution.lose(Tensors.of(operand), f"{other.module}: the target has no {role} there")
 
 
 def _put(

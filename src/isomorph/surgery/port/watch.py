@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +54,41 @@ class Call:
         return self.function(*put(list(self.args)), **put(self.kwargs))
 
 
+class _Write(NamedTuple):
+    """What was written to a memory: the version after it, the number of the value, and where it is."""
+
+    version: int
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+
+def _written_through(before: Tensor, written: Tensor, write: _Write, start: int) -> Tensor:
+    """Return a tensor of which a view was written to."""
+    after = before.clone(memory_format=torch.contiguous_format)
+    if after.stride() != before.stride():
+        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(before)
+    after.as_strided(write.size, write.stride, max(write.start - start, 0)).copy_(written)
+    return after
+
+
+def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    new = tensor.clone()
+    new[index] = value
+    return new
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class Watch(TorchFunctionMode):
     """Context that records calls, and values by number: those of the model's tensors first, then as they are made."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.model = model
         self.calls: list[Call] = []
         self.values: list[Tensor] = []
         self.makers: dict[int, Call] = {}
@@ -69,19 +99,46 @@ class Watch(TorchFunctionMode):
         self.inputs: list[int] = []
         self.result: Any = None
         self._numbers: dict[int, tuple[int, int]] = {}
+        # Values by the memory in which they are, and what was written to it.
+        self._sharing: dict[int, list[int]] = defaultdict(list)
+        self._writes: dict[int, list[_Write]] = defaultdict(list)
         self._alive: list[Tensor] = []  # the identity of a tensor is its own only while it lives
-        for name, tensor in tensors.items():
-            self.names[self.number_of(tensor)].append(name)
+        # Which of these are buffers.
+        self.buffers: set[int] = set()
+        for name, tensor in entries_of(model).items():
+            number = self.number_of(tensor)
+            self.names[number].append(name)
+            if not isinstance(tensor, nn.Parameter):
+                self.buffers.add(number)
 
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a value: of a tensor at its version."""
         known = self._numbers.get(id(tensor))
-        if known and known[1] == tensor._version:
-            return known[0]
-        return self._add(tensor)
+        if known is None:
+            return self._add(tensor)
+        number, version = known
+        if version == tensor._version:
+            return number
+        writes = [x for x in self._writes.get(_storage(tensor), []) if x.version > version]
+        for write in writes:
+            number = self._write(tensor, number, write)
+        return number if writes else self._add(tensor)
+
+    def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
+        """Record that a part of a tensor was written to through another view of it."""
+        function = partial(_written_through, write=write, start=tensor.storage_offset())
+        new = self._add(tensor)
+        before = self.values[number]
+        self.values[new] = function(before, self.values[write.number])
+        args = Ref(number), Ref(write.number)
+        read = number, write.number
+        module = self.running[-1]
+        self._record(Call(len(self.calls), "write", function, module, args, {}, read, (new,)))
+        return new
 
     def _add(self, tensor: Tensor) -> int:
         number = len(self.values)
+        self._sharing[_storage(tensor)].append(number)
         self.values.append(tensor.detach())
         self._alive.append(tensor)
         self._numbers[id(tensor)] = (number, tensor._version)
@@ -97,28 +154,47 @@ class Watch(TorchFunctionMode):
         read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
         inputs = tuple(map(self.number_of, read))
         kept = tree_map_only(Tensor, lambda x: Ref(self.number_of(x)), (list(args), given))
-        if _writes(name, args, given) and read:
-            self.values[inputs[0]] = read[0].detach().clone()
-        args, given = self.before(args, given, inputs)
-        out = self.after(func(*args, **given), inputs)
+        writes = bool(read) and _writes(name, args, given)
+        if writes:
+            self._keep(read[0])
+        args, given = self.before(name, args, given)
+        out = self.after(name, func(*args, **given))
         made = [args[0]] if name == "__setitem__" else tensors_in(out)
         is_new = bool(made) and name not in SHAPES_ALONE
         if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
             outputs = tuple(map(self._add, made))
+            function = _set_item if name == "__setitem__" else func
+            module = self.running[-1]
             call = Call(
-                len(self.calls), name, func, self.running[-1], *_tuple(kept), inputs, outputs
+                len(self.calls), name, function, module, *_tuple(kept), inputs, outputs
             )
-            self.calls.append(call)
-            for number in dict.fromkeys(inputs):
-                self.readers[number].append(call)
-            self.makers |= dict.fromkeys(outputs, call)
+            self._record(call)
+            if writes and made[0] is read[0]:
+                self._note_write(made[0], outputs[0])
         return out
 
-    def before(self, args: Any, kwargs: Any, inputs: tuple[int, ...]) -> tuple[Any, Any]:
+    def _record(self, call: Call) -> None:
+        self.calls.append(call)
+        for number in dict.fromkeys(call.inputs):
+            self.readers[number].append(call)
+        self.makers |= dict.fromkeys(call.outputs, call)
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Keep the numbers of all values in the memory of a tensor that is written to."""
+        storage = _storage(tensor)
+        for number in self._sharing.pop(storage, []):
+            if _storage(self.values[number]) == storage:
+                self.values[number] = self.values[number].clone()
+
+    def _note_write(self, tensor: Tensor, number: int) -> None:
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._writes[_storage(tensor)].append(_Write(tensor._version, number, *layout))
+
+    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that a call gets."""
         return args, kwargs
 
-    def after(self, out: Any, inputs: tuple[int, ...]) -> Any:
+    def after(self, name: str, out: Any) -> Any:
         """Return what a call gives."""
         return out
 
@@ -126,8 +202,9 @@ class Watch(TorchFunctionMode):
         known = self._numbers.get(id(tensor))
         return known is not None and known[1] == tensor._version
 
-    def run(self, model: nn.Module, call: Callable[[], Any]) -> None:
-        """Run a call of a model and record it."""
+    def watch(self, inputs: Inputs) -> None:
+        """Run the model and record what happens."""
+        self.inputs = [self.number_of(x) for x in tensors_in(inputs)]
 
         def enter(name: str, *_: Any) -> None:
             self.running.append(name)
@@ -136,11 +213,11 @@ class Watch(TorchFunctionMode):
             self.running.pop()
 
         with ExitStack() as hooks:
-            for name, module in model.named_modules():
+            for name, module in self.model.named_modules():
                 hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
                 hooks.enter_context(module.register_forward_hook(leave))
             with torch.no_grad(), torch.autocast("cpu", enabled=False), self:
-                self.result = call()
+                self.result = run_model(self.model, inputs)
 
 
 def _tuple(kept: tuple[list[Any], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -236,7 +313,6 @@ def entries_of(model: nn.Module) -> dict[str, Tensor]:
 
 def watch(model: nn.Module, inputs: Inputs) -> Watch:
     """Return what happens in a call of a model, in the mode that it is in."""
-    seen = Watch(entries_of(model))
-    seen.inputs = [seen.number_of(x) for x in tensors_in(inputs)]
-    seen.run(model, lambda: run_model(model, inputs))
+    seen = Watch(model)
+    seen.watch(inputs)
     return seen
