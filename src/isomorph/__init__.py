@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         edits,
         fuse,
         insert,
+        port_weights,
         prune,
         recalibrate,
         recast,
@@ -60,7 +61,7 @@ _HOMES = {
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
     "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
-    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune "
+    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert port_weights prune "
     "recalibrate recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
     "tasks.robustness": "robustness",
@@ -79,8 +80,8 @@ __all__ += [
 __all__ += ["ConvToConvNorm", "ConvToGPSA"]
 __all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
 __all__ += ["evaluate", "export", "fuse", "gates", "insert", "keep_freed_memory", "load", "load_recipe", "load_weights"]
-__all__ += ["nonlocality", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness", "save"]
-__all__ += ["save_for_hub", "targets", "train", "unstride", "verify"]
+__all__ += ["nonlocality", "port_weights", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness"]
+__all__ += ["save", "save_for_hub", "targets", "train", "unstride", "verify"]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one

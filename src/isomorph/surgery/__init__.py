@@ -6,6 +6,8 @@ from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
 from isomorph.surgery.insert import Insert, insert, register_block
 from isomorph.surgery.merge import FuseReport, Merge
+from isomorph.surgery.port.port import port_weights
+from isomorph.surgery.port.report import NotPorted, PortReport
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, targets
@@ -45,6 +47,8 @@ __all__ = [
     "LinearToPyramid",
     "Merge",
     "NotEqual",
+    "NotPorted",
+    "PortReport",
     "Prune",
     "Revert",
     "Rule",
@@ -61,6 +65,7 @@ __all__ = [
     "fusible_modules",
     "insert",
     "notes",
+    "port_weights",
     "prunable_layers",
     "prune",
     "recalibrate",

@@ -1,11 +1,12 @@
 """Where two models part: their steps side by side in float64, each on what the source's step reads.
 
-The target's steps get the values of the source's, so that every difference is found where it begins, also after another.
+The target's steps get the values of the source's, so that each difference is found where it begins.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ class Place:
     settings: tuple[tuple[str, Any, Any], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.target or 'the model'} (source: {self.source or 'the model'}), by {self.difference:.2g}: {self.what}"
+        target = self.target or "the model"
+        source = self.source or "the model"
+        return f"{target} (source: {source}), by {self.difference:.2g}: {self.what}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,9 @@ def compare_steps(
             continue
         output = source.seen.values[a.output] if alone else None
         wanted = None
-        if b.kind != "shift" and b.input is not None and a.input is not None:
+        reordered = a.columns is not None or b.columns is not None
+        has_input = a.input is not None and b.input is not None
+        if b.kind != "shift" and has_input and not reordered:
             wanted = source.seen.values[a.input]
         forced[b.call.index] = _Step(b.call.name, b.input, wanted, output)
         steps[b.call.index] = a, b
@@ -175,7 +180,8 @@ def _place(
         what = f"the {other.kind} gives another result on the same values"
     else:
         between = [_between(source, one), _between(target, other)]
-        settings = _differing_calls(*between)
+        maps = partial(_count_maps, source), partial(_count_maps, target)
+        settings = _differing_calls(*between, maps)
         shown = [", ".join(_described(call) for call in calls) or "nothing" for calls in between]
         what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, settings)
@@ -217,7 +223,16 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-def _differing_calls(one: list[Call], other: list[Call]) -> tuple[tuple[str, Any, Any], ...]:
+def _count_maps(graph: Graph, call: Call) -> int:
+    """Return how many matrices a softmax is taken of."""
+    return graph.seen.values[call.outputs[0]].shape[:-2].numel()
+
+
+def _differing_calls(
+    one: list[Call],
+    other: list[Call],
+    maps: tuple[Callable[[Call], int], Callable[[Call], int]],
+) -> tuple[tuple[str, Any, Any], ...]:
     """Return the settings by which operations of the same names differ, or the names of those that do."""
     names = [call.name.strip("_") for call in one]
     others = [call.name.strip("_") for call in other]
@@ -225,6 +240,8 @@ def _differing_calls(one: list[Call], other: list[Call]) -> tuple[tuple[str, Any
         return (("operations", ", ".join(names), ", ".join(others)),)
     found: list[tuple[str, Any, Any]] = []
     for a, b in zip(one, other, strict=True):
+        if a.name == "softmax" and maps[0](a) != maps[1](b):
+            return (("heads or windows of attention", maps[0](a), maps[1](b)),)
         for name, mine, theirs in differing(settings_of(a), settings_of(b)):
             if _is_plain(mine) and _is_plain(theirs):
                 found.append((f"{a.name.strip('_')} {name}", mine, theirs))
@@ -279,7 +296,10 @@ def _taken_from(graph: Graph, run: Watch, value: Tensor) -> Tensor | None:
 def _inner(seen: Watch) -> Iterator[tuple[str, Tensor]]:
     for call in seen.calls[::-1]:
         for number in call.outputs:
-            yield f"the result of {call.name.strip('_')} in {call.module or 'the model'}", seen.values[number]
+            yield (
+                f"the result of {call.name.strip('_')} in {call.module or 'the model'}",
+                seen.values[number],
+            )
 
 
 def _nearest(own: str, name: str, value: Tensor, named: Any) -> OutputRow:

@@ -1,7 +1,6 @@
 """Carry the weights of a model to another implementation of the same function, and prove that both are equal."""
 
 import copy
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from isomorph.errors import UserError
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.port.compare import OutputRow, Place, compare_outputs, compare_steps
 from isomorph.surgery.port.graph import Graph
-from isomorph.surgery.port.pair import Joint, Pairing, joints_of, pair
+from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import (
     NotPorted,
     PortReport,
@@ -25,8 +24,8 @@ from isomorph.surgery.port.report import (
     settings_in,
     ways_of,
 )
-from isomorph.surgery.port.solve import COMPUTED, NEUTRAL, Solution, draw, part_orders, solve, write
-from isomorph.surgery.port.watch import Watch, watch
+from isomorph.surgery.port.solve import Solution, draw, part_orders, solve, write
+from isomorph.surgery.port.watch import watch
 from isomorph.surgery.recast import check_model
 
 # Most runs of the target in which layers are exchanged that structure cannot tell apart.
@@ -96,14 +95,6 @@ class _Trial:
     rows: list[OutputRow]
     explained: bool = True
 
-    @property
-    def equal(self) -> bool:
-        return is_equal(self.rows, "target") or is_equal(self.rows, "source")
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        return not self.equal, len(self.places)
-
 
 class _Port:
     """Two models in float64 on one image, their graphs, and which steps belong together."""
@@ -125,7 +116,8 @@ class _Port:
         self.b = Graph(watch(self.target, self.image))
         self.own = own
         self.pairing = pair(joints_of(self.a), joints_of(self.b))
-        self.notes: list[str] = []
+        self.orders: dict[int, int] = {}
+        self.tried: list[str] = []
 
     def report(self) -> PortReport:
         """Return the target with the source's weights, and what was found."""
@@ -133,38 +125,46 @@ class _Port:
         drawn = self._try_all()
         self.source.load_state_dict(self.own)
         self.a.refresh(watch(self.source, self.image))
-        final = self._trial(self.pairing)
-        model = copy_module(unwrap(self.wanted))
-        equal = drawn.equal and final.equal and self._may_keep()
+        final = self._trial()
+        equal = self._is_equal(drawn) and self._is_equal(final)
+        solution = final.solution
         if not equal and self.pairing.only_target:
-            final = replace(final, solution=solve(self.a, self.b, self.pairing, neutral=False))
-        self._write(model, final.solution)
-        rows = max(drawn.rows, final.rows, key=_largest)
-        relevant = "target" if is_equal(rows, "target") else ""
-        relevant = relevant or ("source" if equal else "target")
-        difference = max(row.difference for row in rows if row.own == relevant)
+            solution = solve(self.a, self.b, self.pairing, self.orders, neutral=False)
+        model = copy_module(unwrap(self.wanted))
+        write(self.b, model, solution.numbers)
+        worst = max(drawn, final, key=lambda trial: _largest(trial.rows))
+        relevant = "target"
+        if equal and not is_equal(worst.rows, "target"):
+            relevant = "source"
+        rows = [row for row in worst.rows if row.own == relevant]
         settings = settings_in(drawn.places)
         explained = not equal and drawn.explained and final.explained and bool(settings)
-        explained = explained and not final.solution.lost and self._is_paired()
+        explained = explained and not solution.lost and self._is_paired()
         return PortReport(
             model=model,
             equal=equal,
-            difference=difference,
-            outputs=tuple(row for row in rows if row.own == relevant),
-            tensors=ways_of(self.a, self.b, final.solution),
-            left=names_left(self.a, final.solution),
-            kept=names_kept(self.b, final.solution),
+            difference=_largest(rows),
+            outputs=tuple(rows),
+            tensors=ways_of(self.a, self.b, solution),
+            left=names_left(self.a, solution),
+            kept=names_kept(self.b, solution),
             settings=settings,
             explained=explained,
             places=tuple(drawn.places),
-            notes=tuple(dict.fromkeys([*self.notes, *final.solution.lost])),
+            ambiguous=tuple(self.tried),
+            notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal)),
         )
 
+    def _without_counterpart(self, equal: bool) -> Iterator[str]:
+        sides = ("source", self.pairing.only_source), ("target", self.pairing.only_target)
+        for name, joints in sides if not equal else ():
+            modules = list(dict.fromkeys(joint.module or "the model" for joint in joints))
+            if modules:
+                yield f"of the {name} alone: {list_names(modules)}"
+
     def _draw(self) -> None:
-        """Give the source random weights; neutral ones stay where the target has no place for others."""
-        self.source.load_state_dict(self.own)
-        self.a.refresh(watch(self.source, self.image))
-        own = self.a.numbers(torch.arange(self.a.count))
+        """Give the source random weights; its own stay where the target has no place for them."""
+        own = self._own_numbers()
         numbers = draw(self.a)
         write(self.a, self.source, numbers)
         self.a.refresh(watch(self.source, self.image))
@@ -175,14 +175,16 @@ class _Port:
             write(self.a, self.source, numbers)
             self.a.refresh(watch(self.source, self.image))
 
-    def _try_all(self) -> _Trial:
-        best = self._trial(self.pairing)
-        return best
+    def _own_numbers(self) -> Tensor:
+        names = [self.a.seen.names[number][0] for number in self.a.first]
+        flat = [self.own[name].flatten() for name in names]
+        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
-    def _trial(self, pairing: Pairing) -> _Trial:
-        solution = solve(self.a, self.b, pairing)
+    def _trial(self) -> _Trial:
+        """Run the target with the source's numbers and compare."""
+        solution = solve(self.a, self.b, self.pairing, self.orders)
         write(self.b, self.target, solution.numbers)
-        places, run = compare_steps(self.a, self.b, pairing, self.target, self.image)
+        places, run = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
         rows = compare_outputs(self.a, self.b, run)
         if not places:
             return _Trial(solution, places, rows)
@@ -190,15 +192,91 @@ class _Port:
         rows = compare_outputs(self.a, self.b, watch(self.target, self.image))
         return _Trial(solution, places, rows, explained)
 
-    def _may_keep(self) -> bool:
-        return True
+    def _try_all(self) -> _Trial:
+        """Return the best trial; layers that structure cannot tell apart are exchanged where the first is not equal."""
+        best = self._trial()
+        for choice in self._choices() if not self._is_equal(best) else ():
+            if self._is_equal(best) or len(self.tried) == _TRIALS:
+                break
+            before = dict(self.orders), self.pairing
+            self.tried.append(choice.take(self))
+            trial = self._trial()
+            if len(trial.places) < len(best.places) or self._is_equal(trial):
+                best = trial
+            else:
+                self.orders, self.pairing = before
+        return best
+
+    def _choices(self) -> "Iterator[_Parts | _Exchange]":
+        """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
+        labels: dict[tuple[object, ...], list[int]] = {}
+        counts: dict[tuple[object, ...], int] = {}
+        for one, other in self.pairing.pairs:
+            signs = [part.read_by for part in one.parts], [part.read_by for part in other.parts]
+            is_clear = len(set(signs[0])) == len(signs[0]) and set(signs[0]) == set(signs[1])
+            if len(one.parts) > 1 and not is_clear:
+                labels.setdefault(one.label, []).append(one.index)
+                counts[one.label] = len(part_orders(one, other))
+        for label, joints in labels.items():
+            for choice in range(1, counts[label]):
+                yield _Parts(tuple(joints), choice)
+        for group in self.pairing.alike:
+            for order in list(permutations(group))[1:6]:
+                yield _Exchange(tuple(group), order)
+
+    def _is_equal(self, trial: _Trial) -> bool:
+        """True if all outputs are equal; a head that only one side has is no part of the other's function."""
+        if is_equal(trial.rows, "target"):
+            inner = any(not row.other.startswith("output") for row in trial.rows)
+            return not inner or self._are_heads(self.a, self.pairing.only_source)
+        only = self.pairing.only_target
+        has_head = any(joint.first.kind == "layer" for joint in only)
+        return is_equal(trial.rows, "source") and has_head and self._are_heads(self.b, only)
+
+    def _are_heads(self, graph: Graph, joints: list[Joint]) -> bool:
+        """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
+        alone = {joint.index for joint in joints}
+        for joint in joints:
+            if joint.first.kind == "layer" and graph.seen.values[joint.first.output].ndim != 2:
+                return False
+            if joint.readers - alone:
+                return False
+        layers = [joint for joint in joints if joint.first.kind == "layer"]
+        inner = {joint.index for joint in layers}
+        return not any(joint.sources & inner for joint in layers)
 
     def _is_paired(self) -> bool:
         """True if neither model has a step that the other has not, apart from heads."""
-        return not (self.pairing.only_source or self.pairing.only_target)
+        mine = self._are_heads(self.a, self.pairing.only_source)
+        return mine and not self.pairing.only_target
 
-    def _write(self, model: nn.Module, solution: Solution) -> None:
-        write(self.b, model, solution.numbers)
+
+@dataclass(frozen=True)
+class _Parts:
+    """Another order of the parts of some layers, such as queries and keys."""
+
+    joints: tuple[int, ...]
+    choice: int
+
+    def take(self, port: _Port) -> str:
+        port.orders = {**port.orders, **dict.fromkeys(self.joints, self.choice)}
+        first = next(one for one, _ in port.pairing.pairs if one.index == self.joints[0])
+        return f"the order of the parts of {first.module}"
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Another order of the targets of pairs that look alike."""
+
+    group: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def take(self, port: _Port) -> str:
+        pairs = list(port.pairing.pairs)
+        for here, there in zip(self.group, self.order, strict=True):
+            pairs[here] = pairs[here][0], port.pairing.pairs[there][1]
+        port.pairing = replace(port.pairing, pairs=pairs)
+        return f"which of the steps like {pairs[self.group[0]][0].module} are which"
 
 
 def _largest(rows: list[OutputRow]) -> float:

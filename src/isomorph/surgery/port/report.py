@@ -95,7 +95,8 @@ class PortReport:
             return f"{apart}; equal with the source's settings: {names}"
         if self.places:
             return f"{apart}, first at {self.places[0]}"
-        return apart
+        alone = [note for note in self.notes if "alone" in note]
+        return "; ".join(["NOT equal: one model computes more than the other", *alone])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, without the model."""

@@ -1,8 +1,9 @@
 """The numbers of a target's parameters that make its steps those of the source."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class Tensors:
     def __getitem__(self, where: Any) -> "Tensors":
         return Tensors(self.value[where], self.entries[where])
 
+    def scaled(self, gain: Tensor) -> "Tensors":
+        """Return the numbers times one for each row."""
+        gain = gain.double().reshape(-1, *[1] * (self.value.ndim - 1))
+        return Tensors(self.value * gain, torch.full_like(self.entries, COMPUTED))
+
     def reshape(self, *shape: int) -> "Tensors":
         """Return the same numbers in another shape."""
         return Tensors(self.value.reshape(*shape), self.entries.reshape(*shape))
@@ -90,16 +96,24 @@ class Solution:
         self.origins[entries] = origins[inside]
 
 
-def solve(source: Graph, target: Graph, pairing: Pairing, neutral: bool = True) -> Solution:
+def solve(
+    source: Graph,
+    target: Graph,
+    pairing: Pairing,
+    orders: Mapping[int, int] = MappingProxyType({}),
+    neutral: bool = True,
+) -> Solution:
     """Return the numbers of the target's parameters for the current ones of the source.
 
-    With `neutral`, scales and shifts that only the target has become 1 and 0.
+    `orders`: which order of its parts (`part_orders`) a layer of the source takes, by its joint. With `neutral`, scales
+    and shifts that only the target has become 1 and 0.
     """
     entries = torch.arange(target.count)
     solution = Solution(target.numbers(entries), torch.full((target.count,), OWN))
     for one, other in pairing.pairs:
         if one.first.kind == "layer":
-            _solve_layer(one, other, solution)
+            gain = _gain_after(one, pairing)
+            _solve_layer(one, other, solution, orders.get(one.index, 0), gain)
         elif one.first.kind == "shift":
             _solve_shift(one.first, other.first, solution)
         else:
@@ -145,10 +159,26 @@ def part_orders(one: Joint, other: Joint) -> list[tuple[int, ...]]:
     return [order for _, order in fitting]
 
 
-def _solve_layer(one: Joint, other: Joint, solution: Solution) -> None:
+def _gain_after(one: Joint, pairing: Pairing) -> Tensor | None:
+    """Return the scale of its outputs that follows a layer of the source and has no counterpart in the target."""
+    if len(one.parts) != 1 or len(one.readers) != 1:
+        return None
+    for joint in pairing.only_source:
+        if joint.index in one.readers and joint.first.kind == "scale":
+            scale = joint.first.operands["scale"].value.flatten()
+            if joint.sources == {one.index} and len(scale) == len(one.parts[0].rows):
+                return scale
+    return None
+
+
+def _solve_layer(
+    one: Joint, other: Joint, solution: Solution, choice: int, gain: Tensor | None
+) -> None:
     orders = part_orders(one, other)
-    parts = [one.parts[i] for i in orders[0]] if orders else one.parts
+    parts = [one.parts[i] for i in orders[choice]] if orders else one.parts
     given = Tensors.cat([rows for part in parts if (rows := _rows(part, "weight"))])
+    if gain is not None:
+        given = given.scaled(gain[parts[0].rows])
     places: list[Tensor] = []
     is_read = all(part.step.operands["weight"].entries is not None for part in other.parts)
     if is_read:
@@ -157,17 +187,19 @@ def _solve_layer(one: Joint, other: Joint, solution: Solution) -> None:
             assert rows is not None
             places.append(rows.entries)
         solution.put(torch.cat(places), given, other.module)
-    _solve_bias(parts, other, solution)
+    _solve_bias(parts, other, solution, gain)
     if "input" in one.first.operands and "input" in other.first.operands:
         _put(one.first.operands["input"], other.first.operands["input"], solution, other.module)
 
 
-def _solve_bias(parts: list[Part], other: Joint, solution: Solution) -> None:
+def _solve_bias(parts: list[Part], other: Joint, solution: Solution, gain: Tensor | None) -> None:
     biases = []
     for part in parts:
         bias = _rows(part, "bias")
         biases.append(bias or Tensors.neutral((len(part.rows),), 0.0))
     given = Tensors.cat(biases)
+    if gain is not None:
+        given = given.scaled(gain[parts[0].rows])
     start = 0
     for part in other.parts:
         own = given[start : start + len(part.rows)]

@@ -68,7 +68,9 @@ def _written_through(before: Tensor, written: Tensor, write: _Write, start: int)
     """Return a tensor of which a view was written to."""
     after = before.clone(memory_format=torch.contiguous_format)
     if after.stride() != before.stride():
-        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(before)
+        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(
+            before
+        )
     after.as_strided(write.size, write.stride, max(write.start - start, 0)).copy_(written)
     return after
 
@@ -165,9 +167,7 @@ class Watch(TorchFunctionMode):
             outputs = tuple(map(self._add, made))
             function = _set_item if name == "__setitem__" else func
             module = self.running[-1]
-            call = Call(
-                len(self.calls), name, function, module, *_tuple(kept), inputs, outputs
-            )
+            call = Call(len(self.calls), name, function, module, *_tuple(kept), inputs, outputs)
             self._record(call)
             if writes and made[0] is read[0]:
                 self._note_write(made[0], outputs[0])
