@@ -1,0 +1,240 @@
+"""Weights from one implementation to another: both directions of a table, and targets of another function."""
+
+import copy
+
+import port_pairs
+import pytest
+import torch
+import torch.nn.functional as F
+from port_pairs import IMAGE, PAIRS, VIT, hf_vit, timm_vit
+from refusals import refused
+from torch import nn
+
+import isomorph as iso
+from isomorph.surgery import NotPorted
+
+DIRECTIONS = ("to the second", "to the first")
+FULL_WIDTH = ("ConvNeXt", "ResNet", "RegNet", "Mobile", "Efficient", "Dense", "VGG", "Swin")
+# Pairs that differ in a setting that is not a weight: its name.
+SETTINGS = {
+    "SigLIP, timm and transformers": "gelu approximate",
+    "ConvNeXt, timm and transformers": "eps",
+    "ConvNeXt V2, timm and transformers": "eps",
+}
+ROWS = [
+    pytest.param(name, way, marks=[pytest.mark.slow] if name.startswith(FULL_WIDTH) else [])
+    for name in PAIRS
+    for way in DIRECTIONS
+]
+
+
+def images(side=32):
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def give_random_weights(model):
+    """Draw all weights and statistics: fresh ones hide faults, a bias of 0, a LayerScale of 0."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, x in [*model.named_parameters(), *model.named_buffers()]:
+            if x.is_floating_point() and not name.endswith(("table", "mask", "freq")):
+                noise = torch.randn(x.shape, generator=generator)
+                x += 0.05 * (noise.abs() if name.endswith("var") else noise)
+    return model.eval()
+
+
+def make(name, way="to the second"):
+    first, second, side = PAIRS[name]
+    torch.manual_seed(0)
+    pair = [first(), second()] if way == DIRECTIONS[0] else [second(), first()]
+    return give_random_weights(pair[0]), pair[1].eval(), images(side)
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS)
+def test_weights_are_carried_in_both_directions(name, way):
+    source, target, batch = make(name, way)
+    before = copy.deepcopy(target.state_dict())
+    report = iso.port_weights(source, target, batch, partial=True)
+    assert all(torch.equal(x, before[key]) for key, x in target.state_dict().items())
+    if name == "DINOv3, timm and transformers":
+        assert not report.equal
+        assert max(place.difference for place in report.places) < 1e-6, "rotations in float32"
+        return
+    if name in SETTINGS:
+        assert not report.equal
+        assert report.explained
+        assert {setting.name for setting in report.settings} == {SETTINGS[name]}
+        return
+    assert report.equal, str(report)
+    assert report.difference < 1e-12
+
+
+def test_the_result_computes_what_the_source_computes():
+    source, target, batch = make("ViT, timm and transformers")
+    report = iso.port_weights(source, target, batch)
+    with torch.no_grad():
+        torch.testing.assert_close(report.model(batch).logits, source(batch), atol=1e-5, rtol=1e-5)
+    ways = {way.target: way for way in report.tensors}
+    assert ways["vit.layers.0.attention.k_proj.weight"].sources == ("blocks.0.attn.qkv.weight",)
+    assert "a part" in ways["vit.layers.0.attention.k_proj.weight"].how
+
+
+class OwnViT(nn.Module):
+    """A ViT in one's own code: patches by unfold and a linear layer, einsum, queries, keys, values in any order."""
+
+    def __init__(self, order="qkv", heads_first=True, eps=1e-6, act=F.gelu, shuffle=False):
+        super().__init__()
+        self.patches = nn.Linear(192, 24)
+        self.token = nn.Parameter(torch.zeros(1, 1, 24))
+        self.places = nn.Parameter(torch.zeros(1, 17, 24))
+        self.layers = nn.ModuleList(self.make_layer(eps) for _ in range(2))
+        self.last = nn.LayerNorm(24, eps)
+        self.classes = nn.Linear(24, 5)
+        self.order = order
+        self.heads_first = heads_first
+        self.act = act
+        self.shuffle = torch.randperm(24) if shuffle else torch.arange(24)
+
+    @staticmethod
+    def make_layer(eps):
+        parts = {"a": nn.LayerNorm(24, eps), "b": nn.LayerNorm(24, eps)}
+        parts |= {"joint": nn.Linear(24, 72), "out": nn.Linear(24, 24)}
+        return nn.ModuleDict(parts | {"up": nn.Linear(24, 48), "down": nn.Linear(48, 24)})
+
+    def attend(self, layer, x):
+        joint = layer["joint"](x)
+        if self.heads_first:
+            parts = joint.unflatten(-1, (3, 3, 8)).unbind(2)
+        else:
+            parts = joint.unflatten(-1, (3, 8, 3)).unbind(-1)
+        named = dict(zip(self.order, parts, strict=True))
+        scores = torch.einsum("bihd,bjhd->bhij", named["q"], named["k"]) / 8**0.5
+        out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), named["v"])
+        return layer["out"](out.flatten(2))
+
+    def forward(self, x):
+        x = x.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 4, 5, 1).reshape(len(x), 16, 192)
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], 1) + self.places
+        for layer in self.layers:
+            x = x + self.attend(layer, layer["a"](x))
+            x = x + layer["down"](self.act(layer["up"](layer["b"](x))))
+        return self.classes(self.last(x)[:, 0, self.shuffle])
+
+
+OWN = {
+    "queries, keys, values": dict(),
+    "keys first": dict(order="kqv"),
+    "values first": dict(order="vkq"),
+    "interleaved": dict(heads_first=False),
+    "permuted channels": dict(shuffle=True),
+}
+
+
+@pytest.mark.parametrize("form", OWN)
+@pytest.mark.parametrize("way", DIRECTIONS)
+def test_own_code_gets_and_gives_weights(form, way):
+    pair = [timm_vit(), OwnViT(**OWN[form])]
+    source, target = pair if way == DIRECTIONS[0] else pair[::-1]
+    assert iso.port_weights(give_random_weights(source), target, images()).difference < 1e-12
+
+
+class BatchNormBefore(nn.Module):
+    """Two blocks in the order norm, activation, convolution, or another."""
+
+    def __init__(self, last=False):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1, bias=False) for c in (3, 8))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+        self.last = last
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x).relu()) if self.last else norm(conv(x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+OTHER_FUNCTIONS = {
+    "one more block": (timm_vit, lambda: timm_vit(depth=3)),
+    "one block less": (timm_vit, lambda: timm_vit(depth=1)),
+    "one block less, no head": (
+        lambda: timm_vit(num_classes=0),
+        lambda: timm_vit(depth=1, num_classes=0),
+    ),
+    "another activation": (timm_vit, lambda: OwnViT(act=F.silu)),
+    "another number of heads": (timm_vit, lambda: timm_vit(num_heads=4)),
+    "norms of queries and keys": (timm_vit, lambda: timm_vit(qk_norm=True)),
+    "norm after the activation": (BatchNormBefore, lambda: BatchNormBefore(last=True)),
+    "another eps": (timm_vit, lambda: OwnViT(eps=1e-3)),
+    "patches read in another order": (timm_vit, lambda: Transposed(timm_vit())),
+}
+
+
+class Transposed(nn.Module):
+    """A model that reads its images turned, and rows of patches as columns."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.mT.flip(1) * 1.1)
+
+
+@pytest.mark.parametrize("case", OTHER_FUNCTIONS)
+def test_another_function_is_never_called_equal(case):
+    first, second = OTHER_FUNCTIONS[case]
+    source = give_random_weights(first())
+    with pytest.raises(NotPorted) as error:
+        iso.port_weights(source, second(), images())
+    report = error.value.report
+    assert not report.equal
+    assert "NOT equal" in str(report)
+
+
+NAMED = {
+    "gelu": (lambda: OwnViT(act=F.silu), "operations", "silu"),
+    "eps": (lambda: OwnViT(eps=1e-3), "eps", 1e-3),
+    "heads": (lambda: timm_vit(num_heads=4), "heads or windows of attention", 4),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_settings_that_are_not_weights_are_named(case):
+    make_target, name, value = NAMED[case]
+    report = iso.port_weights(give_random_weights(timm_vit()), make_target(), images(), True)
+    assert report.explained
+    assert [(setting.name, setting.target) for setting in report.settings] == [(name, value)]
+
+
+def test_heads_that_one_side_has_are_said():
+    source = give_random_weights(timm_vit(num_classes=0))
+    report = iso.port_weights(source, timm_vit(), images())
+    assert report.kept == ("head.weight", "head.bias")
+    back = iso.port_weights(give_random_weights(timm_vit()), timm_vit(num_classes=0), images())
+    assert back.left == ("head.weight", "head.bias")
+
+
+def test_a_scale_that_one_side_has_is_merged_or_one():
+    scaled = timm_vit(init_values=0.1)
+    assert iso.port_weights(give_random_weights(scaled), timm_vit(), images()).equal
+    report = iso.port_weights(give_random_weights(timm_vit()), scaled, images())
+    assert bool((report.model.blocks[0].ls1.gamma == 1).all())
+
+
+def test_a_bias_that_the_target_lacks_is_never_lost_silently():
+    source, target = timm_vit(), timm_vit(qkv_bias=False)
+    nn.init.zeros_(source.blocks[0].attn.qkv.bias)
+    nn.init.zeros_(source.blocks[1].attn.qkv.bias)
+    assert iso.port_weights(source, target, images()).equal
+    with pytest.raises(NotPorted, match=r"blocks\.0\.attn\.qkv: the target has no bias there"):
+        iso.port_weights(give_random_weights(source), target, images())
+
+
+def test_images_are_required():
+    refused(lambda: iso.port_weights(timm_vit(), timm_vit(), torch.zeros(0, 3, 32, 32)), "empty")
+
+
+def test_pairs_are_narrow():
+    assert VIT["hidden_size"] == port_pairs.WIDTH
+    assert hf_vit().config.image_size == IMAGE["image_size"]
