@@ -3,7 +3,6 @@
 import timm
 import torchvision
 import transformers as hf
-from torch import nn
 
 WIDTH = 24
 HEADS = 3
@@ -53,7 +52,7 @@ def hf_dinov3():
 
 
 def timm_dinov3():
-    return timm_vit("vit_small_patch16_dinov3", num_classes=0)
+    return timm_vit("vit_small_patch16_dinov3_qkvb", num_classes=0, global_pool="token")
 
 
 def hf_clip():
@@ -189,4 +188,3 @@ PAIRS = {
     "DenseNet": (lambda: of_timm("densenet121"), lambda: tv("densenet121"), 32),
     "VGG": (lambda: of_timm("vgg11_bn"), lambda: tv("vgg11_bn"), 224),
 }
-NN = nn

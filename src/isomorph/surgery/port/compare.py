@@ -22,6 +22,8 @@ from isomorph.surgery.port.watch import Call, Watch
 
 # Relative differences in float64 up to which values are equal.
 TOLERANCE = 1e-10
+# Relative differences that constants of the code explain which were computed in float32.
+_SINGLE = 1e-6
 # Values with more axes are not tried in another order.
 _MOST_AXES = 5
 
@@ -182,9 +184,26 @@ def _place(
         between = [_between(source, one), _between(target, other)]
         maps = partial(_count_maps, source), partial(_count_maps, target)
         settings = _differing_calls(*between, maps)
+        rounded = tuple(map(_has_rounded_constants, (source, target), between))
+        if difference < _SINGLE and any(rounded):
+            kinds = ["float32" if each else "float64" for each in rounded]
+            settings = (("constants rounded to", *kinds),)
         shown = [", ".join(_described(call) for call in calls) or "nothing" for calls in between]
         what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, settings)
+
+
+def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
+    """True if operations read constants of the code that are numbers of float32, such as angles of rotations."""
+    for call in calls:
+        for number in call.inputs:
+            value = graph.seen.values[number]
+            is_constant = number not in graph.live and not graph.content(number).terms
+            if not is_constant or not value.is_floating_point():
+                continue
+            if torch.equal(value, value.float().double()) and bool((value != value.round()).any()):
+                return True
+    return False
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
