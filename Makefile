@@ -12,7 +12,7 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1000000000
 # The pages of the report are tested in a real browser.
 BROWSER = command -v chromium || command -v chromium-browser || command -v google-chrome
 
-.PHONY: help env browser demo test check bench docs evidence release-check
+.PHONY: help env browser demo test test-alone check bench docs evidence release-check
 help:
 	@echo "make demo   recast a CNN as attention, verify, look, train a ViT in two forms (under 2 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
@@ -49,6 +49,11 @@ browser:
 test: $(VENV)/.dev browser
 	@echo "Running all tests in two processes ..."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+
+# As on a machine without the folder of data sets; the network is hidden from all tests.
+test-alone: $(VENV)/.dev
+	@echo "Running the tests that read data sets, without them ..."
+	@ISOMORPH_ALONE=1 ISOMORPH_REQUIRE_ALL= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m data
 
 check: $(VENV)/.dev browser
 	@echo "Checking format, lint, types and, unless TESTS=none, the fast tests ..."

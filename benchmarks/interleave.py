@@ -1,6 +1,7 @@
 """Fair timing in one process: every contender in turn, round after round, medians and ratios."""
 
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -28,9 +29,24 @@ def interleaved(
 
     With one thread on a CPU, what the processor spent on it: other programs on the machine take no part of that.
     """
+    times = interleaved_rounds(contenders, device, rounds, warm_up)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def interleaved_rounds(
+    contenders: dict[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    warm_up: int = 2,
+    most_seconds: float = math.inf,
+) -> dict[str, list[float]]:
+    """Milliseconds of each contender in every round; no more rounds begin after `most_seconds`, but there are three."""
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    began = time.perf_counter()
     for i in range(rounds + warm_up):
+        if i >= warm_up + 3 and time.perf_counter() - began > most_seconds:
+            break
         for name, run in contenders.items():
             torch.clear_autocast_cache()  # weights are cast in each pass, as in each step of a training
             synchronize(device)
@@ -39,7 +55,7 @@ def interleaved(
             synchronize(device)
             if i >= warm_up:
                 times[name].append(1e3 * (clock() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def forward(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Check the built site: no page loads anything from another address, and no link or picture is broken.
+"""Check the built site: nothing is loaded from elsewhere, no link or picture is broken, no page is empty.
 
 python docs_build/check_site.py [site]
 """
@@ -11,15 +11,20 @@ from urllib.parse import unquote, urlsplit
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
 """Attributes whose address a browser fetches by itself."""
 
+FEWEST_WORDS = 40
+"""Words in the article of the shortest page that is not empty: more than a title and what introduces a list."""
+
 
 class Addresses(HTMLParser):
-    """Collects the addresses of a page, and the names that links may point to."""
+    """Collects the addresses of a page, the names that links may point to, and the words of its article."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.loaded: list[str] = []
         self.linked: list[str] = []
         self.names: set[str] = set()
+        self.words = 0
+        self._in_article = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -29,14 +34,26 @@ class Addresses(HTMLParser):
             self.loaded.append(address)
         if tag == "a" and (address := given.get("href")):
             self.linked.append(address)
+        if tag == "article":
+            self._in_article = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "article":
+            self._in_article = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_article:
+            self.words += len(data.split())
 
 
 def problems(site: Path) -> list[str]:
-    """Return a line for each address that is loaded from elsewhere, and each link that leads nowhere."""
+    """Return a line for each address loaded from elsewhere, each link that leads nowhere and each empty page."""
     pages = {page: Addresses(page.read_text()) for page in sorted(site.rglob("*.html")) if page.name != "404.html"}
     found = []
     for page, addresses in pages.items():
         name = page.relative_to(site)
+        if addresses.words < FEWEST_WORDS:
+            found.append(f"{name} has {addresses.words} words only: it is empty")
         found += [f"{name} loads {url}" for url in addresses.loaded if urlsplit(url).netloc]
         for url in (*addresses.loaded, *addresses.linked):
             parts = urlsplit(url)
@@ -53,5 +70,8 @@ def problems(site: Path) -> list[str]:
 
 if __name__ == "__main__":
     lines = problems(Path(sys.argv[1] if len(sys.argv) > 1 else "site").resolve())
-    print("\n".join(lines) or "every link of the site leads somewhere, and nothing is loaded from elsewhere")
+    print(
+        "\n".join(lines)
+        or "every link of the site leads somewhere, no page is empty, and nothing is loaded from elsewhere"
+    )
     sys.exit(bool(lines))

@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_origin
 from unittest.mock import patch
@@ -44,12 +45,10 @@ def page(title: str, *parts: str) -> str:
     return "\n\n".join([f"# {title}", GENERATED, *parts]).rstrip() + "\n"
 
 
-def public_names(path: Path) -> list[str]:
-    """Return the names of a file's `__all__`, without importing it."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            return ast.literal_eval(node.value)
-    raise ValueError(f"{path} has no __all__")
+def public_names(package: str) -> list[str]:
+    """Return the names that a package of the public API offers, without its namespaces and constants."""
+    names = import_module(package).__all__
+    return [name for name in names if name not in NAMESPACES and not name.isupper()]
 
 
 def first_paragraph(path: Path) -> str:
@@ -60,9 +59,8 @@ def first_paragraph(path: Path) -> str:
 def api_page(package: str) -> str:
     """Return the page of a namespace: one directive of mkdocstrings for each public name."""
     path = ROOT / "src" / Path(*package.split(".")) / "__init__.py"
-    names = [name for name in public_names(path) if name not in NAMESPACES and not name.isupper()]
     shown = "iso" if package == "isomorph" else package.replace("isomorph", "iso", 1)
-    entries = (f"::: {package}.{name}\n" for name in sorted(names, key=str.lower))
+    entries = (f"::: {package}.{name}\n" for name in sorted(public_names(package), key=str.lower))
     lead = f"After `import isomorph as iso`, the names on this page are in `{shown}`."
     return page(package, first_paragraph(path), lead, *entries)
 

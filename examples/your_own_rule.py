@@ -1,4 +1,4 @@
-"""A rule of your own: every nn.Linear becomes a LoRA layer, trained, and fused back into nn.Linear.
+"""A rule of your own: every nn.Linear becomes a LoRA layer, trained, and merged back into one linear layer.
 
     python examples/your_own_rule.py                       # on random images: a second; writes lora.safetensors
 
@@ -28,11 +28,6 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) + self.up(self.down(x))
-
-    def fuse(self) -> nn.Linear:
-        """Return one linear layer of the same function: W + B A."""
-        self.linear.weight.data += self.up.weight.data @ self.down.weight.data
-        return self.linear
 
 
 @iso.surgery.register_rule
@@ -67,9 +62,10 @@ for _ in range(8):
     optimizer.step()
 print(f"2. Trained the updates alone: loss {loss.item():.3f} after 8 steps")
 
-thin = iso.fuse(lora)
+thin, report = iso.surgery.fuse_with_report(lora)  # finds W + B A by what the layer computes
 print("3.", iso.verify(lora, thin, images))
-print(f"   {type(lora.blocks[0].mlp.fc1).__name__} -> {type(thin.blocks[0].mlp.fc1).__name__}")
+before, after = report.parameters
+print(f"   {before:,} parameters -> {after:,}, as in the ViT; {len(report.merged)} layers merged")
 
 iso.save(lora, "lora.safetensors")
 same = iso.load("lora.safetensors")

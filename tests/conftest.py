@@ -7,16 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from requirements import missing
+from requirements import describe_skipped, hide_network, is_alone, missing
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
+hide_network()
+if is_alone():
+    os.environ.pop("ISOMORPH_DATA", None)
+elif "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
     os.environ["ISOMORPH_DATA"] = str(SHARED)
+
+# Fixtures by which tests depend on the folder of data sets.
+OF_DATA = {"data_root", "public_weights"}
 
 BUDGET = 15
 """Seconds for one test on a quiet machine; see "Test time" in CONTRIBUTING.md."""
 
 gc.disable()
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests that run otherwise where the folder of data sets is missing."""
+    for item in items:
+        if OF_DATA.intersection(item.fixturenames):
+            item.add_marker("data")
 
 
 def pytest_collection_finish():
@@ -31,7 +44,9 @@ def pytest_unconfigure():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """After a long run, say what all tests took and which took more than the budget. Nothing fails because of it."""
+    """Say what skipped tests want; after a long run, what all tests took and which took more than the budget."""
+    for line in describe_skipped(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)
     took = Counter()
     for report in (report for kind in terminalreporter.stats.values() for report in kind):
         if isinstance(report, pytest.TestReport):
@@ -52,6 +67,21 @@ def data_root() -> Path:
     if "ISOMORPH_DATA" in os.environ and (root / "cifar10").is_dir():
         return root
     return missing("needs the real data sets: set ISOMORPH_DATA to their folder")
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory):
+    """A folder of data with weights alone, trained in seconds."""
+    from small_images import train_public_weights
+
+    return train_public_weights(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def public_weights(request, monkeypatch):
+    """The public weights of cifar_resnet20 in $ISOMORPH_DATA, or, where there are none, others in their place."""
+    if not Path(os.environ.get("ISOMORPH_DATA", ""), "weights").is_dir():
+        monkeypatch.setenv("ISOMORPH_DATA", str(request.getfixturevalue("tiny_weights")))
 
 
 @pytest.fixture(autouse=True, scope="session")

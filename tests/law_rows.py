@@ -126,13 +126,14 @@ def gated(make: Callable[[], nn.Module], call: Call = TOKENS, heads: int = 3, **
 def refined(make: Callable[[], nn.Module] | None = None, call: Call = TOKENS, heads: int = 3, **options: Any) -> Row:
     make = make or attention()
     row = {name: options.pop(name) for name in Row._fields if name in options}
-    return Row(iso.AttentionToRefined(**options), make, call, leak=row.pop("leak", 1e-6), heads=heads, **row)
+    return Row(iso.AttentionToRefined(**options), make, call, leak=row.pop("leak", 1e-12), heads=heads, **row)
 
 
 def pyramid(make: Callable[[], nn.Module], call: Call = MAP, **options: Any) -> Row:
     row = {name: options.pop(name) for name in Row._fields if name in options}
     leak = row.pop("leak", 1e-10)
-    return Row(iso.LinearToPyramid(**options), make, call, back=iso.fuse, leak=leak, **row)
+    back = functools.partial(iso.fuse, norms=False)  # without an example no other norm is merged
+    return Row(iso.LinearToPyramid(**options), make, call, back=back, leak=leak, **row)
 
 
 IN_VIT = dict(where="blocks.*.attn", other=OTHER_IMAGES, heads=4)

@@ -12,6 +12,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.analysis.cka import cka_of_pairs, hsic
 from isomorph.analysis.map_statistics import entropy
+from isomorph.errors import DataWarning
 from isomorph.operations import AppliedAttention
 from refusals import refused
 
@@ -190,6 +191,18 @@ class TestCKA:
         found = cka_of_pairs(a, b, [(part, 2 * part + shift) for part in x.split(8)], "?").matrix
         torch.testing.assert_close(found, iso.cka(a, b, x.split(8), "?").matrix)
         refused("not batches of 8 and 7", lambda: cka_of_pairs(a, b, [(x[:8], x[:7])], "?"))
+
+    def test_what_cannot_be_known_is_said(self):
+        """Features of a tiny batch may tell nothing of similarity, and features that are always the same never do."""
+        model, x = Two(rotation(6)[:5], rotation(6)[1:]), torch.randn(8, 6, dtype=torch.float64)
+        for tiny in (x[:1].expand(4, -1), torch.zeros(5, 6).double()):
+            refused("the CKA of a, b is unknown .* give larger batches", iso.cka, model, model, tiny, "?")
+        with pytest.warns(DataWarning, match=r"CKA of b is unknown \(NaN\): in batches of 8"):
+            found = iso.cka(Two(rotation(6), torch.zeros(2, 6).double()), Two(rotation(6), rotation(6)), x, "?").matrix
+        assert found.isnan().tolist() == [[False, False], [True, True]]
+        with pytest.warns(DataWarning, match="the same for all samples"):
+            assert iso.analysis.linear_cka(x, torch.ones(8, 2)).isnan()
+        refused("at least 2 samples, not 1", iso.analysis.linear_cka, x[:1], x[:1])
 
 
 def test_no_more_than_a_layers_pieces_exist(monkeypatch):

@@ -96,6 +96,8 @@ BAD = {
     "recast {w} --where layer9.* --out x.safetensors": "'layer9.*' in --where matches no module; nearest names",
     "recast convnext_atto --no-pretrained --where stages.3.downsample.1 --out x.safetensors": "even sides",
     "train digits_cnn --optim.lrr 3": "optim.lrr is not a field (did you mean lr?)",
+    "train digits_cnn --dry-run --data.batch_size 30 --scale.accumulate 4": "cannot be split evenly",
+    "train digits_cnn --dry-run --model.freeze nothing": "matches no parameter",
     "train digits_cnn --monitor_every=5 out=never": "no attention layer with a known map",
 }
 """Command lines that fail, and what their one line says."""

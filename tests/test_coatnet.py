@@ -1,13 +1,18 @@
 """The CoAtNets: published sizes, every layout of the paper, any image, tables that follow, and timm's own CoAtNets."""
 
+import json
+
 import pytest
 import timm
 import torch
 
 import isomorph as iso
+from isomorph.checkpoints.model import describe_model, write_model
 from isomorph.evaluation.cost import count_macs
 from isomorph.layers import MBConv, RelativeAttention
 from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn, parse_layout, split_layout
+from isomorph.training.build import build_model
+from isomorph.training.recipe.model_fields import ModelPart
 
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
 STRIDED_DEPTHWISE = {0: 4.6, 1: 8.8, 2: 16.6}  # Table 9
@@ -47,6 +52,19 @@ class TestPublishedSizes:
         assert [type(block).__name__ for block in stage] == ["MBConv"] * 8 + ["TransformerBlock"] * 42
         assert stage[8].norm1.normalized_shape == (1024,)
         assert (stage[8].attn.proj.out_features, stage[8].attn.head_dim) == (2048, 128)
+
+    def test_the_printed_counts_ask_for_a_hidden_layer_in_the_head(self):
+        """Tables 4 and 5: six of eight round to print with it, one without it (docs/decisions/019)."""
+        printed = (25, 42, 75, 168, 275, 688, 1470, 2440)
+        rounds = {True: [], False: []}
+        for number, millions in enumerate(printed):
+            step = 10 if millions > 1000 else 1
+            for hidden, agreeing in rounds.items():
+                model = on_meta(f"coatnet_{number}", head_hidden=hidden)
+                count = sum(p.numel() for p in model.parameters()) / 1e6
+                if step * round(count / step) == millions:
+                    agreeing.append(number)
+        assert rounds == {True: [0, 1, 2, 4, 6, 7], False: [1]}
 
     def test_coatnet_6_as_printed_falls_short(self):
         """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
@@ -169,14 +187,57 @@ def test_configured_alike_timm_and_we_compute_the_same(dw):
     alike = dict(conv_pool_type="max2", transformer_pool_type="max2", conv_attn_act_layer="gelu")
     sizes = dict(depths=(1, 2, 2, 1), embed_dim=(32, 32, 64, 64), stem_width=16, img_size=64)
     torch.manual_seed(0)
+    sizes |= dict(head_hidden_size=64, num_classes=7)
     theirs = timm.create_model("coatnet_0_224", conv_stride_mode="dw" if dw else "1x1", **alike, **sizes)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     stride_on = "depthwise" if dw else "expand"
-    ours = CoAtNet(depths=(2, 1, 2, 2, 1), widths=(16, 32, 32, 64, 64), stride_on=stride_on, img_size=64)
-    state = {name: tensor for name, tensor in theirs.state_dict().items() if not name.startswith("head.")}
-    assert all(name.startswith("head.") for name in ours.load_state_dict(from_timm(state), strict=False).missing_keys)
+    widths = dict(depths=(2, 1, 2, 2, 1), widths=(16, 32, 32, 64, 64))
+    ours = CoAtNet(**widths, stride_on=stride_on, img_size=64, num_classes=7)
+    ours.load_state_dict(from_timm(theirs.state_dict()))
     x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
     for training in (False, True):
         theirs, ours = (model.double().train(training) for model in (theirs, ours))
         torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-10)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-10)
+
+
+HEADS = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 32), head_dim=8, img_size=64)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("how", ["saved", "saved with base", "reset", "trained", "fused"])
+def test_the_head_is_recorded_and_comes_back(hidden, how, tmp_path):
+    """With and without the hidden layer, however the record was made."""
+    path = tmp_path / "model.safetensors"
+    model = settled(timm.create_model("coatnet_0", num_classes=4, head_hidden=hidden, **HEADS))
+    base = dict(name="coatnet_0", num_classes=4, **HEADS) if how == "saved with base" else None
+    if how == "reset":
+        model.reset_classifier(3)
+    elif how == "trained":
+        part = ModelPart(name="coatnet_0", kwargs=HEADS if hidden else HEADS | dict(head_hidden=False))
+        model = build_model(part, 4).eval()
+    elif how == "fused":
+        model = iso.fuse(model)
+    iso.save(model, path, base)
+    opened = iso.load(path)
+    assert opened.head_hidden == hidden
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(opened(x), model(x))
+
+
+def test_records_from_before_the_hidden_layer_open(tmp_path):
+    """A record that leaves the argument out was written when there was no hidden layer."""
+    old, x = tmp_path / "old.safetensors", torch.randn(2, 3, 64, 64)
+    model = settled(timm.create_model("coatnet_0", num_classes=4, head_hidden=False, **HEADS))
+    header = describe_model(model)
+    base = json.loads(header["base"])
+    assert base.pop("head_hidden") is False
+    write_model(header | {"base": json.dumps(base)}, model.state_dict(), old)
+    opened = iso.load(old)
+    torch.testing.assert_close(opened(x), model(x))
+    again = tmp_path / "again.safetensors"
+    iso.save(opened, again)
+    torch.testing.assert_close(iso.load(again)(x), model(x))
+    recipe = iso.load_recipe("digits_cnn", [f"model.weights={old}", "model.name=null"])
+    assert build_model(recipe.model, 10).head_hidden is False

@@ -76,6 +76,7 @@ def test_figure_1_is_bare():
         for recipe in (iso.load_recipe(f"coatnet_layout_{name}"), iso.load_recipe(f"coatnet_layout_{name}_jft")):
             assert recipe.augment == AugmentPart(scale=(1.0, 1.0), hflip=0.0)
             assert recipe.drop_path == recipe.optim.weight_decay == 0.0
+            assert recipe.data.test_crop == "whole"  # as in training, where the crop is the image
             assert recipe.epochs == (3 if recipe.name.endswith("jft") else 300)
 
 
@@ -85,7 +86,7 @@ def test_layouts_are_matched():
         models = {name: timm.create_model("coatnet_0", **kwargs) for name, kwargs in coatnet.FIGURE_1_LAYOUTS.items()}
     wanted = count_parameters(models["c_c_t_t"]), count_macs(models["c_c_t_t"], (3, 224, 224))
     for name, model in models.items():
-        assert count_parameters(model) == pytest.approx(wanted[0], rel=0.03)
+        assert count_parameters(model) == pytest.approx(wanted[0], rel=0.05)
         assert count_macs(model, (3, 224, 224)) == pytest.approx(wanted[1], rel=0.2 if name == "vit_rel" else 0.03)
 
 

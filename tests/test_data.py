@@ -17,6 +17,7 @@ from isomorph.data.loaders import eval_loader, train_loader, train_transform, tr
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.data.sources import Source, class_fraction, read_image
 from refusals import refused
+from small_images import write_crops
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
 
@@ -136,10 +137,11 @@ def test_unreadable_images_are_replaced_counted_and_limited(folder, workers):
         list(train_loader(transformed(source, transform), deals(source, len(source)), workers))
 
 
-def test_evaluation_follows_the_models_own_config(data_root):
+def test_evaluation_follows_the_models_own_config(tmp_path):
     """The public weights were trained with ImageNet's mean and std; CIFAR's would lose accuracy without a word."""
     config = resolve_data_config(model=timm.create_model("cifar_resnet20"))
-    source = open_source("cifar10", "test")
+    write_crops(tmp_path, "abc", each=1, side=32)
+    source = open_source("imagefolder", "test", tmp_path)
     images, _ = next(iter(eval_loader(source, config, 2)))
     pixels = torch.from_numpy(np.array(source.image(1))).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))

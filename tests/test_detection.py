@@ -210,9 +210,34 @@ def random_results(source, seed=0):
     return Results(entries, [record.id for record in source.samples])
 
 
-@pytest.mark.parametrize(("name", "masks"), [("fruits_nuts", True), ("coco_mini", False)])
-def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name, masks):
-    source = detection_data.open_split(data_root / name, "train", masks)
+def scattered(images=30, seed=0):
+    """Annotations of rectangles and triangles of many sizes, some of them crowds, some images without any."""
+    rng, content = np.random.default_rng(seed), coco(images, annotations=[])
+    content["images"] = [{**image, "width": 320, "height": 240} for image in content["images"]]
+    for number in range(6 * images):
+        left, top = rng.integers(0, 250), rng.integers(0, 180)
+        width, height = (int(rng.integers(4, 4 + room)) for room in (320 - left - 4, 240 - top - 4))
+        left, top = int(left), int(top)
+        outline = [left, top, left + width, top, left, top + height]
+        if number % 2:
+            outline += [left + width, top + height]
+        content["annotations"].append(
+            {
+                "id": number + 1,
+                "image_id": int(rng.integers(0, images - 2)),
+                "category_id": (7, 3)[number % 3 > 0],
+                "bbox": [left, top, width, height],
+                "area": width * height / (1 if number % 2 else 2),
+                "segmentation": [outline],
+                "iscrowd": 0,
+            }
+        )
+    return content
+
+
+@pytest.mark.parametrize(("seed", "masks"), [(0, True), (1, False)])
+def test_ap_equals_pycocotools_on_the_same_predictions(tmp_path, seed, masks):
+    source = detection_data.open_split(write(tmp_path, scattered(seed=seed)), "train", masks)
     results = random_results(source)
     metrics, *classes = metric_rows(source, results)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -4,8 +4,10 @@ import os
 import re
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 
 import pytest
 
@@ -97,6 +99,7 @@ def test_every_picture_is_shown_and_light():
 
 
 sys.path.insert(0, str(ROOT / "docs_build"))
+import check_site  # noqa: E402
 import generate  # noqa: E402
 
 
@@ -104,6 +107,29 @@ import generate  # noqa: E402
 def test_generated_pages_are_up_to_date(path):
     written = (ROOT / "docs" / path).read_text()
     assert written == generate.PAGES[path](), f"run python docs_build/generate.py {path}"
+
+
+@pytest.mark.parametrize("path", [path for path in generate.PAGES if "/api/" in path])
+def test_no_page_of_the_api_is_empty(path):
+    """Each public name of a namespace has its entry, wherever its `__all__` is put together."""
+    text = (ROOT / "docs" / path).read_text()
+    shown = re.findall(r"(?m)^::: ([\w.]+)$", text)
+    package = "isomorph" if path.endswith("/isomorph.md") else f"isomorph.{Path(path).stem}"
+    namespace = import_module(package)
+    entries = []
+    for name in namespace.__all__:
+        if not isinstance(getattr(namespace, name), ModuleType) and not name.isupper():
+            entries.append(f"{package}.{name}")
+    assert shown
+    assert sorted(shown) == sorted(entries)
+
+
+def test_a_page_of_the_site_without_content_is_found(tmp_path):
+    page = "<html><body><nav>{words}</nav><article><h1>API</h1><p>Names.</p>{body}</article></body></html>"
+    words = "word " * 50
+    (tmp_path / "full.html").write_text(page.format(words="", body=f"<h2>recast</h2><p>{words}</p>"))
+    (tmp_path / "empty.html").write_text(page.format(words=words, body=""))
+    assert check_site.problems(tmp_path) == ["empty.html has 2 words only: it is empty"]
 
 
 def test_no_address_or_path_of_a_machine():

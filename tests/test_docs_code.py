@@ -26,8 +26,8 @@ OTHER_TESTS = {"your-own-model.md": "test_own_model_guide.py"}
 """Pages that start from files, and the test that writes these and runs the page."""
 PAGES = [page for page in EVERY_PAGE if blocks_of(page) and page.name not in OTHER_TESTS]
 
-NEED_DATA = ("README.md", "docs/start/sixty-seconds.md", "docs/start/twenty-minutes.md")
-"""Pages that use the public weights of cifar_resnet20, which the tests find in ISOMORPH_DATA."""
+NEED_WEIGHTS = ("README.md", "docs/start/sixty-seconds.md", "docs/start/twenty-minutes.md")
+"""Pages that use the public weights of cifar_resnet20."""
 
 
 def run_shell(text, folder):
@@ -45,11 +45,17 @@ def run_shell(text, folder):
             (folder / target).write_text(run.stdout)
 
 
+def page_with_what_it_needs(page):
+    name = str(page.relative_to(ROOT))
+    marks = [pytest.mark.data] if name in NEED_WEIGHTS else []
+    return pytest.param(page, id=name, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", list(map(page_with_what_it_needs, PAGES)))
 def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
-    if str(page.relative_to(ROOT)) in NEED_DATA:
-        request.getfixturevalue("data_root")
+    if request.node.get_closest_marker("data"):
+        request.getfixturevalue("public_weights")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}  # README's blocks follow on one another; a guide's stand alone
     for language, text in blocks_of(page):

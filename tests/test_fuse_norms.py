@@ -269,16 +269,35 @@ def test_families_of_timm(name, tmp_path):
     assert not fuse_with_report(new, x)[1].merged
 
 
-def test_a_wrong_method_of_a_module_is_left_and_named():
-    class Wrong(nn.Sequential):
-        def fuse(self):
-            return nn.Conv2d(4, 6, 3, padding=1)
+class Wrong(nn.Sequential):
+    """A module whose methods mean something else than merging it into one layer of the same function."""
 
-    model, x = made(in_turn(THREE, norm()), MAP)
-    model = nn.Sequential(Wrong(model[0], model[1]), nn.ReLU()).eval()
-    new, report = fuse_with_report(model, x)
-    assert list(report.merged) == ["0.1"]
-    assert "differ" in report.left["0"]
+    def fuse(self):
+        return nn.Conv2d(4, 6, 3, padding=1)
+
+    def reparameterize(self, depth):
+        raise AssertionError("not to be called")
+
+    def switch_to_deploy(self):
+        self[0].weight.data.zero_()
+
+
+class NeedsMore(nn.Sequential):
+    def fuse(self, features, depth):
+        raise AssertionError("not to be called")
+
+
+@pytest.mark.parametrize("kind", [Wrong, NeedsMore, type("Inherits", (Wrong,), {})])
+@pytest.mark.parametrize("norms", [True, False])
+@torch.no_grad()
+def test_methods_of_other_libraries_are_not_called(kind, norms):
+    model, x = made(in_turn(THREE, norm(), nn.ReLU), MAP)
+    model = nn.Sequential(kind(*model), nn.Conv2d(6, 2, 1)).double().eval()
+    assert not iso.surgery.fusible_modules(model)
+    assert deviation(iso.fuse(model, norms=False)(x), model(x)) == 0
+    new, report = fuse_with_report(model, x, norms=norms)
+    assert list(report.merged) == ["0.1"] * norms
+    assert not report.left
     assert deviation(new(x), model(x)) < 1e-12
 
 

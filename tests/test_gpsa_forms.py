@@ -6,14 +6,15 @@ from torch import nn
 
 import isomorph as iso
 import references
-from isomorph.layers import GPSA2d, PositionalAttention, PositionalConv2d, WindowGPSA2d
-from isomorph.layers.gated import tap_heads, taps, window_gpsa2d
+from isomorph.layers import GPSA2d, PositionalAttention, PositionalConv2d, WindowGPSA2d, modes
+from isomorph.layers.gated import tap_heads, taps, window_gpsa2d, window_tiles
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
 from torch_citizens import TorchCitizens
 
 CASES = {  # layer, its options, height, width, channels, out, kernel, stride, padding, groups
     "window": (dict(window=5), (7, 9, 10, 6, 3, 1, 1, 1)),
+    "groups": (dict(window=5), (5, 7, 10, 6, 3, 1, 0, 2)),
     "few channels": (dict(window=(3, 7)), (6, 7, 4, 6, 3, 2, 1, 1)),
     "one position": (dict(window=1), (4, 6, 6, 4, 3, 1, 2, 2)),
     "the whole map": (dict(window=31), (6, 5, 6, 4, 3, 2, 1, 1)),
@@ -26,14 +27,17 @@ def in_tiles(monkeypatch):
     monkeypatch.setattr(WindowGPSA2d, "max_dense_pairs", 0)
 
 
-@pytest.mark.parametrize("pairs", [0, 10**6])
+@pytest.mark.parametrize("form", ["strips", "strips with positions", "tiles", "whole maps"])
 @pytest.mark.parametrize("case", CASES)
-def test_content_forms_are_the_formula(case, pairs, monkeypatch):
-    monkeypatch.setattr(WindowGPSA2d, "max_dense_pairs", pairs)
-    monkeypatch.setattr(window_gpsa2d, "TILE", 3)
+def test_content_forms_are_the_formula(case, form, monkeypatch):
+    monkeypatch.setattr(WindowGPSA2d, "max_dense_pairs", 10**6 if form == "whole maps" else 0)
+    monkeypatch.setattr(modes, "CPU_DEVICE", "another" if form == "tiles" else "cpu")
+    monkeypatch.setattr(window_tiles, "TILE", 3)
     monkeypatch.setattr(window_gpsa2d, "MAX_ENTRIES", 5000)  # one image at a time
     options, (H, W, channels, *sizes, groups) = CASES[case]
     layer = perturbed(WindowGPSA2d(channels, *sizes, groups=groups, **options).double())
+    if form == "strips with positions":  # near their taps
+        layer.raw_locality.data += 40
     x = torch.randn(2, channels, H, W, dtype=torch.float64, requires_grad=True)
     maps = references.gpsa2d_attention(layer, x)
     assert_equal([layer.attention(x)], [maps])

@@ -262,27 +262,27 @@ def test_an_encoder_alone_is_no_teacher(tmp_path):
 
 
 @pytest.fixture
-def cifar(data_root):
+def digits():
     """Some real images, in batches."""
-    source = open_source("cifar10", "test", data_root)
+    source = open_source("digits", "test")
     config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.25,) * 3, interpolation="bicubic", crop_pct=1.0)
     loader = eval_loader(source, config, 32)
     return [batch for batch, _ in zip(loader, range(4), strict=False)]
 
 
-def test_evaluation_is_the_same_whatever_the_batches(cifar):
+def test_evaluation_is_the_same_whatever_the_batches(digits):
     task = masked.ReconstructionLoss(autoencoder(), CPU)
     model = task.trainable_module
-    images = torch.cat([images for images, _ in cifar])
+    images = torch.cat([images for images, _ in digits])
     torch.manual_seed(3)
-    found = masked.evaluate_pretraining(task, model, cifar)
+    found = masked.evaluate_pretraining(task, model, digits)
     state = torch.get_rng_state()
     other = masked.evaluate_pretraining(task, model, [(images[:50], None), (images[50:], None)])
     assert torch.equal(state, torch.get_rng_state())
-    repeated = masked.evaluate_pretraining(task, model, [*cifar, (images[:1], torch.tensor([-1]))])
+    repeated = masked.evaluate_pretraining(task, model, [*digits, (images[:1], torch.tensor([-1]))])
     assert repeated == found  # label -1: to fill up a process's batches
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
-    assert found["reconstruction"] != masked.evaluate_pretraining(task, model, cifar, seed=1)["reconstruction"]
+    assert found["reconstruction"] != masked.evaluate_pretraining(task, model, digits, seed=1)["reconstruction"]
 
 
 def pair(student="pyramids", block=4, **cfg):

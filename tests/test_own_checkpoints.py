@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import isomorph as iso
@@ -130,6 +130,85 @@ def test_tensors_that_the_model_cannot_hold(tmp_path):
     state["linear.weigth"] = state.pop("linear.weight")
     named = save(tmp_path / "typo.pth", state)
     refused("1 missing \\(linear.weight\\); 1 unexpected \\(linear.weigth\\)", open_own, named, arch="cifar_resnet20")
+
+
+class TiedTokens(torch.nn.Module):
+    """A network whose head is its table of tokens, with a buffer of two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(7, 6), torch.nn.Linear(6, 7, bias=False)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+        self.head.weight = self.tokens.weight
+        for block in self.blocks[1:]:
+            block.weight = self.blocks[0].weight
+        self.register_buffer("scale", torch.rand(6))
+        self.blocks[0].register_buffer("scale", self.scale)
+
+    def forward(self, x):
+        x = self.tokens(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_tied_tensors_that_a_file_holds_once(tmp_path):
+    model, fresh, tokens = TiedTokens().eval(), TiedTokens().eval(), torch.arange(7)
+    save_model(model, tmp_path / "once.safetensors")
+    stored = load_file(tmp_path / "once.safetensors")
+    assert len(stored) == len(model.state_dict()) - 4
+    state = model.state_dict()
+    for name, other in (("blocks.1.weight", "blocks.0.weight"), ("head.weight", "tokens.weight")):
+        renamed = dict(stored) | {name: state[name]}  # whichever of its names a tensor is stored under
+        renamed.pop(other, None)
+        opened = iso.load(save(tmp_path / f"{name}.pth", renamed), base=fresh)
+        assert torch.equal(opened(tokens), model(tokens))
+    opened = iso.load(tmp_path / "once.safetensors", base=fresh)
+    assert torch.equal(opened(tokens), model(tokens))
+    assert opened.head.weight is opened.tokens.weight
+    assert iso.load_weights(fresh, tmp_path / "once.safetensors") == []
+    assert torch.equal(fresh(tokens), model(tokens))
+    del stored["blocks.0.bias"]
+    stored = {key: value for key, value in stored.items() if value.shape != (7, 6)}
+    lost = save(tmp_path / "lost.pth", stored)
+    refused(r"3 missing \(tokens.weight, head.weight, blocks.0.bias\)", iso.load, lost, base=TiedTokens())
+
+
+def test_a_folder_that_transformers_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    config = transformers.BertConfig(**sizes, max_position_embeddings=8)
+    model, fresh = (transformers.BertForMaskedLM(config).eval() for _ in range(2))
+    model.save_pretrained(tmp_path)
+    opened = iso.load(tmp_path / "model.safetensors", base=fresh)
+    tokens = torch.arange(5)[None]
+    assert torch.equal(opened(tokens).logits, model(tokens).logits)
+
+
+class OtherNames(torch.nn.Linear):
+    """A layer whose state has names that it does not load."""
+
+    def state_dict(self, *args, **kwargs):
+        return {f"net.{name}": tensor for name, tensor in super().state_dict(*args, **kwargs).items()}
+
+
+class OwnNames(OtherNames):
+    """The same, which loads them."""
+
+    def load_state_dict(self, state, *args, **kwargs):
+        return super().load_state_dict({key.removeprefix("net."): value for key, value in state.items()})
+
+
+def test_a_model_that_saves_other_names_than_it_loads_is_rejected(tmp_path):
+    path, x = tmp_path / "own.safetensors", torch.randn(2, 3)
+    patched = torch.nn.Linear(3, 3)
+    patched.state_dict = lambda: {"weight": patched.weight}
+    for model in (OtherNames(3, 3), patched):
+        refused("is overridden and has other names than load_state_dict", iso.save, model, path)
+        assert not path.exists()
+    model = OwnNames(3, 3)
+    iso.save(model, path)
+    assert torch.equal(iso.load(path, base=OwnNames(3, 3))(x), model(x))
 
 
 def test_harmless_classes_are_read_and_no_others(tmp_path):

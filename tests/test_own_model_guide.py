@@ -1,4 +1,4 @@
-"""The guide for one's own model and images, as written: a ResNet-18 of three classes, on cut-out fruits."""
+"""The guide for one's own model and images, as written: a ResNet-18 of three classes, on crops of photographs."""
 
 import json
 from pathlib import Path
@@ -6,29 +6,17 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from PIL import Image
 
 import isomorph as iso
 from isomorph.evaluation.input_sizes import training_config
+from small_images import write_crops
 from test_docs_code import blocks_of, run_shell
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "your-own-model.md"
+CLASSES = ("date", "fig", "hazelnut")
+"""As the guide names its classes."""
 EACH = 4
 """Images of each class."""
-
-
-def cut_fruits(data, folder):
-    """One folder of images per class: dates, figs and hazelnuts, cut out along their boxes."""
-    marked = json.loads((data / "fruits_nuts" / "trainval.json").read_text())
-    files = {image["id"]: image["file_name"] for image in marked["images"]}
-    for kind in marked["categories"]:
-        (folder / kind["name"]).mkdir(parents=True)
-        boxes = [one for one in marked["annotations"] if one["category_id"] == kind["id"]][:EACH]
-        for number, one in enumerate(boxes, 1):
-            left, top, width, height = one["bbox"]
-            with Image.open(data / "fruits_nuts" / "images" / files[one["image_id"]]) as photograph:
-                crop = photograph.crop((left, top, left + width, top + height)).resize((64, 64))
-                crop.save(folder / kind["name"] / f"{number}.jpg")
 
 
 def train_elsewhere(photos, path):
@@ -47,9 +35,9 @@ def train_elsewhere(photos, path):
 
 
 @pytest.mark.slow
-def test_every_block_of_the_guide(data_root, tmp_path, monkeypatch, capsys):
+def test_every_block_of_the_guide(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    cut_fruits(data_root, tmp_path / "photos")
+    write_crops(tmp_path / "photos", CLASSES, EACH)
     train_elsewhere(tmp_path / "photos", tmp_path / "my_resnet18.pth")
     blocks = blocks_of(GUIDE)
     assert [language for language, _ in blocks].count("bash") == 8

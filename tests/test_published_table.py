@@ -1,68 +1,271 @@
-"""`isomorph table`: measured results beside the expected ones, by recipe, and the chart that the paper has."""
+"""`isomorph table`: whole tables of the papers with the commands of their rows, and what runs of them measured."""
 
 import json
+import re
+import shlex
 
 import pytest
 
-from isomorph.recipes import RECIPES
-from isomorph.report.published_table import published_charts, published_rows, published_table
+from command_line import isomorph
+from isomorph.cli.run import app
+from isomorph.recipes import RECIPES, load_recipe
+from isomorph.recipes.tables import PAPERS, find_table, published_tables, table_with_runs, tables_of
+from isomorph.report.published_table import COLUMNS, MEASURED, published_charts, published_table
 from isomorph.report.run_files import read_run_logs
+from isomorph.training.recipe.differences import describe_differences
 from refusals import refused
 
+TABLES = published_tables()
 
-def write_run(folder, recipe, *epochs, **fields):
-    folder.mkdir()
-    (folder / "recipe.json").write_text(json.dumps({"name": recipe, **RECIPES.get(recipe, {}), **fields}))
+
+def write_run(folder, recipe, *epochs, overrides=(), **fields):
+    """The files of a run of a recipe, as training writes them."""
+    folder.mkdir(parents=True)
+    written = load_recipe(recipe, list(overrides)).model_dump(mode="json") | fields
+    (folder / "recipe.json").write_text(json.dumps(written))
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in epochs))
     return folder
 
 
-@pytest.fixture
-def logs(tmp_path):
-    def done(top1):
-        before = {"epoch": 0, "loss": None, "top1": 0.1}
-        return (
-            before,
-            {"epoch": 1, "loss": 2.0, "top1": top1, "top5": 70.0, "images": 100, "train_top1": 30.0, "seconds": 7200},
-        )
-
-    tenth = RECIPES["convit_s_10pct"]
-    folders = [
-        write_run(tmp_path / "a", "convit_s_10pct", *done(50.0)),
-        write_run(tmp_path / "b", "deit_s_10pct", *done(40.0)),
-        write_run(tmp_path / "seed1", "mine", *done(52.0), source=tenth["source"], data=tenth["data"]),
-        write_run(tmp_path / "other", "coatnet_0", *done(80.0)),
-    ]
-    return read_run_logs(folders)
+def done(epochs, top1=50.0, **more):
+    measured = {"top1": top1, "top5": 70.0, "images": 100, "train_top1": 30.0, "seconds": 7200} | more
+    return ({"epoch": 0, "loss": None, "top1": 0.1}, {"epoch": epochs, "loss": 2.0, **measured})
 
 
-def test_measured_beside_expected_with_a_chart_by_fraction(logs):
-    rows = {row["run"] or row["recipe"]: row for row in published_rows("convit Table 2", RECIPES, logs)}
-    assert len(rows) == 11  # ten recipes, one of them with two runs; a run of another table is left out
-    assert rows["a"] | {"fraction": 0.1, "expected_top1": 59.6, "expected_top5": 80.3, "top1": 50.0} == rows["a"]
-    assert (rows["a"]["hours"], rows["a"]["train_top1"], rows["seed1"]["top1"]) == (2, 30, 52)
-    head, *body = published_table(list(rows.values()))
-    assert head[2:6] == ["top-1 (%), expected", "measured (95% interval)", "top-5 (%), expected", "measured"]
-    assert ["convit_s_10pct", "a", "59.60", "50.00 (40.4 to 59.6)", "80.30", "70.00"] in [line[:6] for line in body]
-    (chart,) = published_charts("ConViT Table 2", list(rows.values()))
-    assert chart.lines["convit_s, expected"].x == [5, 10, 30, 50, 100]
-    assert (chart.lines["deit_s, measured"].x, chart.lines["deit_s, measured"].y) == ([10], [40.0])
+def filled(name, *folders):
+    return table_with_runs(find_table(name), read_run_logs(folders))
 
 
-def test_time_of_training_where_the_data_is_the_same():
-    rows = published_rows("T-CNN Table 1", RECIPES, [])
-    (chart,) = published_charts("T-CNN Table 1", rows)
-    assert chart.series["expected"]["tcnn_resnetrs50"] == (1.30, 81.0)
-    assert {row["recipe"] for row in rows} >= {"tcnn_resnetrs350", "finetune_resnetrs50_unstrided"}
+# tables
 
 
-@pytest.mark.parametrize("table", ["Refiner Table 1", "Refiner Table 11", "TDRL B.8", "ConViT Fig. 8"])
-def test_a_table_is_not_another_whose_number_begins_like_its(table):
-    sources = {RECIPES[row["recipe"]]["source"] for row in published_rows(table, RECIPES, [])}
-    assert all(table.partition(" ")[2] in source.replace(",", "").split("Refiner ")[-1] for source in sources)
-    assert ("Table 11" in " ".join(sources)) == (table == "Refiner Table 11")
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_and_columns_of_every_table(name):
+    table = TABLES[name]
+    assert set(table.columns) <= COLUMNS.keys()
+    assert table.rows
+    assert all(row.values.keys() == set(table.columns) or "not in the paper" in row.label for row in table.rows)
+    for chart in table.charts:
+        assert {chart["x"], chart["y"], chart.get("by", chart["x"])} <= set(table.columns)
+        assert published_charts(name, [chart], table.rows)
+    text = published_table(table.columns, table.rows)
+    assert len(text) == 1 + len(table.rows)
+    assert {len(line) for line in text} == {len(text[0])}
+
+
+def test_every_table_of_the_papers_is_there():
+    """But those without results: CoAtNet's sizes and settings (1, 3, 10 to 12), TDRL's settings (4), diagrams."""
+    numbers = {
+        paper: {name.removeprefix(f"{paper} ") for name in TABLES if name.startswith(paper)}
+        for paper in PAPERS.values()
+    }
+    for paper, last, without in (
+        ("T-CNN", 5, ()),
+        ("ConViT", 3, ()),
+        ("CoAtNet", 14, (1, 3, 10, 11, 12)),
+        ("TDRL", 10, (4,)),
+        ("Refiner", 13, ()),
+    ):
+        for number in range(1, last + 1):
+            assert (f"Table {number}" in numbers[paper]) == (number not in without), (paper, number)
+
+
+@pytest.mark.parametrize("paper", PAPERS.values())
+def test_every_published_recipe_has_a_row(paper):
+    own = re.compile(r"in small|at CIFAR scale|Table 6 in small")
+    for name, recipe in RECIPES.items():
+        source = recipe.get("source", "")
+        if not source.startswith(f"{paper} ") or own.search(source) or name.endswith("_g2sd"):
+            continue
+        rows = [row for table in TABLES.values() for row in table.rows if name in (row.recipe, row.before)]
+        assert rows, name
+        for number in re.findall(r"(?:Table|Fig\.) \d+|B\.\d", source):
+            known = f"{paper} {number}"
+            if known in TABLES:
+                here = [row for row in TABLES[known].rows if name in (row.recipe, row.before)]
+                evaluated = [row for row in TABLES[known].rows if any(name in line for line in row.commands)]
+                assert here or evaluated, (name, known)
+
+
+def test_expected_numbers_are_those_of_the_tables():
+    """What a recipe expects is printed in a row of it."""
+    units = {"top-1": "top1", "top-5": "top5", "mIoU": "miou", "precision@1": "precision1"}
+    checked = 0
+    for name, recipe in RECIPES.items():
+        if recipe.get("name") == "mean" or not tables_of(name):
+            continue
+        printed = {}
+        for table in tables_of(name):
+            for row in TABLES[table].rows:
+                if row.recipe == name:
+                    for column, value in row.values.items():
+                        printed.setdefault(column, set()).add(value)
+        text = recipe.get("expected", "").partition(" after ")[0]
+        for number, unit in re.findall(r"(\d+(?:\.\d+)?) (top-1|top-5|mIoU|precision@1)", text):
+            if "not published" in recipe["expected"] or units[unit] not in printed:
+                continue
+            assert float(number) in printed[units[unit]], (name, number, unit)
+            checked += 1
+        for unit, number in re.findall(r"(box AP|mask AP|FID) (\d+(?:\.\d+)?)", text):
+            assert float(number) in printed[unit.lower().replace(" ", "_")], name
+            checked += 1
+    assert checked > 150
+
+
+def test_commands_are_commands(tmp_path, monkeypatch):
+    """Every line parses: the command, its options and their values."""
+    monkeypatch.chdir(tmp_path)
+    lines = {line for table in TABLES.values() for row in table.rows for line in row.commands}
+    seen = set()
+    for line in sorted(lines):
+        if line.startswith("see docs/"):
+            continue
+        words = shlex.split(line.replace("IMAGE", "image.jpg"))
+        assert words.pop(0) == "isomorph"
+        shape = (words[0], *(word for word in words if word.startswith("--")))
+        if shape in seen:
+            continue
+        seen.add(shape)
+        for word in words:
+            if word.endswith(".safetensors"):
+                path = tmp_path / word
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        if "--out" in words:
+            (tmp_path / words[words.index("--out") + 1]).unlink(missing_ok=True)
+        (tmp_path / "image.jpg").touch()
+        if "--data" in words:
+            words[words.index("--data") + 1] = "digits"
+        app.parse_args(words, print_error=False, exit_on_error=False)
+    assert {shape[0] for shape in seen} >= {"train", "evaluate", "robustness", "fuse", "analyze"}
+
+
+def test_each_command_starts_from_the_one_before():
+    rows = {row.label: row for row in find_table("TDRL Fig. 5").rows}
+    first, fuse, last = rows["-V-4"].commands
+    assert first == "isomorph train tdrl_fig5_v_4_g2sd"
+    assert fuse == "isomorph fuse runs/tdrl_fig5_v_4_g2sd/model.safetensors --out tdrl_fig5_v_4_g2sd-fused.safetensors"
+    assert last == "isomorph train tdrl_fused_100ep --model.weights tdrl_fig5_v_4_g2sd-fused.safetensors"
+    assert "--rfc 1.130 --rfc-fill black" in find_table("Refiner Table 5").rows[-1].commands[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("convit table 2", "ConViT Table 2"),
+        ("CoAtNet Figure 1", "CoAtNet Fig. 1"),
+        ("TDRL appendix B.9", "TDRL B.9"),
+        ("refiner  Tab. 13", "Refiner Table 13"),
+    ],
+)
+def test_names_are_read_in_any_spelling(name, known):
+    assert find_table(name).name == known
 
 
 def test_unknown_tables():
-    for name in ("ConViT", "ConViT Table 22", "nothing", ""):
-        refused("no recipe is of .*; give a paper and its table, for example ", published_rows, name, RECIPES, [])
+    refused("ConViT has no 'Table 22' here; give one of Table 1, ", find_table, "ConViT Table 22")
+    refused("there is no table 'nothing'; give a paper and its table", find_table, "nothing")
+    refused("ConViT has no 'such table'", find_table, "ConViT")
+
+
+# runs
+
+
+def test_measured_next_to_expected_with_a_chart_by_fraction(tmp_path):
+    source = RECIPES["convit_s_10pct"]["source"]
+    table = filled(
+        "ConViT Table 2",
+        write_run(tmp_path / "a", "convit_s_10pct", *done(3000)),
+        write_run(tmp_path / "b", "deit_s_10pct", *done(3000, 40.0)),
+        write_run(tmp_path / "seed1", "convit_s_10pct", *done(3000, 52.0), name="mine", seed=1, source=source),
+        write_run(tmp_path / "other", "coatnet_0", *done(300, 80.0)),
+    )
+    rows = {row.label: row for row in table.rows}
+    assert len(rows) == 10
+    assert [result.run for result in rows["ConViT-S on 10%"].runs] == ["a", "seed1"]
+    assert rows["ConViT-S on 10%"].values["top1"] == 59.6
+    head, *body = published_table(table.columns, table.rows)
+    line = next(line for line in body if line[head.index("run")] == "a")
+    assert line[head.index("measured top-1 (%)")] == "50.00 (40.4 to 59.6)"
+    assert line[head.index("differs from the row")] == ""
+    (chart,) = published_charts(table.name, table.charts, table.rows)
+    assert chart.lines["ConViT-S, published"].x == [5, 10, 30, 50, 100]
+    assert (chart.lines["ConViT-S, measured"].x, chart.lines["ConViT-S, measured"].y) == ([10], [51.0])
+
+
+DIFFERENT = {
+    "CIFAR-10, 2 of 300 epochs": ["data.source=cifar10", "epochs=2"],
+    "30 of 300 epochs": ["epochs=30"],
+    "optim.lr": ["optim.lr=1e-4"],
+    "model.kwargs.depth": ["model.kwargs.depth=4"],
+    "data.size": ["data.size=[96,96]"],
+    "augment.mixup, drop_path": ["drop_path=0", "augment.mixup=0"],
+    "": ["seed=3", "data.root=/data", "data.workers=2", "evaluate_every=5", "scale.accumulate=8", "amp=none"],
+}
+
+
+@pytest.mark.parametrize("said", DIFFERENT)
+def test_runs_that_are_not_the_row_say_why_and_do_not_count(said, tmp_path):
+    folder = write_run(tmp_path / "run", "convit_s_100pct", *done(300), overrides=DIFFERENT[said])
+    recipe = json.loads((folder / "recipe.json").read_text())
+    assert describe_differences(recipe, load_recipe("convit_s_100pct"), recipe["epochs"]) == said
+    table = filled("ConViT Table 2", folder)
+    charts = published_charts(table.name, table.charts, table.rows)
+    head, *body = published_table(table.columns, table.rows)
+    line = next(line for line in body if "run" in line)
+    assert (line[head.index("measured top-1 (%)")] == "-") == bool(said)
+    assert any("measured" in name for name in charts[0].lines) == (not said)
+    assert ("50.00" in line[-1]) == bool(said)
+
+
+def test_a_run_in_progress_is_not_the_row(tmp_path):
+    table = filled("ConViT Table 1", write_run(tmp_path / "run", "convit_ti", *done(12)))
+    (result,) = next(row for row in table.rows if row.runs).runs
+    assert result.differs == "at epoch 12 of 300"
+
+
+def test_a_recipe_has_a_row_in_every_table_of_its(tmp_path):
+    assert tables_of("tdrl_plain_100ep") >= ["TDRL Fig. 2", "TDRL Fig. 3"]
+    folder = write_run(tmp_path / "run", "coatnet_2", *done(300, 84.0))
+    for name in ("CoAtNet Table 4", "CoAtNet Table 6", "CoAtNet Table 7", "CoAtNet Table 9", "CoAtNet Table 13"):
+        assert sum(len(row.runs) for row in filled(name, folder).rows) == 1
+
+
+def test_runs_from_other_weights_are_in_their_rows(tmp_path):
+    weights = "tdrl_fig5_v_8_g2sd-fused.safetensors"
+    overrides = [f"model.weights={weights}"]
+    table = filled("TDRL Fig. 5", write_run(tmp_path / "run", "tdrl_fused_100ep", *done(100), overrides=overrides))
+    assert [row.label for row in table.rows if row.runs] == ["-V-8"]
+
+
+def test_other_metrics_and_the_mean_of_glue(tmp_path):
+    folders = []
+    for i, task in enumerate(("mnli", "qnli", "qqp", "rte", "sst2", "mrpc", "cola", "stsb")):
+        key = {"cola": "matthews", "stsb": "spearman"}.get(task, "accuracy")
+        epochs = RECIPES[f"glue_{task}"]["epochs"]
+        row = {"epoch": epochs, key: 70.0 + i, "seconds": 10}
+        folders.append(write_run(tmp_path / task, f"glue_{task}", row))
+    table = filled("Refiner Table 6", *folders)
+    mean = next(row for row in table.rows if row.values["part"] == "average" and row.label == "BERT-small")
+    assert mean.values["score"] == 75.1
+    assert [result.measured["score"] for result in mean.runs] == [73.5]
+    without_one = filled("Refiner Table 6", *folders[1:])
+    assert not any(row.runs for row in without_one.rows if row.values["part"] == "average")
+    assert MEASURED["precision1"] == ("top1",)
+    box = filled("TDRL Table 2", write_run(tmp_path / "d", "vitdet_tdrl_ti", {"epoch": 100, "box_ap": 46.0}))
+    (result,) = next(row for row in box.rows if row.runs).runs
+    assert result.measured == {"box_ap": 46.0}
+
+
+def test_command_line(tmp_path):
+    run = write_run(tmp_path / "runs/a", "convit_s_10pct", *done(3000))
+    listed = isomorph("table", folder=tmp_path)
+    assert "TDRL B.9" in listed.stdout
+    empty = isomorph("table", "T-CNN Table 3", folder=tmp_path)
+    assert "80.84" in empty.stdout
+    assert "isomorph train tcnn_resnet50_320 --model.weights runs/tcnn_late_400/model.safetensors" in empty.stdout
+    page = isomorph("table", "ConViT Table 2", run, "--out", "table.html", folder=tmp_path)
+    assert "50.00 (40.4 to 59.6)" in page.stdout
+    assert "ConViT-S, published" in (tmp_path / "table.html").read_text()
+    rows = json.loads(isomorph("table", "ConViT Table 2", run, "--json", folder=tmp_path).stdout)["rows"]
+    assert next(row for row in rows if row["runs"])["runs"][0]["measured"]["top1"] == 50.0

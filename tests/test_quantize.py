@@ -2,14 +2,19 @@
 
 import copy
 import importlib
+import json
+import math
 
 import numpy as np
 import onnx
 import pytest
 import timm
 import torch
+from torch import nn
 
 import isomorph as iso
+from command_line import isomorph
+from isomorph.surgery.comparison import Fidelity
 
 quantize_module = importlib.import_module("isomorph.deployment.quantize")  # the function has the name of its module
 
@@ -126,3 +131,73 @@ def test_images_that_the_model_does_not_expect_are_noted(vit, images, graphs, qu
         assert said in str(report)
     usual = iso.quantize(vit, [images.clamp(-1, 1)], tmp_path / "int8.onnx", overwrite=True)
     assert "reach from" not in " ".join(usual.notes)
+
+
+def test_a_file_is_compared_with_what_it_was_when_it_was_made(vit, images, quantized):
+    """By noise and classes, as its outputs differ from the model's on purpose."""
+    for mode, report in quantized.items():
+        artefact = iso.deployment.open_artefact(report.path)
+        assert artefact.fidelity == Fidelity(report.output_sqnr, report.agreement, report.images)
+        found = iso.verify(vit, artefact, [images[:8], images[8:]])
+        assert found.fidelity.output_sqnr == pytest.approx(report.output_sqnr, abs=0.01)
+        assert found.verdict.startswith("as close as when it was made")
+        assert iso.verify(vit, artefact, torch.randn(64, 3, 16, 16)).passed
+        with pytest.raises(iso.surgery.NotEqual, match="NOT equal within 1e-05"):
+            iso.verify(vit, artefact, images, atol=1e-5)
+        other = copy.deepcopy(vit)
+        with torch.no_grad():
+            other.head.weight[0] *= 1.5
+        with pytest.raises(iso.surgery.NotEqual, match="NOT as close as when it was made"):
+            iso.verify(other, artefact, images)
+        assert artefact.metadata["quantization"] == f"int8 {mode}"
+
+
+def test_the_command_compares_a_file_on_images(tmp_path):
+    net = timm.create_model("cifar_resnet20", num_classes=10).eval()
+    iso.save(net, tmp_path / "net.safetensors")
+    test = ("--data", "digits")
+    calibration = iso.data.open_source("digits", "train").subset(range(16))
+    loader = iso.data.eval_loader(calibration, timm.data.resolve_data_config(model=net), 16)
+    iso.quantize(net, loader, tmp_path / "int8.onnx")
+    both = (tmp_path / "net.safetensors", tmp_path / "int8.onnx")
+    run = isomorph("verify", *both, *test, "--max-images", 20)
+    assert run.stdout.startswith("as close as when it was made"), run.stderr
+    assert "of 20 images" in run.stdout
+    alone = isomorph("verify", *both)
+    assert alone.returncode == 2
+    assert "is an int8 file, calibrated on images; give --data" in alone.stderr
+    assert "NOT equal within 0.001" in isomorph("verify", *both, "--atol", "0.001").stderr
+
+
+OUTPUTS = {  # a network's last layers, and whether its outputs are classes
+    "classes": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), True),
+    "a map": (nn.Identity, False),
+    "boxes": (lambda: nn.Flatten(2), False),
+    "one number": (lambda: nn.Flatten(0), False),
+}
+
+
+@pytest.mark.parametrize("what", OUTPUTS)
+def test_only_rows_of_classes_have_a_class(what, tmp_path):
+    make, classes = OUTPUTS[what]
+    net = nn.Sequential(nn.Conv2d(3, 5, 4, 4), make()).eval()
+    if what == "one number":
+        net = nn.Sequential(nn.Conv2d(3, 1, 8), make()).eval()
+    images = torch.randn(4, 3, 8, 8)
+    report = iso.quantize(net, [images], tmp_path / "int8.onnx", size=(8, 8))
+    assert ("same class" in str(report)) is classes
+    assert (report.agreement is not None) is classes
+    assert math.isfinite(report.output_sqnr)
+    assert iso.verify(net, iso.deployment.open_artefact(report.path), images).passed
+
+
+def test_reports_are_json_and_torch_draws_as_before(vit, images, quantized, graphs, tmp_path, monkeypatch):
+    exported_already(monkeypatch, graphs)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx")
+    assert torch.equal(torch.get_rng_state(), state)
+    for value in (math.inf, -math.inf, math.nan):
+        broken = copy.copy(report)
+        vars(broken)["output_sqnr"] = value
+        assert json.loads(json.dumps(broken.as_dict(), allow_nan=False))["output_sqnr"] is None

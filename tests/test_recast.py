@@ -69,3 +69,33 @@ def test_an_anneal_goes_from_exact_to_paper_then_lets_go():
     schedule.apply(model, 5)
     torch.testing.assert_close(model.conv1.gate.data, torch.full((9,), 2.0))
     refused("no gated attention", iso.Anneal(4).apply, resnet(), 0)
+
+
+CHANGES = {
+    "recast": lambda cnn: iso.recast(cnn, iso.ConvToGPSA(), "layer3.*.conv?"),
+    "a layer with random values": lambda cnn: iso.recast(cnn, iso.LinearToPyramid(), "linear"),
+    "fuse": lambda cnn: iso.fuse(iso.recast(cnn, iso.LinearToPyramid(), "linear")),
+    "insert": lambda cnn: iso.insert(cnn, iso.layers.MapAttention, "layer3.2"),
+    "revert": lambda cnn: iso.revert(iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.0.conv1")),
+    "prune": lambda cnn: iso.prune(iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.0.conv1")),
+    "unstride": lambda cnn: iso.unstride(cnn, "layer3"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_torch_draws_as_before(change):
+    """Surgery leaves the random state as it was, and layers of two recasts are no copies of each other."""
+    cnn = timm.create_model("cifar_resnet20").eval()
+    state = torch.get_rng_state()
+    CHANGES[change](cnn)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_of_two_recasts_draw_other_values():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    rule = iso.LinearToPyramid("P-W2S")
+    new = iso.recast(iso.recast(net, rule, "0"), rule, "1")
+    first, second = (dict(layer.named_parameters()) for layer in new)
+    drawn = [name for name, p in first.items() if p.ndim > 1 and p.unique().numel() > 8]
+    assert drawn
+    assert not any(torch.equal(first[name], second[name]) for name in drawn)

@@ -1,4 +1,4 @@
-"""Recipes: every one is valid and builds, says what its paper says, and runs; wrong fields are named, all at once."""
+"""Recipes: every one is valid and builds, and says what its paper says; wrong fields are named, all at once."""
 
 import math
 import re
@@ -19,7 +19,6 @@ from isomorph.training.build import build_model
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.state import Run
 from refusals import refused
 
@@ -117,30 +116,6 @@ def test_every_network_is_built(name):
         assert wanted is None or count_parameters(model) / 1e6 == pytest.approx(wanted, rel=0.03)
 
 
-CONVIT = ["model.kwargs.embed_dim=36", "model.kwargs.depth=11", "evaluate_every=1", "keep_every=null"]
-RESNET = ["model.pretrained=false", "model.kwargs={layers: [1, 1, 1, 3], channels: [8, 8, 8, 16], stem_width: 8}"]
-COATNET = ["data.size=[64,64]", "model.start=random", "model.kwargs.widths=[8, 8, 16, 32, 32]"]
-COATNET += ["model.kwargs.depths=[2, 1, 1, 1, 1]"]
-TWO_STEPS = {
-    **dict.fromkeys(("tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_resnet50d"), RESNET),
-    **dict.fromkeys(("convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_s_psa"), CONVIT),
-    "convit_layers_3": [*CONVIT, "data.classes=null"],
-    **dict.fromkeys(("coatnet_0", "coatnet_0_384", "coatnet_2_in21k", "coatnet_3_jft"), COATNET),
-    "coatnet_layout_vit_rel": [*COATNET, "model.kwargs.depths=[1, 1]", "model.kwargs.widths=[32, 32]"],
-}
-"""Recipes that run as published, but for narrower networks and a few images of digits."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWO_STEPS)
-def test_published_recipes_run_two_steps(name, tmp_path):
-    data = ["data.source=digits", "data.batch_size=20", "data.workers=0", "data.fraction=0.04", "data.size=[32,32]"]
-    brief = ["epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
-    run = Run(iso.load_recipe(name, [*data, *brief, *TWO_STEPS[name]]))
-    assert run.order.steps == 2
-    assert train_epoch(run) > 0
-
-
 # schedules and policies
 
 
@@ -184,6 +159,21 @@ def test_rates_follow_the_formula(schedule, begin):
 # fewer epochs
 
 
+def test_a_warm_up_takes_at_least_a_step():
+    """However few steps a shortened run has: the first is at the warm-up's start, the second at the peak."""
+    optim = OptimPart(lr=1e-3, warmup_epochs=0.01, schedule="cosine")
+    optimizer = build_optimizer(nn.Linear(2, 2), optim)
+    scheduler = build_scheduler(optimizer, optim, 2, 10)
+    rates = []
+    for step in range(3):
+        scheduler.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == pytest.approx(1e-5)
+    assert rates[1] == pytest.approx(1e-3)
+    build_scheduler(optimizer, optim, 1, 1)  # a run of one step
+    assert 0.9e-3 < rates[2] < 1e-3
+
+
 @pytest.mark.parametrize(
     ("name", "given", "wanted"),
     [
@@ -195,6 +185,10 @@ def test_rates_follow_the_formula(schedule, begin):
             {"optim.warmup_epochs": 0.25, "anneal.epochs": 1, "shortened": ""},
         ),
         ("digits_annealed", ["epochs=30"], {"anneal.epochs": 1.5, "shortened": ""}),
+        ("tcnn_late_0", ["epochs=2"], {"model.recast_epoch": 0}),
+        ("tcnn_late_100", ["epochs=2"], {"model.recast_epoch": 1}),  # a recast stays one in the middle
+        ("tcnn_late_100", ["epochs=1"], {"model.recast_epoch": 0}),
+        ("convit_s", ["epochs=1"], {"evaluate_every": 1, "keep_every": [1], "optim.warmup_epochs": 0.01667}),
     ],
 )
 def test_fewer_epochs_shorten_the_schedules_that_are_not_given(name, given, wanted):

@@ -103,7 +103,7 @@ REJECTED = {
     "two grids": (lambda: nn.ModuleList([vit(), vit()]), GATED, "1.blocks.*.attn", "several patch embeddings"),
     "dropped patches": (lambda: vit(patch_drop_rate=0.25), GATED, "blocks.*.attn", "drops patches"),
     "dropout, hooks": (alone(lambda: attention(hooked(nn.Dropout()))), REFINED, "0", "attn_drop has hooks", "remove"),
-    "pyramids inside": (once(PYRAMID, alone(attention), "0.qkv"), REFINED, "0", "JointPyramid", "not nn.Linear"),
+    "pyramids inside": (once(PYRAMID, alone(attention), "0.qkv"), REFINED, "0", "JointPyramid", "not an nn.Linear"),
     "twice, an edit": (once(REFINED, of("swin"), "0"), GATED, "0", "edited already", "revert"),
     "no map": (alone(lambda: xcit.XCA(C, 4)), REFINED, "0", "0: ", "XCA attends between channels"),
     "a hidden mask": (alone(lambda: ShiftedWindowAttention(C, [2, 2], [1, 1], 4)), REFINED, "0", "hide their mask"),

@@ -82,7 +82,7 @@ def test_the_kernel_of_other_devices_is_the_same():
     q, k, v = torch.randn(3, 2, 2, 12, 16, dtype=torch.float64).unbind(0)
     bias = torch.randn(2, 12, 12, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    torch.testing.assert_close(attend_with_bias(bias, 0.0, q, k, v), expected)
+    torch.testing.assert_close(attend_with_bias(bias, 0.0, 16**-0.5, q, k, v), expected)
 
 
 @pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])

@@ -9,7 +9,7 @@ import torch
 import isomorph as iso
 from isomorph.evaluation.input_sizes import random_inputs
 from isomorph.layers import modes
-from isomorph.surgery.merge import own_example
+from isomorph.surgery.reference_calls import own_example
 
 CONTENTS = [iso.ConvToGPSA(content=content) for content in ("global", "window", "none")]
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -27,6 +27,7 @@ from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch, train_step
 from isomorph.training.run.state import Run
 from refusals import refused
+from small_images import digit_images, write_parquet
 from tiny_runs import TINY, same_snapshots, stopped_run, tiny
 
 
@@ -188,14 +189,12 @@ class TestRun:
         if "anneal" in changes:  # averaged weights too are where the schedule ends
             assert set(result.model.layer3[2].conv2.locality.tolist()) == {1.0}
 
-    def test_a_stream_is_trained_on_and_taken_up(self, tmp_path, data_root, caches):
+    def test_a_stream_is_trained_on_and_taken_up(self, tmp_path, caches):
         """Parquet read in passing: stopped within an epoch, the run goes on with the images it had not seen."""
-        from pyarrow.parquet import read_table, write_table
-
-        table = read_table(data_root / "cifar10/test-00000-of-00001.parquet").slice(0, 300)
-        (tmp_path / "data").mkdir()
+        images, labels = digit_images(300)
         for split, start, stop in (("train", 0, 100), ("train", 100, 240), ("test", 240, 300)):
-            write_table(table.slice(start, stop - start), tmp_path / f"data/{split}-{start:05d}.parquet")
+            path = tmp_path / f"data/{split}-{start:05d}.parquet"
+            write_parquet(images[start:stop], labels[start:stop], path)
         data = dict(source="huggingface-stream", root=str(tmp_path / "data"), size=[16, 16], batch_size=40, workers=2)
         values = dict(data=data, log_every=1, scale=dict(accumulate=2), epochs=1)
         iso.train(tiny(tmp_path / "whole", **values), show=False)
@@ -280,7 +279,9 @@ class TestRun:
         student = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
         student.register_forward_hook(lambda model, inputs, output: {"logits": output})
         student.pretrained_cfg = dict(input_size=(3, 8, 8), mean=(0.5, 0.5, 0.5), std=(1.0, 1.0, 1.0))
-        part = DistillPart(teacher="cifar_resnet20", kind=kind)
+        teacher = tmp_path / "teacher.safetensors"  # by its name alone its weights would be downloaded
+        iso.save(timm.create_model("cifar_resnet20"), teacher)
+        part = DistillPart(teacher=str(teacher), kind=kind)
         loss = build_distillation(student, part, nn.CrossEntropyLoss(), torch.device("cpu"))
         loss(torch.randn(4, 3, 8, 8), torch.arange(4))["loss"].backward()
         assert student[1].weight.grad.abs().min() > 0

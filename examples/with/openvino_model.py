@@ -15,6 +15,8 @@ tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.*.conv2")
 images = torch.rand(2, 3, 32, 32)
 
 program = torch.export.export(tcnn, (images,))
-compiled = openvino.compile_model(openvino.convert_model(program), "CPU")
+# by default the runtime computes in bfloat16 on CPUs that have it, as far off as bfloat16's rounding
+exact = {"INFERENCE_PRECISION_HINT": "f32"}
+compiled = openvino.compile_model(openvino.convert_model(program), "CPU", exact)
 logits = torch.from_numpy(compiled(images.numpy())[0])
-print("equal:", torch.allclose(logits, tcnn(images), atol=1e-3))
+print("equal:", torch.allclose(logits, tcnn(images), atol=1e-4))

@@ -1,5 +1,6 @@
 """Centred kernel alignment (CKA) between the layers of two models, over a loader in constant memory."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -8,9 +9,9 @@ from torch import Tensor, nn
 
 from isomorph.analysis.batches import batches
 from isomorph.analysis.features import feature_layers, features
-from isomorph.errors import UserError
+from isomorph.errors import DataWarning, UserError
 from isomorph.surgery.calls import to_model
-from isomorph.surgery.modules import Where
+from isomorph.surgery.modules import Where, list_names
 
 # Smallest batch for unbiased HSIC, which divides by n - 3.
 MIN_IMAGES = 4
@@ -71,7 +72,8 @@ def cka(
         read: function from the output of a layer to features (B, features), by default all of the output.
 
     Source: Nguyen, Raghu, Kornblith (2021), eq. 2 to 4; HSIC1: Song et al. (2012), eq. 5
-    Raises: UserError if no batch has 4 images, or a model has no such layer.
+    Raises: UserError if no batch has 4 images, if they are too few for all layers, or a model has no such layer. Where
+        they are too few for some layers, or features do not depend on the image, it warns, and the value is NaN.
 
     >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
     >>> tuple(iso.cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
@@ -108,7 +110,20 @@ def cka_of_pairs(
         own_a, own_b = own_a + _hsic_own(x), own_b + _hsic_own(y)
     if largest < MIN_IMAGES:
         raise UserError(f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}")
-    return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
+    found = CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
+    unknown = [name for name, own in (*zip(rows, own_a, strict=True), *zip(columns, own_b, strict=True)) if not own > 0]
+    if unknown:
+        _report_unknown(found.matrix, list_names(list(dict.fromkeys(unknown))), largest)
+    return found
+
+
+def _report_unknown(matrix: Tensor, names: str, images: int) -> None:
+    """Warn of layers whose HSIC with themselves is not positive. Raises: UserError if there is no other layer."""
+    said = f"the CKA of {names} is unknown (NaN): in batches of {images} their features say too little"
+    advice = "give larger batches, of 32 images or more; features that are the same for all images have none"
+    if not matrix.isfinite().any():
+        raise UserError(f"{said}; {advice}")
+    warnings.warn(f"{said}; {advice}", DataWarning, stacklevel=4)
 
 
 def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
@@ -151,7 +166,8 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     |Y^T X|^2 / (|X^T X| |Y^T Y|), with centred columns
     Shape: x (samples, p), y (samples, q) -> ()
     Source: Kornblith et al. (2019) eq. 3; TDRL Fig. 2 (c) uses it for branches
-    Raises: UserError if the numbers of samples differ.
+    Raises: UserError if the numbers of samples differ, or for a single one. Features that are the same for all samples
+        give NaN and a warning.
 
     >>> x = torch.randn(100, 8)
     >>> round(iso.analysis.linear_cka(x, 3 * x).item(), 6)
@@ -159,7 +175,11 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise UserError(f"CKA needs (samples, features) of the same samples, not {tuple(x.shape)} and {tuple(y.shape)}")
+    if len(x) < 2:
+        raise UserError(f"CKA needs at least 2 samples, not {len(x)}")
     x, y = (t.double() - t.double().mean(0) for t in (x, y))
+    if not (x.any() and y.any()):
+        warnings.warn("CKA is unknown (NaN): features are the same for all samples", DataWarning, stacklevel=2)
     if len(x) < max(x.shape[1], y.shape[1]):  # the same value from the Gram matrices, which are smaller
         inner = (x @ x.T * (y @ y.T)).sum()
         return inner / ((x @ x.T).norm() * (y @ y.T).norm())

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
+from isomorph.layers.attention_base import score_scale
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
 from isomorph.operations import AppliedAttention, ReadMaps, images_per_chunk, unwrap
@@ -100,7 +101,7 @@ def _timm_scores(
     layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
 ) -> AppliedAttention:
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
+    q, k = layer.q_norm(q) * score_scale(layer), layer.k_norm(k)
     return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
 
 
@@ -167,13 +168,18 @@ class LayerCall(NamedTuple):
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Context in which layers run in the form that has a map of all tokens: not fused, or with masked windows."""
-    facts = [(layer, facts_of(layer)) for layer in model.modules()]
-    forms: list[Any] = [(layer, "fused_attn", layer.fused_attn) for layer, fact in facts if fact and fact.plain]
+    facts: list[tuple[Any, Any]] = [(layer, facts_of(layer)) for layer in model.modules()]
+    forms: list[Any] = []
+    for layer, fact in facts:
+        if fact and fact.plain:
+            forms += [(layer, "scale", layer.scale), (layer, "fused_attn", layer.fused_attn)]
+            layer.scale = score_scale(layer)
     windows = [layer for layer, _ in facts if isinstance(layer, WindowAttention) and not layer.no_map]
     forms += [(layer, "pruned", layer.pruned) for layer in windows]
     try:
         for layer, name, _ in forms:
-            setattr(layer, name, False)
+            if name != "scale":
+                setattr(layer, name, False)
         yield
     finally:
         for layer, name, form in forms:

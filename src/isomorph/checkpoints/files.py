@@ -325,6 +325,14 @@ class _DataSchema(_StrictModel):
     task: dict[Annotated[str, Field(max_length=200)], JsonValue] | None = None
 
 
+class _FidelitySchema(_StrictModel):
+    model_config = ConfigDict(extra="forbid")
+
+    output_sqnr: Annotated[float, Field(ge=-1e3, le=1e3)]
+    agreement: Annotated[float, Field(ge=0, le=100)] | None = None
+    images: Annotated[int, Field(ge=1)]
+
+
 class _ArtefactSchema(_DataSchema):
     """What an exported file says about itself: its images, and the inputs and sizes that it takes."""
 
@@ -336,6 +344,7 @@ class _ArtefactSchema(_DataSchema):
     inputs: Annotated[list[str], Field(min_length=1, max_length=16)] | None = None
     length: Annotated[int, Field(ge=1, le=2**24)] | None = None
     quantization: str | None = None
+    fidelity: _FidelitySchema | None = None
 
 
 class _DecoderSchema(_StrictModel):

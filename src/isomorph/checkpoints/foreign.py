@@ -18,8 +18,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models import create, require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
-from isomorph.surgery import Edit, apply_edit, fusible_modules
-from isomorph.surgery.fuse import Fuse
+from isomorph.surgery import Edit, Reparameterize, apply_edit
 from isomorph.surgery.rule import add_notes
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -73,9 +72,9 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
         raise UserError(f"cannot open {path} as {name}: {error}") from None
     model = build_checked(contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs")
     record_base(model, {"name": name, **arguments})
-    if tensors.keys() != model.state_dict().keys() and (merged := fusible_modules(model, branches=True)):
-        thin = apply_edit(copy.deepcopy(model).eval(), Edit(Fuse(), merged))
-        model = thin if thin.state_dict().keys() == tensors.keys() else model  # merged by timm's reparameterize_model
+    if tensors.keys() != model.state_dict().keys() and Reparameterize().accepts(model):
+        thin = apply_edit(copy.deepcopy(model).eval(), Edit(Reparameterize(), ("",)))
+        model = thin if thin.state_dict().keys() == tensors.keys() else model
     load_state(model, tensors, path)
     images = _image_settings(settings, model, path)
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect

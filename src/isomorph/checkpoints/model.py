@@ -30,7 +30,7 @@ from isomorph.checkpoints.files import (
 )
 from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.input_sizes import built_size, label_names
-from isomorph.models import create
+from isomorph.models import arguments_before, create
 from isomorph.operations import unwrap
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
 from isomorph.surgery.modules import joint_candidates
@@ -79,11 +79,19 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
         "name": config["architecture"],
         "num_classes": getattr(model, "num_classes", None),
         "in_chans": getattr(model, "in_chans", 3),
+        **_arguments_to_record(model),
     }
+
+
+def _arguments_to_record(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments that a record spells out, because older records leave them out for another value."""
+    arguments = getattr(model, "arguments_to_record", None)
+    return arguments() if callable(arguments) else {}
 
 
 def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
     """Record on the model the timm.create_model arguments of its base, for `save`."""
+    base = {**_arguments_to_record(model), **base}
     update_record(model, base={key: value for key, value in base.items() if key != "pretrained"})
     return model
 
@@ -115,7 +123,9 @@ def record_data(model: nn.Module, data: dict[str, Any]) -> None:
 
 def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     """Create the base and apply the edits that its constructor has not made itself."""
-    model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
+    complete = {**arguments_before(base["name"]), **base}
+    arguments = {key: value for key, value in complete.items() if key not in ("name", "pretrained")}
+    model = create(base["name"], **arguments)
     for edit in recorded[len(edits(model)) :]:
         model = apply_edit(model, edit)
     return record_base(model, base)
@@ -174,6 +184,7 @@ def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = N
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
     made, config = edits(model), getattr(model, "pretrained_cfg", None) or {}
     if isinstance(base, dict):
+        base = {**_arguments_to_record(model), **base}
         _check_rebuilds(model, base, made)
         parts: dict[str, Any] = {"base": base}
     elif base is None and (record(model).base or config.get("architecture")) and (found := _find_rebuild_record(model)):
@@ -318,9 +329,23 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
         raise UserError(
             f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
         )
+    _check_state_names(model)
     header, tensors = describe_model(model, base), model.state_dict()
     warn_of_nan(tensors, "saved")
     write_model(header, tensors, Path(path))
+
+
+def _check_state_names(model: nn.Module) -> None:
+    """Check that a model loads the names that it saves. Raises: UserError if only its `state_dict` is overridden."""
+    if type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model):
+        return
+    own, names = set(nn.Module.state_dict(model)), set(model.state_dict())
+    if own != names:
+        different = sorted(own ^ names)[0]
+        raise UserError(
+            f"state_dict() of {type(model).__name__} is overridden and has other names than load_state_dict() takes "
+            f"(first {different}); override load_state_dict() too, or neither"
+        )
 
 
 def warn_of_nan(tensors: Mapping[str, Tensor], done: str) -> None:
@@ -363,7 +388,7 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
 
 def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
-    path, state = Path(path), strip_wrappers(state, model.state_dict())
+    path, state = Path(path), add_tied(model, strip_wrappers(state, model.state_dict()))
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
     own = model.state_dict()
     fits = own.keys() == state.keys() and not any(_shape_differs(own, state, name) for name in own)
@@ -380,6 +405,26 @@ def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_
     unchanged = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
     model.load_state_dict(state)
     return [name for name in unchanged if not name.endswith(".num_batches_tracked")]
+
+
+def add_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with each tensor under all names that the model has for it.
+
+    Files of transformers' `save_pretrained` and safetensors' `save_model` hold a tied tensor once.
+    """
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    names_of: dict[Any, list[str]] = {}
+    for name, tensor in named:
+        names_of.setdefault(id(tensor), []).append(name)
+    full = dict(state)
+    for names in names_of.values():
+        stored = [name for name in names if name in state]
+        if stored:
+            full |= {name: state[stored[0]] for name in names if name not in state}
+    return full
 
 
 def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:

@@ -29,7 +29,7 @@ def export(
     out: Path,
     size: opt.Size = None,
     dynamic: Dynamic = "batch",
-    atol: opt.Atol = 1e-4,
+    atol: opt.Atol = 1e-5,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
@@ -47,7 +47,7 @@ def export(
         File to write: NAME.onnx (onnxruntime and other programs run it) or NAME.pt2 (PyTorch runs it, with
         torch.export.load).
     atol
-        Largest difference from the model's outputs, relative to the largest output.
+        Largest difference of a tensor from the model's, relative to its largest value.
     """
     opt.check_out(out, overwrite, Path(model), opt.EXPORTED)
     with opt.loading():
@@ -85,8 +85,8 @@ def quantize(
 ) -> None:
     """Quantise a model to 8-bit integers, as an ONNX file; calibrate it on training images, and test it.
 
-    The model is fused first. Printed are the layers with their precision, top-1 before and after on test images, the
-    signal-to-noise ratio of the outputs, size and speed. `isomorph evaluate` opens the file.
+    The model is fused first. Printed are the layers with their precision, the norms that stay, top-1 before and after
+    on test images, the signal-to-noise ratio of the outputs, size and speed. `isomorph evaluate` opens the file.
 
     Example: isomorph quantize runs/tdrl --images 512 --out thin-int8.onnx
 

@@ -1,7 +1,6 @@
 """What commands print: JSON, tables, and on stderr progress: bars in a terminal, elsewhere a line a minute."""
 
 import json
-import math
 import shlex
 import sys
 import time
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import isomorph as iso
-from isomorph.terminal_tables import print_table, printable, say
+from isomorph.terminal_tables import json_values, print_table, printable, say
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 60.0
@@ -24,18 +23,10 @@ SECONDS_BETWEEN_LINES = 60.0
 def show(json_: bool, value: Any, *texts: str | Sequence[Sequence[str]]) -> None:
     """Print a value as JSON, or the texts and tables that say the same; null stands for NaN and infinity in JSON."""
     if json_:
-        print(json.dumps(_without_nan(value), default=str))
+        print(json.dumps(json_values(value), default=str))
         return
     for text in texts:
         say(text) if isinstance(text, str) else print_table(text)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # The words of the command that runs.

@@ -1,6 +1,6 @@
 """The verify, fuse, revert, insert and prune commands."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +37,8 @@ def verify(
 ) -> None:
     """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
 
-    The inputs are random, or with --data evenly spaced test images, by default as many as --batch says.
+    The inputs are random, or with --data evenly spaced test images, by default as many as --batch says. An int8 file is
+    compared on 100 test images of --data with how close it was to its model when it was made.
 
     Example: isomorph verify resnet18 t.safetensors --size 224
 
@@ -46,10 +47,11 @@ def verify(
     other
         The model made from ORIGINAL, or a file that it was exported to.
     atol
-        Largest difference allowed, relative to the largest output; by default that of the rule that made OTHER, or 1e-4
-        for an exported file.
+        Largest difference of a tensor allowed, relative to its largest value; by default that of the rule that made
+        OTHER, or 1e-5, as for an exported file.
     thorough
-        Try the first input a second time too, with the other sign, and at another size and batch size.
+        Try the first input a second time too, with the other sign, as zeros, at other sizes and another batch size, in
+        float16, under autocast to bfloat16, and in channels_last.
     """
     images.check()
     with opt.loading():
@@ -61,7 +63,8 @@ def verify(
     check_pretrained_option(both, opening.weights, opening.pretrained)
     first, exported = open_given(original, opening, among=both), Path(other).suffix in opt.EXPORTED
     second = open_artefact(other) if exported else open_given(other, opening, among=both)
-    atol = 1e-4 if exported and atol is None else atol
+    if atol is None and getattr(second, "fidelity", None) is not None:
+        images = _calibrated_images(other, images)
     inputs = comparison_inputs(first, images, batch, size or ())
     what = f"images of {images.data}" if images.data else "random"
     report = compare_outputs(first, second, inputs, atol, [1], what, thorough)
@@ -69,6 +72,16 @@ def verify(
     show(json_, report.as_dict(), details or str(report))
     if not report.passed:
         raise NotEqual(report, "")
+
+
+def _calibrated_images(path: str, images: opt.DataOptions) -> opt.DataOptions:
+    """Return the images to compare an int8 file on, 100 if no number is given. Raises: UserError without --data."""
+    if not images.data:
+        raise UserError(
+            f"{path} is an int8 file, calibrated on images; give --data, images like those, or --atol for the largest "
+            "difference allowed"
+        )
+    return replace(images, max_images=images.max_images or 100)
 
 
 @opt.command
@@ -81,6 +94,7 @@ def fuse(
     size: opt.Size = None,
     norms: bool = True,
     affine: bool = False,
+    across: bool = True,
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
@@ -97,6 +111,8 @@ def fuse(
         Merge norms, scales and branches that have no fused form of their own too; --no-norms keeps them.
     affine
         Move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
+    across
+        Merge across modules too; --no-across keeps what every other module gets and gives, for code that taps it.
     """
     opt.check_out(out, overwrite, Path(model))
     with opt.loading():
@@ -106,7 +122,7 @@ def fuse(
         from isomorph.surgery import fuse_with_report
     check_pretrained_option([model], opening.weights, opening.pretrained)
     net = open_given(model, opening)
-    fused, report = fuse_with_report(net, random_inputs(1, net, size), norms, affine)
+    fused, report = fuse_with_report(net, random_inputs(1, net, size), norms, affine, across)
     if not (report.fused or report.merged):
         raise UserError(
             f"{model} has nothing to fuse: no layer with a fused form, such as a pyramid, and no norm, scale or branch "

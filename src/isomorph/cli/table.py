@@ -4,12 +4,12 @@ from pathlib import Path
 
 from isomorph.cli import options as opt
 from isomorph.cli.output import page_footer, show
-from isomorph.recipes import RECIPES
+from isomorph.terminal_tables import print_table, say
 
 
 @opt.command
 def table(
-    name: str,
+    name: str | None = None,
     runs: list[Path] | None = None,
     /,
     *,
@@ -17,27 +17,51 @@ def table(
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
 ) -> None:
-    """Print a published table: what runs measured next to what the paper expects; a page has the chart.
+    """Print a published table or figure: what the paper has, the command of each row, and what runs measured.
 
-    Example: isomorph table "ConViT Table 2" runs/*
+    A run whose data, network or schedule are not its row's is marked with what differs, and is not counted as a
+    measurement. Example: isomorph table "ConViT Table 2" runs/*
 
     Parameters
     ----------
     name
-        A paper and its table, figure or appendix: 'ConViT Table 2', 'CoAtNet Fig. 1', 'TDRL B.8'.
+        A paper and its table, figure or appendix: 'ConViT Table 2', 'CoAtNet Fig. 1', 'TDRL B.8'; by default the list
+        of all.
     runs
         Folders of runs, finished or not; those of other tables are left out.
     out
-        File for a page with the table and a chart by fraction of the data, or by hours of training; by default none.
+        File for a page with the table and its charts; by default none.
     """
     opt.check_out(out, overwrite, suffixes=(".html",))
     with opt.loading():
+        from isomorph.recipes.tables import find_table, published_tables, table_with_runs
         from isomorph.report.html import Section, write_page
-        from isomorph.report.published_table import published_charts, published_rows, published_table
+        from isomorph.report.published_table import command_lines, published_charts, published_table
         from isomorph.report.run_files import read_run_logs
-    rows = published_rows(name, RECIPES, read_run_logs(runs or []))
-    text = published_table(rows)
+    if name is None:
+        listed = published_tables().values()
+        shown = [["table", "what"], *([each.name, each.title] for each in listed)]
+        show(json_, [{"name": each.name, "title": each.title} for each in listed], shown)
+        return
+    found = table_with_runs(find_table(name), read_run_logs(runs or []))
+    text = published_table(found.columns, found.rows)
+    count = sum(len(row.runs) for row in found.rows)
     if out:
-        section = Section(name, "Measured results next to the paper's.", text, charts=published_charts(name, rows))
-        write_page(out, name, f"{sum(row['run'] is not None for row in rows)} runs.", [section], page_footer())
-    show(json_, rows, text, *[f"page: {out}"] * bool(out))
+        lines = [found.title, *filter(None, [found.note]), *command_lines(found.rows)]
+        charts = published_charts(found.name, found.charts, found.rows)
+        section = Section(found.name, "\n".join(lines), text, charts=charts)
+        write_page(out, found.name, f"{count} runs.", [section], page_footer())
+    if json_:
+        rows = [row.as_dict() for row in found.rows]
+        show(json_, {"table": found.name, "title": found.title, "note": found.note, "rows": rows})
+        return
+    say(f"{found.name}: {found.title}")
+    if found.note:
+        say(found.note)
+    print_table(text)
+    if not count:
+        say("")
+        for line in command_lines(found.rows):
+            say(line)
+    if out:
+        say(f"page: {out}")

@@ -7,10 +7,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from isomorph.cli import options as opt
+from isomorph.cli.output import show
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
-from isomorph.terminal_tables import metric_table, print_table, say
+from isomorph.terminal_tables import metric_table, print_table, print_text_table, say
 
 _SIZE = re.compile(r"^(data\.size|model\.recast\.grid_size)=(\d+)(?:x(\d+))?$")  # 96 or 96x128
 
@@ -50,6 +51,14 @@ def train(
     *fields: Annotated[
         str, Parameter(allow_leading_hyphen=True, help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")
     ],
+    dry_run: Annotated[
+        opt.Flag,
+        Parameter(
+            help="Train nothing: build the network, train two steps on random samples, and print steps, parameter "
+            "groups, memory, hours, what has to be downloaded and the published result."
+        ),
+    ] = False,
+    json_: opt.Json = False,
 ) -> None:
     overrides = [_SIZE.sub(lambda m: f"{m[1]}=[{m[2]}, {m[3] or m[2]}]", given) for given in parse_overrides(fields)]
     iterations = recipe_values(recipe).get("iterations")
@@ -60,7 +69,18 @@ def train(
             "--iterations null as well"
         )
     with opt.loading():
+        from isomorph.recipes.tables import published_rows
+        from isomorph.training import dry_run as try_recipe
         from isomorph.training import train as train_recipe
+    if dry_run:
+        plan = try_recipe(load_recipe(recipe, overrides))
+        published = published_rows(recipe)
+        if json_:
+            show(json_, plan.as_dict() | {"published": published})
+        else:
+            head, source, *rest = plan.table()
+            print_text_table([head, source, *[["published", text] for text in published], *rest])
+        return
     result = train_recipe(load_recipe(recipe, overrides))
     if result.is_main:
         print_table(metric_table("final", result.metrics))

@@ -38,6 +38,21 @@ class MapLabels(NamedTuple):
         return MapLabels(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
 
 
+def random_label_maps(labels: Tensor, classes: int, kept: int = 5, side: int = 18) -> MapLabels:
+    """Return random label maps of images with these labels, not cropped; NFNet's published ones have 5 x 18 x 18.
+
+    Shape: labels (B,) -> maps (B, 2, kept, side, side)
+    """
+    count, device = len(labels), labels.device
+    shape = (count, kept, side, side)
+    scores = torch.rand(shape, device=device)
+    likeliest = torch.randint(classes, shape, device=device)
+    maps = torch.stack([scores, likeliest.to(scores.dtype)], dim=1)
+    box = torch.tensor([0.0, 0.0, 1.0, 1.0], device=device).expand(count, 4)
+    flipped = torch.zeros(count, dtype=torch.bool, device=device)
+    return MapLabels(labels, maps, box, flipped)
+
+
 def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tensor, bool]:
     """Apply timm's training transform, and return the result, the box that it cropped, and True if it flipped.
 

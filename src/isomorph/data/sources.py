@@ -115,6 +115,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
     Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
     """
+    if image.mode == "I" and image.format == "PPM":  # Pillow scales these to 16 bits, whatever their white
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("F", "I"):
         low, high = image.getextrema()
         if not 0 <= low <= high <= 255 or (image.mode == "F" and high <= 1):  # type: ignore[operator]

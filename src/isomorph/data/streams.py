@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,11 @@ class Stream:
     """
 
     def __init__(self, split: DatasetSplit, classes: Iterable[str], images: int | None, buffer: int = 1000) -> None:
-        self.split, self.classes, self.images, self.buffer = split, tuple(classes), images, buffer
+        self.split = split
+        self.classes = tuple(classes)
+        self.images = images
+        self.buffer = buffer
+        self._numbers = split.numbering()[1].tolist() or list(range(len(self.classes)))
 
     def __len__(self) -> int:
         if self.images is None:
@@ -78,6 +83,9 @@ class Stream:
         """Return what errors call a sample."""
         return f"row {identity & 0xFFFFFFFF} of file {identity >> 32} of {self.split.title}"
 
+    def _name_after(self, start: int, index: int) -> str:
+        return self.name(start + index)
+
     @property
     def _num_files(self) -> int:
         return self.split.dataset.num_shards
@@ -91,20 +99,26 @@ class Stream:
             yield from self._rows_of_file(file, share, shares)
 
     def _rows_of_file(self, file: int, first: int, step: int) -> Iterator[StreamSample]:
-        image, label, row = self.split.image, self.split.label, 0
+        image = self.split.image
+        columns = self.split.label_columns
+        row = 0
         with explain_dataset_errors(self.split.title):
             # Not `iter(dataset)`: in a DataLoader's worker that would divide the rows among workers a second time.
             for batch in self.split.dataset.shard(self._num_files, file).iter(_ROWS_PER_READ):
-                for cell, number in zip(batch[image], batch[label], strict=True):
+                labels = [batch[column] for column in columns]
+                if len(labels) > 1:
+                    start = (file << 32) + row
+                    self.split.check_same_labels(labels, partial(self._name_after, start))
+                for cell, label in zip(batch[image], labels[0], strict=True):
                     if row % step == first:
-                        yield self._sample(cell, number, (file << 32) + row)
+                        yield self._sample(cell, label, (file << 32) + row)
                     row += 1
 
     def _sample(self, cell: Any, label: Any, identity: int) -> StreamSample:
-        if not isinstance(label, int) or not 0 <= label < len(self.classes):
-            raise UserError(f"{self.name(identity)} has label {label!r}; labels must be 0 to {len(self.classes) - 1}")
+        if not isinstance(label, int) or not 0 <= label < len(self._numbers):
+            raise UserError(f"{self.name(identity)} has label {label!r}; labels must be 0 to {len(self._numbers) - 1}")
         try:
-            return self.split.stored_image(cell), label, identity
+            return self.split.stored_image(cell), self._numbers[label], identity
         except OSError as error:
             raise unreadable_image_error(self.name(identity), error) from None
 
@@ -142,10 +156,10 @@ def open_stream(
     if min(images or 1, classes or 1) < 1 or 0 in (images, classes):
         raise UserError(f"images={images} and classes={classes} must be 1 or more where given")
     found = open_split(split, data_root(root), streaming=True)
-    if not (found.names or classes):
+    names, _ = found.numbering()
+    if not (names or classes):
         raise UserError(f"{found.title} has no names of classes; give their number as classes=")
-    names = found.names or map(str, range(classes or 0))
-    return Stream(found, names, images or found.images)
+    return Stream(found, names or map(str, range(classes or 0)), images or found.images)
 
 
 _StreamBatch = tuple[Tensor, Labels, list[str]]  # images, labels, error messages of unreadable images

@@ -17,10 +17,11 @@ from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.surgery.comparison import Fidelity
 
 FORMATS = ("onnx", "pt2")
 _KEYS = {*DATA_KEYS, "isomorph_version", "architecture", "num_classes", "class_names", "quantization"}
-_KEYS |= {"dynamic", "size_multiple", "inputs", "length"}
+_KEYS |= {"dynamic", "size_multiple", "inputs", "length", "fidelity"}
 
 
 def require_packages(*names: str) -> None:
@@ -80,7 +81,8 @@ class Artefact(nn.Module):
 
     It runs on the CPU, one example at a time if its batch is not dynamic, and has no parameters to train. `metadata`
     says which images it expects and what it was exported with; `pretrained_cfg` is the same, where timm looks for it. A
-    text network or denoiser takes the inputs that `metadata["inputs"]` lists, by name. Make one with `open_artefact`.
+    text network or denoiser takes the inputs that `metadata["inputs"]` lists, by name. Of an int8 file `fidelity` says
+    how close it was to its model when it was made, which `iso.verify` compares. Make one with `open_artefact`.
 
     Shape: images (B, C, H, W) -> (B, num_classes); text: input_ids, attention_mask (B, N) and for some token_type_ids
         (B, N) -> (B, num_classes), or (B, N, V); a denoiser: x (B, C, H, W), t (B,) -> (B, C, H, W)
@@ -108,6 +110,12 @@ class Artefact(nn.Module):
         # modules of torch say by a parameter where they run
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
         self.eval()
+
+    @property
+    def fidelity(self) -> Fidelity | None:
+        """How close an int8 file was to its model, on the images that it was calibrated on; None for other files."""
+        stored = self.metadata.get("fidelity")
+        return Fidelity(**stored) if stored else None
 
     @torch.no_grad()
     def forward(self, images: Tensor | None = None, **inputs: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,15 @@ from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
-from isomorph.surgery.calls import cast_floats, run_model
+from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
+from isomorph.surgery.comparison import TensorDifference, Tensors, compare_tensors, tensors_by_path
+from isomorph.surgery.model_pair import normal_like
+from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
-from isomorph.surgery.verify import ROUNDING, Difference
-from isomorph.terminal_tables import count_of
+from isomorph.surgery.verify import ATOL
+from isomorph.surgery.verify_report import Difference
+from isomorph.terminal_tables import count_of, json_values
 
-ATOL = 1e-4  # largest deviation of an artefact from its model, relative to the largest output
 Progress = Callable[[str], None]  # called with the name of each step
 
 
@@ -32,7 +37,8 @@ class ExportReport:
     """What was exported, and how far its outputs are from the model's: `deviation` has both, shape by shape.
 
     `fused` and `merged` are the numbers of layers that were fused and of norms and scales that were merged into others,
-    `axes` are the names of the axes that stay open; `notes` say what was taken for granted.
+    `axes` are the names of the axes that stay open; `notes` say what was taken for granted. `left` are the norms and
+    layers that were not merged, with the reason.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
@@ -49,10 +55,11 @@ class ExportReport:
     merged: int
     deviation: VerifyReport
     notes: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
-        return {**asdict(self), "deviation": self.deviation.as_dict()}
+        """Return the report as plain values for JSON, with None for what is not finite."""
+        return json_values({**asdict(self), "deviation": self.deviation.as_dict()})
 
     def __str__(self) -> str:
         multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
@@ -60,7 +67,16 @@ class ExportReport:
         counts = (("fused", self.fused, "layer"), ("merged", self.merged, "norm"))
         lines = [f"{done} {count_of(number, what)}" for done, number, what in counts if number]
         size = f"{self.megabytes:.2f} MB, dynamic: {taken}"
+        lines += describe_left(self.left)
         return "\n".join([*lines, str(self.deviation), size, *(f"note: {note}" for note in self.notes)])
+
+
+def describe_left(left: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason why norms or layers stay: left bn1 and bn2: the reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        names.setdefault(reason, []).append(name or "the model")
+    return [f"left {list_names(own)}: {reason}" for reason, own in names.items()]
 
 
 def export(
@@ -85,12 +101,12 @@ def export(
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts), "size" or
             "none".
         size: Height and width, or one number for both; by default the model's own.
-        atol: Largest difference allowed, relative to the largest output where that is above 1.
+        atol: Largest difference of a tensor allowed, relative to its largest value.
         overwrite: Replace an existing file.
         progress: Called with the name of each step.
 
-    Raises: UserError when a package is missing, the model cannot be exported, or the file exists or cannot be written;
-        NotEqual, with the report, when the result differs.
+    Raises: UserError when a package is missing, the model cannot be exported, arguments are swapped, or the file exists
+        or cannot be written; NotEqual, with the report, when the result differs.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
@@ -99,13 +115,14 @@ def export(
         >>> report.fused, report.deviation.passed
         (1, True)
     """
-    path = Path(path)
+    path = check_path(path, "export(model, path)")
     kind = path.suffix.removeprefix(".")
     if kind not in FORMATS:
         raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
     model = check_exportable(model, path, overwrite)
     progress("choosing shapes")
     model, shapes = plan_export(model, dynamic, size)
+    check_output(model, shapes)
     progress("fusing")
     prepared, report = prepare(model, shapes)
     shapes, contents, deviation = encode(prepared, model, kind, shapes, atol, progress)
@@ -115,7 +132,22 @@ def export(
     write_atomically(path, lambda file: file.write_bytes(contents), new=not overwrite)
     axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
     counts, notes = (len(report.fused), len(report.merged)), preparation_notes(model, shapes)
-    return ExportReport(str(path), axes, shapes.size_multiple, len(contents) / 1e6, *counts, deviation, notes)
+    megabytes = len(contents) / 1e6
+    return ExportReport(str(path), axes, shapes.size_multiple, megabytes, *counts, deviation, notes, report.left)
+
+
+def check_path(path: Any, call: str) -> Path:
+    """Return a path. Raises: UserError with the `call` as it should be, for arguments in another order."""
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"the path is a {type(path).__name__}, not text; give the arguments in the order {call}")
+    return Path(path)
+
+
+@torch.no_grad()
+def check_output(model: nn.Module, shapes: ExportShapes) -> None:
+    """Raise UserError for a model that returns something else than one tensor, before any long work."""
+    plain = copy.deepcopy(model).cpu().float().eval()
+    only_tensor(run_model(plain, shapes.examples()[0][1]))
 
 
 def check_exportable(model: nn.Module, path: Path, overwrite: bool) -> nn.Module:
@@ -169,15 +201,27 @@ def _compare(model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes,
     exact = copy.deepcopy(plain).double()
     rows: list[Difference] = []
     for shape, inputs in shapes.examples():
-        single = only_tensor(run_model(plain, inputs)).double()
-        double = only_tensor(run_model(exact, cast_floats(inputs, torch.float64)))
+        double = _outputs(exact, cast_floats(inputs, torch.float64))
         try:
-            out = run_model(artefact, inputs).double()
-            apart = ((out - single).abs().max().item(), (out - double).abs().max().item())
-        except UserError:
+            found = _outputs(artefact, inputs)
+        except UserError as error:
             if len(rows) < len(shapes.checks) - shapes.near:
                 raise
-            apart = (math.inf, math.inf)
-        rounding = min(atol, ROUNDING * (single - double).abs().max().item())
-        rows.append(Difference(shape, *apart, double.abs().max().item(), rounding=rounding))
+            row = TensorDifference("", (), "", math.inf, math.inf, 0.0, problem=str(error))
+            rows.append(Difference.of(shape, [row], atol))
+            continue
+        redraw = partial(_redraw, exact, inputs)
+        tensors = compare_tensors((_outputs(plain, inputs), found), (double, found), atol, redraw)
+        rows.append(Difference.of(shape, tensors, atol))
     return VerifyReport(atol, tuple(rows))
+
+
+def _outputs(model: nn.Module, inputs: Inputs) -> Tensors:
+    return tensors_by_path(only_tensor(run_model(model, inputs)))
+
+
+def _redraw(exact: nn.Module, inputs: Inputs) -> list[Tensors]:
+    """Return outputs for other inputs, to see which channels are on another scale."""
+    generator = torch.Generator().manual_seed(0)
+    others = [map_floats(inputs, partial(normal_like, generator=generator)) for _ in range(4)]
+    return [_outputs(exact, cast_floats(other, torch.float64)) for other in others]

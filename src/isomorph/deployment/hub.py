@@ -26,6 +26,7 @@ from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import rebuild, save
 from isomorph.checkpoints.paths import check_repository
+from isomorph.deployment.export import check_path
 from isomorph.deployment.model_card import model_card, read_training, recipe_text
 from isomorph.errors import DataWarning, UserError
 from isomorph.evaluation.input_sizes import evaluation_config, label_names, random_inputs
@@ -71,6 +72,8 @@ def push(
     ...     print(error)
     'small' is not a name for the hub; give OWNER/NAME, for example me/small
     """
+    if not isinstance(name, str):
+        raise UserError(f"the name is a {type(name).__name__}; give the arguments in the order push(model, name)")
     check_repository(name)
     require_token()
     with tempfile.TemporaryDirectory() as folder, _explain_rejection(name):
@@ -148,7 +151,7 @@ def save_for_hub(
     >>> iso.load("shared/model.safetensors").num_classes
     3
     """
-    folder = Path(folder)
+    folder = check_path(folder, "save_for_hub(model, folder)")
     if wrong := [key for key, value in (results or {}).items() if not (isinstance(value, Real) and isfinite(value))]:
         raise UserError(f"results must be finite numbers by name; {wrong[0]} is not one")
     numbers = {

@@ -40,7 +40,7 @@ _SMALL, _GROWTH = 1024, 2  # elements that a constant may always have, and its l
 def prepare(model: nn.Module, shapes: ExportShapes) -> tuple[nn.Module, FuseReport]:
     """Return a copy to export (fused, eval mode, CPU, float32, no gradients) and what was fused."""
     plain = copy.deepcopy(unwrap(model)).cpu().float().eval().requires_grad_(False)
-    prepared, report = fuse_with_report(plain, shapes.examples()[0][1])
+    prepared, report = fuse_with_report(plain, shapes.examples()[0][1], only_forward=True)
     return prepared.requires_grad_(False), report
 
 

@@ -4,7 +4,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import describe, load_artefact, preparation_notes
-from isomorph.deployment.export import ATOL, Progress, check_exportable, encode
+from isomorph.deployment.export import Progress, check_exportable, check_output, check_path, describe_left, encode
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
 from isomorph.evaluation import measure_speeds
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config
 from isomorph.surgery.calls import relative_difference
+from isomorph.surgery.comparison import class_agreement, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
+from isomorph.terminal_tables import json_values
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -36,6 +38,7 @@ _BETWEEN_LAYERS = (
 )
 _ATTENTION = ("LayerNormalization", "Softmax")  # with these only layers are rounded: sums range too widely
 _SPEED_IMAGES = 8
+_DECIBELS = 120.0  # of equal outputs
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,11 @@ class QuantizedLayer:
 class QuantizeReport:
     """Result of `quantize`: the file, its size and speed next to the float model's as ONNX, and every layer.
 
-    `agreement` is the share of calibration images, in percent, of which both models predict the same class, and
-    `output_sqnr` the signal-to-quantisation-noise ratio of the outputs in decibels: 6 dB are one bit.
-    `float_difference` is the largest of the float file from the model, relative to the largest output, on these images.
-    `images_per_second` are measured with onnxruntime, on as many threads as torch has. `notes` are doubts about the
-    images.
+    `agreement` is the share of calibration images, in percent, of which both models predict the same class, None if
+    outputs are not (B, classes), and `output_sqnr` the signal-to-quantisation-noise ratio of the outputs in decibels:
+    6 dB are one bit. `float_difference` is the largest of the float file from the model, relative to the largest
+    output, on these images. `images_per_second` are measured with onnxruntime, on as many threads as torch has. `notes`
+    are doubts about the images, and `left` the norms and layers that were not merged, with the reason.
 
     Example:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
@@ -77,15 +80,16 @@ class QuantizeReport:
     float_megabytes: float
     images_per_second: float
     float_images_per_second: float
-    agreement: float
+    agreement: float | None
     output_sqnr: float
     float_difference: float
     layers: tuple[QuantizedLayer, ...]
     notes: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
-        return asdict(self)
+        """Return the report as plain values for JSON, with None for what is not finite."""
+        return json_values(asdict(self))
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self.layers), default=0)
@@ -95,16 +99,20 @@ class QuantizeReport:
         lines.append(f"{rounded} of {len(self.layers)} layers have {kind} in int8")
         smaller = f"{self.float_megabytes / self.megabytes:.1f} times smaller than in float"
         lines.append(f"{self.megabytes:.2f} MB, {smaller} ({self.float_megabytes:.2f} MB)")
-        lines.append(
-            f"same class as the float model on {self.agreement:.1f}% of {self.images} calibration images; "
-            f"outputs at {self.output_sqnr:.1f} dB"
-        )
+        lines += describe_left(self.left)
+        images = f"{self.images} calibration images"
+        if self.agreement is None:
+            lines.append(f"outputs at {self.output_sqnr:.1f} dB on {images}")
+        else:
+            same = f"same class as the float model on {self.agreement:.1f}% of {images}"
+            lines.append(f"{same}; outputs at {self.output_sqnr:.1f} dB")
         lines.append(f"before rounding: max |diff| / max |out| {self.float_difference:.1e} from the model")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
 
+@torch.random.fork_rng(devices=[])  # measuring speed draws images
 def quantize(
     model: nn.Module,
     calibration_loader: Iterable[Any],
@@ -136,7 +144,7 @@ def quantize(
         progress: Called with the name of each step.
 
     Raises: UserError when a package is missing, the images do not fit the model, a glob matches no layer, the model
-        cannot be exported, or the file exists or cannot be written.
+        cannot be exported, arguments are swapped, or the file exists or cannot be written.
 
     Example:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
@@ -147,21 +155,23 @@ def quantize(
         >>> iso.deployment.open_artefact("int8.onnx")(images).shape
         torch.Size([4, 1000])
     """
-    path = Path(path)
+    path = check_path(path, "quantize(model, calibration_loader, path)")
     if path.suffix != ".onnx":
         raise UserError(f"{path} must end in .onnx, the format of quantised models")
     mode = "weights" if weights_only else "static"
     model = check_exportable(model, path, overwrite)
-    progress("fusing")
+    _check_loader(calibration_loader)
     model, shapes = plan_export(model, dynamic, size)
     if shapes.named:
         raise UserError(f"the model takes {' and '.join(shapes.names)}, not images alone; give a network of images")
-    prepared, _ = prepare(model, shapes)
+    check_output(model, shapes)
+    progress("fusing")
+    prepared, merged = prepare(model, shapes)
     if shapes.near:
         shapes = encode(prepared, model, "onnx", shapes)[0]
     progress("reading calibration images")
     batches = _calibration_batches(calibration_loader, shapes)
-    verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
+    verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2])
     progress("converting to onnx")
     metadata = describe(model, shapes)
     before = to_onnx(trace(prepared, shapes), shapes, metadata)
@@ -169,28 +179,51 @@ def quantize(
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
     after = (_round_weights if weights_only else _round_all)(before, list(kept), batches)
     del after.metadata_props[:]
-    for key, value in (metadata | {"quantization": json.dumps(f"int8 {mode}")}).items():
-        after.metadata_props.add(key=key, value=value)
+    _write_metadata(after, metadata | {"quantization": json.dumps(f"int8 {mode}")})
     progress("comparing")
     measured = _measure(prepared, before, after, batches, shapes) | {"layers": _describe_layers(before, after, kept)}
     notes = (*preparation_notes(model, shapes), *_doubts(model, batches, measured.pop("predicted")))
-    report = QuantizeReport(path=str(path), mode=mode, notes=notes, **measured)
+    report = QuantizeReport(path=str(path), mode=mode, notes=notes, left=merged.left, **measured)
+    _write_metadata(after, {"fidelity": json.dumps(_stored_fidelity(report))})
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()), new=not overwrite)
     return report
+
+
+def _check_loader(loader: object) -> None:
+    if isinstance(loader, nn.Module | str | Path) or not isinstance(loader, Iterable):
+        order = "quantize(model, calibration_loader, path)"
+        raise UserError(
+            f"the calibration loader is a {type(loader).__name__}; give batches of images, in the order {order}"
+        )
+
+
+def _write_metadata(graph: "ModelProto", values: Mapping[str, str]) -> None:
+    """Add metadata to a graph, in place of what it has under the same keys."""
+    known = {entry.key: entry.value for entry in graph.metadata_props} | dict(values)
+    del graph.metadata_props[:]
+    for key, value in known.items():
+        graph.metadata_props.add(key=key, value=value)
+
+
+def _stored_fidelity(report: QuantizeReport) -> dict[str, float | None]:
+    """Return how close the file is to its model, for `iso.verify`; equal outputs count as 120 dB."""
+    decibels = min(max(report.output_sqnr, -_DECIBELS), _DECIBELS)
+    return {"output_sqnr": decibels, "agreement": report.agreement, "images": report.images}
 
 
 @torch.no_grad()
 def _measure(
     model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
 ) -> dict[str, Any]:
-    """SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels"""
+    """Return the numbers of a report: SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels."""
     files = {"float": before, "int8": after}
     both = {name: load_artefact(graph.SerializeToString(), "onnx") for name, graph in files.items()}
     runs = (model, both["float"], both["int8"])
     exact, before_rounding, rounded = (torch.cat([only_tensor(run(x)) for x in batches]).double() for run in runs)
     if not rounded.isfinite().all():
         raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
+    agreement = class_agreement(exact, rounded, getattr(model, "num_classes", None))
     speed = measure_speeds(both, shapes.shape, _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
     return {
         "images": len(exact),
@@ -198,10 +231,10 @@ def _measure(
         "float_megabytes": before.ByteSize() / 1e6,
         "images_per_second": speed["int8"].median,
         "float_images_per_second": speed["float"].median,
-        "agreement": 100 * (exact.argmax(1) == rounded.argmax(1)).double().mean().item(),
-        "predicted": len(exact.argmax(1).unique()),
+        "agreement": agreement,
+        "predicted": 0 if agreement is None else len(exact.argmax(1).unique()),
         "float_difference": relative_difference(exact, before_rounding),
-        "output_sqnr": 10 * (exact.square().sum() / (exact - rounded).square().sum()).log10().item(),
+        "output_sqnr": signal_to_noise(exact, rounded),
     }
 
 

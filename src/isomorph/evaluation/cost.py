@@ -20,7 +20,7 @@ from isomorph.evaluation.input_sizes import fit_to_size, input_channels, inputs_
 from isomorph.evaluation.speed import Step, measure_speeds, propagate_back, restored_afterwards, stepped_module
 from isomorph.layers.modes import first_float
 from isomorph.layers.pyramid.base import Parallel, Pyramid
-from isomorph.surgery.calls import run_model
+from isomorph.surgery.calls import call_model
 
 _COUNTED_BATCH = 2  # size of the smaller of the two counted batches: enough for BatchNorm in training mode
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}  # True for a pass of training
@@ -91,7 +91,7 @@ def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacC
         inputs = inputs_like(model, batch, input_size, "meta")
         # the plain form of attention: the counter does not see into fused kernels
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            run_model(model, inputs)
+            call_model(model, inputs)
         counts.append(counter.get_total_flops() // 2)
     per_image = counts[1] - counts[0]
     return MacCount(per_image, counts[0] - _COUNTED_BATCH * per_image)
@@ -124,7 +124,7 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        output = run_model(model.train(), inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
+        output = call_model(model.train(), inputs)  # noqa: F841 (keeps graph and storages alive, so that no address is used twice)
     return sum(saved.values()) // batch_size
 
 
@@ -151,7 +151,7 @@ def peak_bytes(
     def run() -> None:
         model.zero_grad(set_to_none=True)
         with torch.set_grad_enabled(training):
-            output = run_model(model.train(training), inputs)
+            output = call_model(model.train(training), inputs)
             if training:
                 propagate_back(output)
 

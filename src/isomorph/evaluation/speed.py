@@ -16,7 +16,7 @@ from isomorph.evaluation.input_sizes import inputs_like
 from isomorph.layers.modes import eval_mode, first_float
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.operations import tensors_in
-from isomorph.surgery.calls import Inputs, run_model
+from isomorph.surgery.calls import Inputs, call_model
 
 # What is timed: an inference pass; a training step (forward, backward, AdamW); or one of masked pre-training, with the
 # student's decoder of TDRL (4 blocks of 128 channels), 75% of the patches hidden, and MAE's loss, without a teacher.
@@ -82,7 +82,7 @@ def propagate_back(output: Any) -> None:
 def _training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> None:
     optimizer.zero_grad()
     with torch.enable_grad():
-        propagate_back(run_model(model.train(), inputs))
+        propagate_back(call_model(model.train(), inputs))
     optimizer.step()
 
 
@@ -130,7 +130,7 @@ def measure_speeds(
         for name, model in models.items():
             stack.enter_context(restored_afterwards(model))
             inputs = inputs_like(model, batch_size, sizes[name])
-            work: Callable[[], object] = partial(run_model, model, inputs)
+            work: Callable[[], object] = partial(call_model, model, inputs)
             if training:
                 trained = [p for p in model.parameters() if p.requires_grad]
                 work = partial(_training_step, model, torch.optim.AdamW(trained, lr=0.0), inputs)

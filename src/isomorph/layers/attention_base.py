@@ -1,6 +1,7 @@
 """timm's Attention with its steps before and after the attention map as methods, for subclasses that change the map."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,20 @@ def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: arguments.get(name) for name in ("device", "dtype")}
 
 
+def score_scale(attention: Any) -> float:
+    """Return the factor of the scores q k^T that a layer of timm applies when it is called.
+
+    Its fused form ignores the attribute `scale` and has the default of `scaled_dot_product_attention`.
+    """
+    ignores_attribute = attention.fused_attn and not isinstance(attention, AttentionBase)
+    return attention.head_dim**-0.5 if ignores_attribute else attention.scale
+
+
+def has_usual_scale(attention: Any) -> bool:
+    """Return True if a layer of timm scales its scores by 1 / sqrt(hd)."""
+    return math.isclose(score_scale(attention), attention.head_dim**-0.5)
+
+
 def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any) -> Layer:
     """Return a layer of the same widths as timm's Attention, with copies of its parts; `more` goes to `make`."""
     like, heads = attention.qkv.weight, dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
@@ -26,6 +41,9 @@ def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any
     layer = make(**sizes, proj_bias=attention.proj.bias is not None, device=like.device, dtype=like.dtype, **more)
     for name in ATTENTION_PARTS:
         setattr(layer, name, copy.deepcopy(getattr(attention, name)))
+    layer.scale = score_scale(attention)
+    if not has_usual_scale(attention):
+        layer.fused_attn = False  # the form of timm's that reads the scale
     return layer
 
 

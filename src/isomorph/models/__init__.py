@@ -70,6 +70,13 @@ def create(name: str, **arguments: Any) -> nn.Module:
         raise UserError(f"timm cannot create {name}: {reason}" + f" (with {given})" * bool(given)) from error
 
 
+def arguments_before(name: str) -> dict[str, Any]:
+    """Return the arguments that a model's older records leave out, with the values that they had then."""
+    if name.partition(".")[0] in coatnet.VARIANTS:
+        return dict(coatnet.ARGUMENTS_BEFORE)
+    return {}
+
+
 __all__ = ["create", "names", "networks"]
 
 

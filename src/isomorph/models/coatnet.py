@@ -150,10 +150,12 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
     """CoAtNet: stages of convolution, then stages of attention, for images of any size, with timm's interface.
 
     `layout` is written as above; `depths` and `widths` have one number for each of its letters, the
-    stem's first. `head_dim` is the number of channels of an attention head. `norm`, "batch" or "layer", is that of the
-    stem and the convolutional blocks. `stride_on` is InvertedBottleneck's. `relative` adds relative attention "pre" or
-    "post" the softmax, or not at all ("none"). `stem_stride` is for the stem S, `patch_size` for P. Relative attention
-    has tables for `img_size`, which are resized at every call for other images.
+    stem's first. `head_dim` is the number of channels of an attention head. `norm`, "batch" or "layer",
+    is that of the stem and the convolutional blocks. `stride_on` is InvertedBottleneck's. `relative`
+    adds relative attention "pre" or "post" the softmax, or not at all ("none"). With `head_hidden`, the
+    pooled features pass a linear layer of their own width and a tanh before the classifier, which the
+    printed parameter counts ask for (docs/decisions/019). `stem_stride` is for the stem S, `patch_size`
+    for P. Relative attention has tables for `img_size`, which are resized at every call for other images.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     Source: CoAtNet Fig. 4, Tables 3, 11, 12
@@ -169,6 +171,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         norm: str = "batch",
         stride_on: str = "expand",
         relative: str = "pre",
+        head_hidden: bool = True,
         stem_stride: int = 2,
         patch_size: int = 16,
         img_size: int | tuple[int, int] = 224,
@@ -197,7 +200,11 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         )
         self.build_stages([rest, *others], first.width, make, drop_path_rate)
         self.num_features = self.head_hidden_size = self.embed_dim = widths[-1]
-        self.head = NormMlpClassifierHead(widths[-1], num_classes, None, global_pool, drop_rate, norm_layer=LayerNorm2d)
+        self.head_hidden = head_hidden
+        hidden = widths[-1] if head_hidden else None
+        self.head = NormMlpClassifierHead(
+            widths[-1], num_classes, hidden, global_pool, drop_rate, norm_layer=LayerNorm2d
+        )
         self.apply(_init_weights)
 
     def build_stages(
@@ -246,6 +253,10 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         return self.head(x, pre_logits=pre_logits)
+
+    def arguments_to_record(self) -> dict[str, Any]:
+        """Return the arguments without which a checkpoint's record would build another network."""
+        return {"head_hidden": self.head_hidden}
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -299,6 +310,9 @@ VARIANTS = {
     f"coatnet_{number}": Variant(dict(depths=depths, widths=widths, **more), text)
     for number, (depths, widths, more, text) in enumerate(_SIZES)
 }
+
+# What arguments mean in records of checkpoints that were written before these arguments existed.
+ARGUMENTS_BEFORE = {"head_hidden": False}
 
 _CFG = image_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7))
 default_cfgs = generate_default_cfgs(dict.fromkeys(VARIANTS, _CFG))  # no public weights exist

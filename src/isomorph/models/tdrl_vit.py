@@ -81,12 +81,13 @@ def _named_pyramids(model: nn.Module) -> dict[str, Parallel]:
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """Convert a checkpoint: a TDRL-ViT's is loaded unchanged, a plain ViT's (timm, DeiT, MAE) into the pyramids.
 
-    A pre-training's decoder is dropped; a distillation token or tables of positions keep the model's values if it lacks
+    A pre-training's decoder is dropped, and its last norm by a model that averages over patches (`global_pool` avg),
+    which has a new one after pooling; a distillation token or tables of positions keep the model's values if it lacks
     them. The number of heads is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     given = unwrap_state_dict(state_dict).items()
     state_dict = {name: tensor for name, tensor in given if not name.startswith(PRETRAINING_PREFIXES)}
-    state_dict = _with_own_tensors(state_dict, model)
+    state_dict = _with_own_tensors(_with_own_pooling(state_dict, model), model)
     plain = fuse(copy.deepcopy(model).eval(), norms=False)
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in _named_pyramids(model).items():
@@ -95,6 +96,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
             state_dict |= {f"{name}.{key}": tensor for key, tensor in _pyramid_state(module, weight, bias).items()}
     return state_dict
+
+
+def _with_own_pooling(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+    """Replace the class token's norm by the model's new one if it averages over patches, as MAE's fine-tuning does."""
+    own = model.state_dict()
+    new = {name: own[name] for name in own if name.startswith("fc_norm.")}
+    if not new or "fc_norm.weight" in state_dict:
+        return state_dict
+    kept = {name: tensor for name, tensor in state_dict.items() if not name.startswith("norm.")}
+    return {**kept, **new}
 
 
 def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:

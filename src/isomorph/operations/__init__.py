@@ -1,21 +1,7 @@
 """What a model computes, whatever its classes: attention maps to change or to read, and models without wrappers."""
 
 from isomorph.operations.applied import AppliedAttention, ReadMaps, images_per_chunk
-from isomorph.operations.flow import (
-    Flow,
-    Operation,
-    Value,
-    copy_module,
-    count_calls,
-    hooks_on,
-    is_compiled,
-    records_outputs,
-    see,
-    tensors_in,
-    unwrap,
-    value_of,
-    wrappers_of,
-)
+from isomorph.operations.flow import Flow, Operation, count_calls, see
 from isomorph.operations.maps import (
     EditMaps,
     FollowMaps,
@@ -24,6 +10,16 @@ from isomorph.operations.maps import (
     from_standard_map,
     to_standard_map,
     usual_layout,
+)
+from isomorph.operations.traces import left_no_trace, state_of
+from isomorph.operations.values import Value, tensors_in, value_of
+from isomorph.operations.wrapped_models import (
+    copy_module,
+    hooks_on,
+    is_compiled,
+    records_outputs,
+    unwrap,
+    wrappers_of,
 )
 
 __all__ = [
@@ -42,8 +38,10 @@ __all__ = [
     "hooks_on",
     "images_per_chunk",
     "is_compiled",
+    "left_no_trace",
     "records_outputs",
     "see",
+    "state_of",
     "tensors_in",
     "to_standard_map",
     "unwrap",

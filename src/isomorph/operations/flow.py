@@ -1,39 +1,27 @@
-"""Models without wrappers, and which operations make and read a value in one call of a model, whatever its classes.
+"""Which operations make and read a value in one call of a model, whatever its classes."""
 
-A value is a tensor at a version: an operation in place makes a new one.
-"""
-
-import copy
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from timm.utils.model_ema import ModelEmaV2, ModelEmaV3
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from isomorph.errors import UserError, first_line
-
-# The identity and the version of a tensor.
-Value = tuple[int, int]
+from isomorph.operations.values import Value, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
 _AS = {"reshape_as", "view_as", "expand_as", "type_as"}
 # Operations that read the shape of their tensor alone.
 _SHAPES = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
-# Operations by which numbers of a tensor reach Python, or the shape of another tensor.
-_DECISIONS = {"item", "tolist", "numpy", "nonzero", "masked_select", "unique", "equal", "allclose", "nms", "where"}
-_DECISIONS |= {f"__{name}__" for name in ("bool", "int", "float", "index", "array", "contains")}
 
 
 class Operation(NamedTuple):
-    """A call of a torch function: its name, the module that runs it, its values and its arguments."""
+    """A call of a torch function: its name, the module that runs it, its values, its arguments and the function."""
 
     name: str
     module: str
@@ -41,6 +29,7 @@ class Operation(NamedTuple):
     outputs: tuple[Value, ...]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
+    function: Any = None
 
 
 class Flow(TorchFunctionMode):
@@ -56,6 +45,8 @@ class Flow(TorchFunctionMode):
         self.running = [""]
         # What the call returned.
         self.result: Any = None
+        # Values in what the call returned, and those that it left in attributes of modules.
+        self.given_out: set[Value] = set()
         self.tensors: dict[Value, Tensor] = {}  # kept: the identity of a tensor is its own only while it lives
         # The names of every parameter and buffer by its identity.
         self.names: dict[int, list[str]] = defaultdict(list)
@@ -68,28 +59,57 @@ class Flow(TorchFunctionMode):
         self.deciding: set[str] = set()
         # Whether numbers of a parameter or buffer reach Python, or what follows from these alone.
         self.numbers = False
+        # Where the numbers of the tensors are that were seen.
+        self._memories: set[int] = set()
+        self.kernels = Kernels(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        name = func.__self__.__name__ if name == "__get__" else name
+        kwargs = kwargs or {}
+        name = _name_of(func)
         read = tensors_in(args[:1] if name in _AS else (args, kwargs))
         inputs = tuple(map(value_of, read))
-        out = func(*args, **(kwargs or {}))
-        made = tensors_in(out)
-        outputs = tuple(map(value_of, made))
-        constant = bool(inputs) and self.constant.issuperset(inputs) and "drop" not in name and "rand" not in name
-        if name in _DECISIONS and inputs and not (name == "where" and len(args) > 1):
-            self.numbers |= constant
-            self.deciding |= set() if constant else {self.running[-1]}
-        if outputs and name not in _SHAPES and not set(outputs) <= set(inputs):  # no shape, and not its input again
-            operation = Operation(name, self.running[-1], inputs, outputs, args, kwargs or {})
-            self.operations.append(operation)
-            for value in dict.fromkeys(inputs):
-                self.reads[value].append(operation)
-            self.made |= dict.fromkeys(outputs, operation)
-            self.constant |= set(outputs if constant else ())
-        self.tensors |= dict(zip((*inputs, *outputs), (*read, *made), strict=True))
+        self._find_shared_memory(read)
+        with self.kernels.within_a_function():
+            out = func(*args, **kwargs)
+            made = tensors_in(out)
+            if not made and read and _leaves_torch(func, args, kwargs, out):
+                self.kernels.values_decide = True
+        # what an operation writes in place is another value of the same tensor
+        made += [tensor for tensor, before in zip(read, inputs, strict=True) if value_of(tensor) != before]
+        outputs = tuple(dict.fromkeys(map(value_of, made)))
+        self.tensors |= {value_of(tensor): tensor for tensor in made}
+        self.tensors |= dict(zip(inputs, read, strict=True))
+        self._memories |= set(map(_memory_of, made))
+        self._record(Operation(name, self.running[-1], inputs, outputs, args, kwargs, func))
         return out
+
+    def _find_shared_memory(self, read: list[Tensor]) -> None:
+        """Note a tensor that no operation made, in the memory of one that came before: it left torch, and came back."""
+        for tensor in read:
+            if value_of(tensor) not in self.tensors:
+                memory = _memory_of(tensor)
+                if memory and memory in self._memories:
+                    self.kernels.values_decide = True
+                self._memories.add(memory)
+
+    def _record(self, operation: Operation) -> None:
+        inputs, outputs, name = operation.inputs, operation.outputs, operation.name
+        is_random = "drop" in name or "rand" in name
+        constant = bool(inputs) and self.constant.issuperset(inputs) and not is_random
+        if self.kernels.values_decide and inputs:
+            self.kernels.values_decide = False
+            if constant:
+                self.numbers = True
+            else:
+                self.deciding.add(operation.module)
+        if not outputs or name in _SHAPES or set(outputs) <= set(inputs):  # its input again
+            return
+        self.operations.append(operation)
+        for value in dict.fromkeys(inputs):
+            self.reads[value].append(operation)
+        self.made |= dict.fromkeys(outputs, operation)
+        if constant:
+            self.constant |= set(outputs)
 
     def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.running.append(name)
@@ -99,31 +119,112 @@ class Flow(TorchFunctionMode):
         self.running.pop()
         self.outputs[name].append(tuple(map(value_of, tensors_in(output))))
 
+    def record_unseen(self, name: str, read: list[Tensor], out: Any) -> None:
+        """Record an operation that no torch function called, as inside a scripted function."""
+        made = tensors_in(out)
+        self.tensors |= {value_of(tensor): tensor for tensor in (*read, *made)}
+        inputs = tuple(map(value_of, read))
+        outputs = tuple(map(value_of, made))
+        self._record(Operation(name, self.running[-1], inputs, outputs))
 
-def value_of(tensor: Tensor) -> Value:
-    return id(tensor), 0 if tensor.is_inference() else tensor._version
+
+class Kernels(TorchDispatchMode):
+    """What the kernels under a flow's functions tell: whether the numbers of a tensor decide a form or reach Python."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self.flow = flow
+        self.values_decide = False
+        self._is_within = False
+
+    @contextmanager
+    def within_a_function(self) -> Iterator[None]:
+        outer = self._is_within
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = outer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = [] if self._is_within else tensors_in(args, kwargs)
+        out = func(*args, **kwargs)
+        self.values_decide |= _depends_on_values(func, args, kwargs, out)
+        if not self._is_within:
+            self.flow.record_unseen(func.__name__.partition(".")[0], read, out)
+        return out
 
 
-def tensors_in(*values: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """Return the tensors among values, in lists and dicts, and in attributes of objects other than modules."""
-    tensors: list[Tensor] = []
-    seen = set() if seen is None else seen
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, Mapping):
-            tensors += tensors_in(*value.values(), seen=seen)
-        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and id(value) not in seen:
-            seen.add(id(value))
-            tensors += tensors_in(*vars(value).values(), seen=seen)
-    return tensors
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's numbers, 0 of one without."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _depends_on_values(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Return True if the result of a kernel is a number for Python, or has a form that the values decide."""
+    made = tensors_in(out)
+    if any(tensor.layout != torch.strided for tensor in made):
+        return True
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if func is torch.ops.aten.index.Tensor:  # by numbers the form is that of the indices, by a mask it is not
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return True
+    read = tensors_in(args, kwargs)
+    if func.namespace in ("aten", "prims", "prim") and all(tensor.is_floating_point() for tensor in read):
+        return False
+    return not _is_same_without_values(func, args, kwargs, [tensor.shape for tensor in made])
+
+
+# Functions that have been found to read nothing but the form of tensors.
+_FORM_ONLY: set[Any] = set()
+
+
+def _leaves_torch(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Return True if a function that returns no tensor reads more than the form of its tensors."""
+    known = func
+    if func.__name__ == "__get__":
+        known = func.__self__
+        if "interface" not in known.__name__:  # an attribute, such as shape
+            return False
+    if known in _FORM_ONLY:
+        return False
+    if not _is_same_without_values(func, args, kwargs, out):
+        return True
+    _FORM_ONLY.add(known)
+    return False
+
+
+def _is_same_without_values(func: Any, args: Any, kwargs: Any, expected: Any) -> bool:
+    """Return True if a function gives the same for tensors that have a form and no values."""
+    try:
+        given = tree_map_only(Tensor, _without_values, (args, kwargs))
+        out = func(*given[0], **given[1])
+        made = tensors_in(out)
+        found = [tensor.shape for tensor in made] if made else out
+        return bool(found == expected)
+    except Exception:  # of any function that asks for a value
+        return False
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 @torch.no_grad()
 def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
     """Return what happens in a call of a model or of one of its methods: who reads every value, which modules run.
 
-    Modules stay in the mode that they are in.
+    Modules stay in the mode that they are in. What the call writes into buffers and attributes stays there: see a copy.
 
     Example:
         >>> unit = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU()).eval()
@@ -132,15 +233,40 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
         >>> [each.name for each in flow.operations], len(flow.outputs["2"])
         (['conv2d', 'batch_norm', 'relu'], 1)
     """
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    flow = Flow(dict(tensors))
+    flow = Flow(_constants(model))
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(partial(flow.leave, name)))
-        with flow:
+        with flow.kernels, flow:
             flow.result = call()
+    flow.given_out = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
     return flow
+
+
+def _constants(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; of a module with several names under its first."""
+    constants: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = (module._parameters, module._buffers)
+        for name, tensor in (item for kind in own for item in kind.items()):
+            if tensor is not None:
+                constants[f"{path}.{name}".lstrip(".")] = tensor
+    return constants
+
+
+def _tensors_of_attributes(model: nn.Module) -> list[Tensor]:
+    """Return the tensors in attributes of modules, also in containers and in attributes of objects there."""
+    tensors: list[Tensor] = []
+    for module in model.modules():
+        registered = (module._parameters, module._buffers, module._modules)
+        for attribute in vars(module).values():
+            if any(attribute is each for each in registered):
+                continue
+            for leaf in tree_leaves(attribute):
+                held = tree_leaves(getattr(leaf, "__dict__", leaf))
+                tensors += [each for each in held if isinstance(each, Tensor)]
+    return tensors
 
 
 @contextmanager
@@ -173,108 +299,3 @@ def count_calls(model: nn.Module, names: Iterable[str]) -> Iterator[Counter[str]
         for name, module in modules.items():
             vars(module).pop("forward", None)
             vars(module).update({"forward": own[name]} if own[name] else {})
-
-
-Wrappers = tuple[type[nn.Module], ...]
-
-_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-# Classes that keep their model as `module`; a compiled model is the `_orig_mod` of its wrapper.
-_WRAPPERS = (*_PARALLEL, AveragedModel, ModelEmaV2, ModelEmaV3)
-
-_PERMANENT_HINT = (
-    "make pruning and weight norms permanent first (prune.remove, remove_weight_norm); if a layer keeps a result of "
-    "its last call, as timm's LeViT does, call model.train(), and call it under torch.no_grad()"
-)
-
-
-def hooks_on(module: nn.Module) -> list[str]:
-    """Return the names of a module's hooks of all kinds, but for surgery's own and transformers' records."""
-    # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
-    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
-    functions = [getattr(hook, "hook", None) or hook for hooks in kinds for hook in hooks.values()]
-    own = [hook for hook in functions if not getattr(getattr(hook, "__self__", hook), "reattached", False)]
-    return [getattr(hook, "__name__", type(hook).__name__) for hook in own if not records_outputs(hook)]
-
-
-def records_outputs(hook: Any) -> bool:
-    """True for a hook by which transformers records the outputs of layers."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
-
-
-def unwrap(model: Any, to_copy: bool = True) -> Any:
-    """Return the model inside the wrappers of torch.compile, DataParallel, DistributedDataParallel and averages.
-
-    To be copied or saved, submodules are unwrapped too, in a copy: they have the names that they had before. What is
-    not a model is returned as it is.
-
-    Raises: UserError if a wrapper has hooks, which would be lost; to be copied, also for weights that are divided among
-        processes (FSDP).
-
-    Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> unwrap(torch.nn.DataParallel(torch.compile(cnn))) is cnn
-        True
-    """
-    if not isinstance(model, nn.Module):
-        return model
-    model = _innermost(model, _WRAPPERS)
-    if not to_copy:
-        return model
-    if _is_sharded(model):
-        raise UserError(
-            "the weights are divided among processes (FSDP); gather them with get_model_state_dict and "
-            "StateDictOptions(full_state_dict=True) of torch.distributed.checkpoint.state_dict, and load them into a "
-            "model that is not divided"
-        )
-    if any(len(wrappers_of(module, _PARALLEL)) > 1 for module in model.modules()):
-        model = copy_module(model)
-        for parent in list(model.modules()):
-            for name, child in parent._modules.items():
-                if child is not None:
-                    parent._modules[name] = _innermost(child, _PARALLEL)
-    return model
-
-
-def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
-    """Return the wrappers around a model, the outermost first, and the model last."""
-    name = "module" if isinstance(module, kinds) else "_orig_mod"
-    inner = dict(module.named_children()).get(name)
-    return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
-
-
-def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
-    *wrappers, inner = wrappers_of(module, kinds)
-    for wrapper in wrappers:
-        if hooks := hooks_on(wrapper):
-            name = type(wrapper).__name__ if isinstance(wrapper, kinds) else "compiled model"
-            raise UserError(f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside")
-    return inner
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """True for both kinds of FSDP; without their module, which is slow to import, there is none."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(filter(None, (getattr(fsdp, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))))
-    return any(isinstance(module, kinds) for module in model.modules())
-
-
-def is_compiled(model: Any) -> bool:
-    """True if the model or a submodule is compiled."""
-    # model.compile() sets a private attribute of torch's and wraps nothing
-    parts = model.modules() if isinstance(model, nn.Module) else ()
-    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
-
-
-@torch.inference_mode(False)  # the copy can be trained
-def copy_module(model: nn.Module) -> nn.Module:
-    """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
-    try:
-        new = copy.deepcopy(model)
-    except RuntimeError as error:
-        reason = first_line(error).partition(". ")[0]
-        raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
-    modes = {name: module.training for name, module in model.named_modules()}
-    for name, copied in new.named_modules():  # a feature extractor of torchvision is copied in train mode
-        if copied.training != (mode := modes.get(name, copied.training)):
-            copied.train(mode)
-    return new

@@ -12,8 +12,7 @@ those without: mixup .8 and cutmix 1 before MixToken, averaged weights, and a pe
 blocks' maps. NFNet's label maps are files to download (`--token_labels.maps FOLDER`); without them patches have their
 image's label.
 
-The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. Nor does it say how
-refiners are initialised; here they change nothing at first (`--model.kwargs.init paper` draws them randomly). Ablations
+What the paper leaves open (ratios, initial weights, what ratio 1 is) is in docs/guides/readings.md. Ablations
 with 16 blocks of width 384 are of `refined_vit_s`; plain networks keep their own queries and keys (`share` 0), as they
 lose 5 points otherwise. Table 12 with 12 heads has no recipe of its own: the refined network is `refiner_ratio_3` (82.6
 there, 82.8 in Table 1), the plain one `refiner_plain_share_0` (82 in Table 13). The plain numbers of Table 12 are
@@ -59,13 +58,15 @@ def _at_released_rate(recipe: Fields) -> Fields:
 
 
 def _table_1() -> dict[str, Fields]:
-    """Return the expansion ratios; 1 is talking heads with a convolution."""
+    """Return the expansion ratios; ratio 1 with the convolution of the others, and without it, as talking heads."""
     rows = {1: ("82.3", 300), 2: ("82.8", 300), 3: ("82.8", 273), 4: ("82.9", 270), 6: ("83.0", 261)}
-    return {
-        f"refiner_ratio_{ratio}": _ablation(dict(ratio=ratio), "Table 1", result)
-        | dict(expected=top1(result, f", converged after {epochs} epochs"))
-        for ratio, (result, epochs) in rows.items()
-    }
+    recipes = {}
+    for ratio, (result, epochs) in rows.items():
+        expected = top1(result, f", converged after {epochs} epochs")
+        recipes[f"refiner_ratio_{ratio}"] = _ablation(dict(ratio=ratio), "Table 1", result) | dict(expected=expected)
+    talking = _ablation(dict(ratio=1, kernel=1), "Table 1, talking heads", "82.3")
+    recipes["refiner_ratio_1_kernel_1"] = talking
+    return recipes
 
 
 def _table_2() -> dict[str, Fields]:
@@ -112,17 +113,20 @@ def _tables_9_and_11() -> dict[str, Fields]:
     rows: dict[str, tuple[Fields, Fields, str, str, str]] = {
         "": (STANDARD, {}, "Table 11, baseline", "79.3", "81.2"),
         "_deit": (DEIT_SETTING, {}, "Table 11, DeiT", "81.5", "82.3"),
-        "_convs": (DEIT_SETTING, convs, "Table 9, Table 11, convolutions", "82.2", "83.1"),
+        "_convs": (DEIT_SETTING, convs, "Table 11, convolutions", "82.2", "83.1"),
     }
     for name, (setting, kwargs, source, plain, refined) in rows.items():
+        about = f"Table 9, {source}" if kwargs else source
+        about = f"{about}, Refined-ViT"
         recipes[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", kwargs | PLAIN_VIT, setting, source, plain)
-        recipes[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, source, refined)
+        recipes[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, about, refined)
     recipes["refiner_deep_narrow"] = _ablation(RATIO_6, "Table 9, 16 x 384", "83.0")
     return recipes
 
 
 # Blocks, test crop at 224, and top-1 and billions of FLOPs (multiply-accumulates) at 224 and fine-tuned. The released
-# README has 85.8 and 86.0 for L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13`).
+# README has 85.8 and 86.0 for L; with calibration Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13 --rfc-fill
+# black`).
 TABLE_7: dict[str, tuple[int, float, dict[int, tuple[str, str]]]] = {
     "s": (16, 0.9, {224: ("83.6", "7.2"), 384: ("84.6", "24.5")}),
     "m": (32, 1.0, {224: ("84.6", "13.5"), 384: ("85.6", "49.2")}),

@@ -2,9 +2,8 @@
 
 50 epochs of AdamW with batch size 1024 (over all processes), peak learning rate 1e-4, 5 epochs of warm-up and a cosine
 schedule from the first step (timm's default, which their code uses); gates at 0.1 (1000 times the rest, whatever
-`optim.lr` is); DeiT's augmentation; drop path .1 at 224 and .2 at 320. The smallest took 6 hours on 16 V100s. The
-paper leaves open weight decay (.05 here, AdamW's in DeiT), the smallest rate (0), the queries' and keys' initial
-weights (those of `ConvToGPSA`) and drop path above 320 (.2).
+`optim.lr` is); DeiT's augmentation; drop path .1 at 224 and .2 at 320. The smallest took 6 hours on 16 V100s. What the
+paper leaves open: docs/guides/readings.md.
 """
 
 from isomorph.recipes.deit import DEIT, Fields, images, top1
@@ -62,7 +61,7 @@ LATE_RECAST_TOP1 = {0: "79.95", 100: "80.44", 200: "80.28", 300: "79.28", 400: "
 def _late_recast(epoch: int) -> Fields:
     """Return one row of Table 3: SGD with momentum .9, 5 epochs of warm-up, cosine, DeiT's augmentation.
 
-    The paper does not give the peak learning rate; .4 is .1 for 256 images, scaled to the batch size.
+    Peak rate, weight decay and the kind of momentum are readings (docs/guides/readings.md).
     """
     sgd = dict(name="sgd", lr=0.4, momentum=0.9, weight_decay=1e-4, gate_lr="1x")
     return dict(

@@ -4,14 +4,15 @@ Fine-tuning has the settings of Table 4: AdamW, base learning rate 1e-3 for 256 
 size 1024), weight decay .05, cosine schedule, RandAugment(10, .5), mixup .2, no cutmix, no label smoothing, no drop
 path. Layer decay is .65 with pyramids and .85 without (.75 with a teacher). Runs after pre-training need its checkpoint
 as `--model.weights`, which may also be a plain ViT's. Distilled runs have a distillation token, whose head is trained
-on the classes that MAE's fine-tuned ViT-B predicts (`--distill.weights`). Schedules begin at the peak, as in MAE, G2SD
-and Swin; DeiT's begins at the first step. With and without pyramids the networks start by one rule, MAE's (A.1):
-Xavier weights in every matrix as it stands.
+on the classes that MAE's fine-tuned ViT-B predicts (`--distill.weights`). All others average over the patches, as MAE
+and G2SD do in fine-tuning (`--model.kwargs.global_pool token` takes the class token). Schedules begin at the peak, as
+in MAE, G2SD and Swin; DeiT's begins at the first step. With and without pyramids the networks start by one rule, MAE's
+(A.1): Xavier weights in every matrix as it stands.
 
 Every point of Figures 2 to 5 (pyramids in a part of the network, of several forms, rectified in several ways, or not at
 all) is two runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint, in Figures 2 and 5 from the fused one
-(`tdrl_fused_100ep`). The figures show no numbers, so the expected results are those that the text describes. It does
-not say which N Figs. 4 and 5 have, nor which three variants Fig. 2a has. B.8 gives no settings; they are B.4's here.
+(`tdrl_fused_100ep`). The figures show no numbers, so the expected results are those that the text describes. What the
+paper leaves open: docs/guides/readings.md.
 """
 
 from typing import Any
@@ -39,11 +40,19 @@ def _model(kwargs: Fields, name: str = "tdrl_vit_ti", **more: Any) -> Fields:
     return dict(name=name, kwargs=dict(weight_init="mae", **kwargs), **more)
 
 
+# Fine-tuning of MAE, which G2SD and so TDRL follow: tokens are averaged, the classifier starts near zero. A distilled
+# network has a class and a distillation token instead, as in G2SD.
+AVERAGED: Fields = dict(global_pool="avg")
+HEAD_STD = 2e-5
+
+
 def _fine_tune(kwargs: Fields, epochs: int, source: str, expected: str, distilled: bool = False) -> Fields:
+    pooling = {} if distilled else AVERAGED
+    name = "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti"
     decay = (0.75 if distilled else 0.85) if kwargs == PLAIN else 0.65
     warmup, distill = 10 if epochs >= 300 else 5, dict(distill=TEACHER) if distilled else {}
     return dict(
-        model=_model(kwargs, "tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti", start="weights"),
+        model=_model(kwargs | pooling, name, head_std=HEAD_STD, start="weights"),
         data=images(1024),
         augment=AUGMENT,
         optim=dict(lr=4e-3, weight_decay=0.05, layer_decay=decay, warmup_epochs=warmup, schedule="cosine", min_lr=1e-6),
@@ -62,12 +71,16 @@ def _pretrain(kwargs: Fields, source: str, expected: str, model: str = "tdrl_vit
     return dict(model=_model(kwargs, model), data=images(4096), augment=dict(scale=[0.2, 1.0])) | run | about | more
 
 
+# A Linear and a BatchNorm in place of each linear layer of MHSA and FFN.
+BATCH_NORM_ALONE: Fields = dict(layout="naive-W1", rectify="none")
+
 # Arguments, source, expected result and, for another network, its name.
 PRETRAININGS: dict[str, tuple[Any, ...]] = {
     "vit_ti": ({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
     "plain": (PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
     "naive": (_mlp("naive-W8"), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"),
     "regular": (_mlp("R-D2W1S"), "Table 10", "76.90 top-1 after tdrl_regular_100ep"),
+    "batchnorm": (BATCH_NORM_ALONE, "appendix B.9, BatchNorm alone", "37.8 mIoU after upernet_batchnorm_ti"),
     "vit_s": ({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", "tdrl_vit_s"),
     "plain_s": (PLAIN, "Table 3", "80.8 top-1 after tdrl_plain_s_100ep", "tdrl_vit_s"),
 }
@@ -105,7 +118,7 @@ def _tables() -> dict[str, Fields]:
         optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
         model = recipe["model"] | dict(name="tdrl_vit_s")
         recipes[f"tdrl_{small}_100ep"] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
-        scratch = recipe | dict(model=_model(kwargs), optim=recipe["optim"] | dict(layer_decay=1))
+        scratch = recipe | dict(model=_model(kwargs | AVERAGED), optim=recipe["optim"] | dict(layer_decay=1))
         about = dict(source="TDRL B.4, without pre-training", expected=top1(results[1]))
         recipes[f"tdrl_{tiny}_scratch"] = scratch | about
         about = dict(source="TDRL B.8", expected=f"{results[2]} top-1 on CIFAR-10")
@@ -116,16 +129,18 @@ def _tables() -> dict[str, Fields]:
 DEIT_OPTIM: Fields = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
 SWIN: Fields = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
-# MobileOne's own training, except that the image size does not grow and the weight decay does not fall.
+# MobileOne's own training, in the code that TDRL names: images grow from 160 to 192 and 224 pixels, weight decay falls.
 MOBILE: Fields = dict(
     data=images(256),
-    augment=dict(smoothing=0.1),
-    optim=dict(name="sgd", lr=0.1, weight_decay=1e-4, warmup_epochs=5, schedule="cosine"),
+    augment=dict(smoothing=0.1, small_sizes=[160, 192], small_epochs=[37, 112]),
+    optim=dict(name="sgd", lr=0.1, weight_decay=1e-4, min_weight_decay=1e-5, warmup_epochs=5, schedule="cosine"),
     epochs=300,
     ema=0.9995,
     drop_path=0.0,
 )
-# VanillaNet-5's training at the batch size of TDRL A.4; its loss sums over classes, and annealing advances by step.
+# VanillaNet-5's training at the batch size of TDRL A.4; its loss sums over classes, and annealing advances by step. A
+# pyramid replaces both convolutions of a pair with the BatchNorms and the annealed ReLU between them, so the plain arm
+# anneals the ReLUs of stem, stages and classifier, the arm with pyramids those of stem and classifier alone.
 VANILLA: Fields = dict(
     data=images(512),
     augment=DEIT | dict(auto_augment="rand-m7-mstd0.5-inc1", mixup=0.1, repeats=1),

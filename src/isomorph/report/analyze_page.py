@@ -214,6 +214,22 @@ class AnalyzeOptions:
     report_progress: Callable[[str], None] = lambda doing: None
 
 
+def _cka_section(
+    first: PageModel, second: PageModel, pairs: Iterable[tuple[Tensor, Tensor]], options: AnalyzeOptions
+) -> Section:
+    """Return the similarity of layers, or, where the images are too few, the sentence that says so."""
+    try:
+        cka = cka_of_pairs(first.model, second.model, pairs, read=pool_features)
+    except UserError as error:
+        return Section("Layer similarity (CKA)", f"{error}.")
+    title = f"Within {first.name}"
+    if first is not second:
+        title = f"{first.name} x {second.name}"
+    chart: Chart = Matrix(title, first.name, second.name, cka.rows, cka.columns, cka.matrix.tolist())
+    text = f"On {options.cka_images}." if options.cka_images else ""
+    return Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA)
+
+
 def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
     sections = []
     if options.cka_batches:
@@ -221,11 +237,7 @@ def _similarity_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
         first, second = models[0], models[-1]
         loaders = [options.cka_batches[m.name] for m in (first, second)]
         pairs = zip(*map(batches, loaders), strict=True)
-        cka = cka_of_pairs(first.model, second.model, pairs, read=pool_features)
-        title = f"{first.name} x {second.name}" if len(models) > 1 else f"Within {first.name}"
-        chart: Chart = Matrix(title, first.name, second.name, cka.rows, cka.columns, cka.matrix.tolist())
-        text = f"On {options.cka_images}." if options.cka_images else ""
-        sections.append(Section("Layer similarity (CKA)", text, charts=[chart], guide=guides.CKA))
+        sections.append(_cka_section(first, second, pairs, options))
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
         lines = {name: Line(range(1, len(of) + 1), list(of.values())) for name, of in options.evolution.items()}

@@ -1,101 +1,290 @@
-"""A published table or figure: what runs measured next to what the paper has, and charts of it."""
+"""A published table or figure: what the paper has next to what runs measured, as text and as charts."""
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from isomorph.errors import UserError
 from isomorph.report.charts import Chart, Line, Panel, Scatter, is_number
 from isomorph.report.run_files import RunLog
-from isomorph.terminal_tables import METRIC_FORMATS, interval_text
+from isomorph.terminal_tables import interval_text
 
-_UNITS = {"top-1": "top1", "top-5": "top5", "mIoU": "miou", "box AP": "box_ap", "mask AP": "mask_ap", "FID": "fid"}
-_AFTER = re.compile(r"(\d+(?:\.\d+)?) (top-1|top-5|mIoU)\b")
-_BEFORE = re.compile(r"\b(box AP|mask AP|FID) (\d+(?:\.\d+)?)")
-_TIME = re.compile(r"(\d+(?:\.\d+)?) times ")
-Row = dict[str, Any]
+# Titles of the columns of published tables, by their names in recipes/published/*.yaml.
+COLUMNS: dict[str, str] = {
+    "part": "part",
+    "data": "data",
+    "teacher": "teacher",
+    "layout": "blocks",
+    "ratio": "ratio",
+    "kernel": "kernel",
+    "shared": "shared blocks",
+    "heads": "heads",
+    "width": "width",
+    "blocks": "blocks",
+    "train_gating": "gates trained",
+    "conv": "convolutional start",
+    "train_gpsa": "GPSA trained",
+    "use_gpsa": "GPSA used",
+    "gpsa_layers": "GPSA layers",
+    "locality": "locality",
+    "peak_lr": "peak rate",
+    "t1": "recast at (epoch)",
+    "t2": "epochs after",
+    "minutes": "time (mn)",
+    "original_size": "original size",
+    "original_time": "original time (x)",
+    "original_top1": "original top-1 (%)",
+    "train_size": "train size",
+    "size": "size",
+    "drop_path": "drop path",
+    "pretraining_epochs": "pre-training epochs",
+    "epochs": "epochs",
+    "fraction": "images of each class (%)",
+    "params": "parameters (M)",
+    "params_pair": "parameters (M)",
+    "gflops": "FLOPs (G)",
+    "throughput": "images / s",
+    "tpu_days": "TPUv3 core days",
+    "memory_gib": "memory (G)",
+    "hours": "time (hours)",
+    "time": "time (x)",
+    "epoch_seconds": "epoch (s)",
+    "iteration_seconds": "iteration (s)",
+    "converge_epochs": "converged (epoch)",
+    "crop_ratio": "crop ratio",
+    "top1": "top-1 (%)",
+    "top5": "top-5 (%)",
+    "gap1": "top-1 gap (%)",
+    "gap5": "top-5 gap (%)",
+    "real_top1": "ReaL top-1 (%)",
+    "precision1": "precision@1 (%)",
+    "score": "score (%)",
+    "miou": "mean IoU (%)",
+    "box_ap": "box AP (%)",
+    "mask_ap": "mask AP (%)",
+    "fid": "FID",
+    "gain": "gain",
+    "rfc_ratio": "RFC ratio",
+    "rfc_top1": "top-1 with RFC (%)",
+    "imagenet_c": "ImageNet-C (%)",
+    "imagenet_a": "ImageNet-A (%)",
+    "imagenet_r": "ImageNet-R (%)",
+    "imagenet_s": "ImageNet-S (%)",
+    "v2_f": "V2 frequency (%)",
+    "v2_thr": "V2 threshold (%)",
+    "v2_top": "V2 top (%)",
+}
+
+# Columns that a run measures, and the keys of its log that have the number, the first that is there.
+MEASURED: dict[str, tuple[str, ...]] = {
+    "top1": ("top1",),
+    "top5": ("top5",),
+    "precision1": ("top1",),
+    "score": ("matthews", "spearman", "accuracy"),
+    "miou": ("miou",),
+    "box_ap": ("box_ap",),
+    "mask_ap": ("mask_ap",),
+    "epoch_seconds": ("seconds",),
+}
 
 
-def published_rows(table: str, recipes: Mapping[str, Mapping[str, Any]], logs: Sequence[RunLog]) -> list[Row]:
-    """Return a row for each run of a published table (`ConViT Table 2`, `TDRL B.8`), and each recipe without a run.
+@dataclass(frozen=True)
+class RunResult:
+    """What a run measured: by column of its table, and how long it took."""
 
-    Keys: recipe, run, fraction of the data, expected (the recipe's text), and by metric expected_* and what the run's
-    last evaluation measured, on how many images; train_top1, loss, epochs and hours of the run.
+    run: str
+    measured: Mapping[str, float]
+    differs: str = ""
+    """What of its recipe is not the published row's, in words; empty if it is the row's."""
+    epochs: int = 0
+    hours: float = 0.0
+    train_top1: float | None = None
+    loss: float | None = None
+    images: int | None = None
 
-    Raises: UserError when no recipe is of this table.
-    """
-    paper, _, item = table.strip().partition(" ")
-
-    def belongs(source: str) -> bool:
-        return bool(re.match(rf"{re.escape(paper)} (.*\W)?{re.escape(item)}(?![\w.])", source, re.IGNORECASE))
-
-    names = [name for name, recipe in recipes.items() if item and belongs(recipe.get("source", ""))]
-    if not names:
-        known = list(dict.fromkeys(recipe.get("source", "").partition(",")[0] for recipe in recipes.values()))
-        close = difflib.get_close_matches(table, known, n=3) or ["ConViT Table 2"]
-        raise UserError(f"no recipe is of {table!r}; give a paper and its table, for example {' or '.join(close)}")
-    rows = []
-    for name in names:
-        runs = [log for log in logs if log.recipe.get("name") == name]
-        rows += [_row(name, recipes[name], log) for log in runs] or [_row(name, recipes[name], None)]
-    listed = {row["run"] for row in rows}
-    more = [log for log in logs if log.name not in listed and belongs(str(log.recipe.get("source", "")))]
-    return rows + [_row(str(log.recipe.get("name", "-")), log.recipe, log) for log in more]
-
-
-def _row(name: str, recipe: Mapping[str, Any], log: RunLog | None) -> Row:
-    text = str(recipe.get("expected", ""))
-    found = {unit: number for number, unit in _AFTER.findall(text)} | dict(_BEFORE.findall(text))
-    row: Row = {"recipe": name, "run": log.name if log else None, "expected": text}
-    row["fraction"] = (recipe.get("data") or {}).get("fraction", 1.0)
-    row |= {f"expected_{_UNITS[unit]}": float(number) for unit, number in found.items()}
-    row |= {"expected_time": float(time[1])} if (time := _TIME.search(text)) else {}
-    for epoch in [epoch for epoch in log.epochs if epoch.get("epoch")] if log else []:
-        keys = (*METRIC_FORMATS, "train_top1", "loss")
-        row |= {key: epoch[key] for key in keys if is_number(epoch.get(key))}
-        row["epochs"] = epoch["epoch"]
-        row["hours"] = row.get("hours", 0.0) + (epoch["seconds"] / 3600 if is_number(epoch.get("seconds")) else 0.0)
-    return row
+    @classmethod
+    def of(cls, log: RunLog, columns: Sequence[str], differs: str) -> "RunResult":
+        """Return the last evaluation of a run, and the sums of its log."""
+        epochs = [row for row in log.epochs if row.get("epoch")]
+        seconds = [row["seconds"] for row in epochs if is_number(row.get("seconds"))]
+        latest: dict[str, Any] = {}
+        for row in epochs:
+            latest |= {key: value for key, value in row.items() if is_number(value)}
+        if seconds:
+            latest["seconds"] = sum(seconds) / len(seconds)
+        measured = {}
+        for column in columns:
+            found = [latest[key] for key in MEASURED.get(column, ()) if key in latest]
+            if found:
+                measured[column] = float(found[0])
+        return cls(
+            run=log.name,
+            measured=measured,
+            differs=differs,
+            epochs=int(latest.get("epoch", 0)),
+            hours=sum(seconds) / 3600,
+            train_top1=latest.get("train_top1"),
+            loss=latest.get("loss"),
+            images=log.test_images,
+        )
 
 
-def published_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the rows as text: expected and measured metrics next to each other."""
-    known = [key for key in METRIC_FORMATS if key != "images"]
-    metrics = [key for key in known if any(f"expected_{key}" in row for row in rows)]
-    metrics = metrics or [key for key in known if any(key in row for row in rows)][:1]
-    columns = {"recipe": "recipe", "run": "run"}
-    for key in metrics:
-        columns |= {
-            f"expected_{key}": f"{METRIC_FORMATS[key][0]}, expected",
-            key: "measured" + " (95% interval)" * (key == "top1"),
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a published table, the commands that make it, and what runs of it measured."""
+
+    label: str
+    values: Mapping[str, Any]
+    """What is printed, by column; None for an empty cell."""
+    recipe: str | None = None
+    """The recipe whose run has the row's numbers; None for a quoted number or an evaluation."""
+    before: str | None = None
+    """The recipe whose model the run of `recipe` starts from."""
+    commands: Sequence[str] = ()
+    """Commands that make the row, first to last; none for a quoted number."""
+    runs: Sequence[RunResult] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as plain values, for JSON."""
+        runs = [
+            {
+                "run": result.run,
+                "measured": dict(result.measured),
+                "differs": result.differs,
+                "epochs": result.epochs,
+                "hours": result.hours,
+            }
+            for result in self.runs
+        ]
+        return {
+            "row": self.label,
+            "recipe": self.recipe,
+            "expected": dict(self.values),
+            "commands": list(self.commands),
+            "runs": runs,
         }
-    columns |= {"expected_time": "time, expected (x)"} if any("expected_time" in row for row in rows) else {}
-    columns |= {"train_top1": "training top-1 (%)", "loss": "loss", "epochs": "epochs", "hours": "hours"}
-    body = [[_text(row, key) for key in columns] for row in rows]
-    return [list(columns.values()), *body]
 
 
-def _text(row: Row, key: str) -> str:
-    value, images = row.get(key), row.get("images")
-    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{text} ({interval_text(value, int(images))})" if key == "top1" and value is not None and images else text
+def published_table(columns: Sequence[str], rows: Sequence[TableRow]) -> list[list[str]]:
+    """Return the rows as text: the paper's columns, and where there are runs what they measured.
+
+    A run that differs from its row has no number under "measured"; its numbers stand next to what differs.
+    """
+    shown = [column for column in columns if any(row.values.get(column) is not None for row in rows)]
+    results = [result for row in rows for result in row.runs]
+    measurable = [column for column in columns if any(column in result.measured for result in results)]
+    head = ["row", *(COLUMNS[column] for column in shown)]
+    if results:
+        head += ["run", *(f"measured {COLUMNS[column]}" for column in measurable)]
+        head += ["epochs", "hours", "differs from the row"]
+    table = [head]
+    for row in rows:
+        cells = [row.label, *(_text(row.values.get(column)) for column in shown)]
+        if not results:
+            table.append(cells)
+        elif not row.runs:
+            table.append(cells + ["-"] * (len(head) - len(cells)))
+        for result in row.runs:
+            table.append([*cells, *_result_cells(result, measurable)])
+    return table
 
 
-def published_charts(table: str, rows: Sequence[Row]) -> list[Chart]:
-    """Return top-1 by the fraction of the data where it varies, else by time: a paper's are multiples of one run's."""
-    if len({row["fraction"] for row in rows}) > 1:
-        lines = {}
-        for key, what in (("expected_top1", "expected"), ("top1", "measured")):
-            points: dict[str, dict[float, list[float]]] = {}
-            for row in (row for row in rows if key in row):
-                series = points.setdefault(re.sub(r"_\d+pct$", "", row["recipe"]), {})
-                series.setdefault(100 * row["fraction"], []).append(row[key])
-            for name, by_fraction in points.items():
-                xs = sorted(by_fraction)
-                lines[f"{name}, {what}"] = Line(xs, [sum(by_fraction[x]) / len(by_fraction[x]) for x in xs])
-        return [Panel(table, "images of each class (%)", "top-1 (%)", lines)] if lines else []
-    published = {row["recipe"]: (row["expected_time"], row["expected_top1"]) for row in rows if "expected_time" in row}
-    measured = {row["run"]: (row["hours"], row["top1"]) for row in rows if "top1" in row}
-    drawn = (("hours of training", "measured", measured), ("time of training (x)", "expected", published))
-    return [Scatter(f"{table}, {kind}", x, "top-1 (%)", {kind: points}) for x, kind, points in drawn if points]
+def _result_cells(result: RunResult, measurable: Sequence[str]) -> list[str]:
+    numbers = [_measured_text(result, column) for column in measurable]
+    if not result.differs:
+        own = [result.run, *numbers]
+        note = ""
+    else:
+        own = [result.run, *["-"] * len(numbers)]
+        values = [number for number in numbers if number != "-"]
+        note = f"{result.differs}: {', '.join(values)}" if values else result.differs
+    return [*own, str(result.epochs or "-"), f"{result.hours:.2f}", note]
+
+
+def _measured_text(result: RunResult, column: str) -> str:
+    value = result.measured.get(column)
+    if value is None:
+        return "-"
+    text = f"{value:.2f}"
+    if column in ("top1", "precision1") and result.images:
+        return f"{text} ({interval_text(value, result.images)})"
+    return text
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return str(value)
+
+
+def command_lines(rows: Sequence[TableRow]) -> list[str]:
+    """Return a line for each row that can be made: its label and its commands."""
+    return [f"{row.label}: {' && '.join(row.commands)}" for row in rows if row.commands]
+
+
+def published_charts(title: str, charts: Sequence[Mapping[str, str]], rows: Sequence[TableRow]) -> list[Chart]:
+    """Return the charts of a table: lines where x repeats in each series, else points; published, and measured.
+
+    Runs that differ from their rows are left out. Where x is the time of training, measured runs have a chart of their
+    own, by hours: a paper's times are multiples of one run's.
+    """
+    drawn: list[Chart] = []
+    for chart in charts:
+        x, y = chart["x"], chart["y"]
+        published = _points(rows, chart, measured=False)
+        measured = _points(rows, chart, measured=True)
+        if x == "time":
+            drawn += _scatters(title, "time of training (x)", COLUMNS[y], "published", published)
+            drawn += _scatters(title, "hours of training", COLUMNS[y], "measured", measured)
+        elif x == "fraction":
+            lines = _lines("published", published) | _lines("measured", measured)
+            if lines:
+                drawn.append(Panel(title, COLUMNS[x], COLUMNS[y], lines))
+        else:
+            both = {f"{name}, published": points for name, points in published.items()}
+            both |= {f"{name}, measured": points for name, points in measured.items()}
+            if both:
+                drawn.append(Scatter(title, COLUMNS[x], COLUMNS[y], both))
+    return drawn
+
+
+Points = dict[str, dict[str, tuple[float, float]]]
+
+
+def _points(rows: Sequence[TableRow], chart: Mapping[str, str], measured: bool) -> Points:
+    """Return {series: {label: (x, y)}} of the rows that have both."""
+    found: Points = {}
+    for row in rows:
+        series = str(row.values.get(chart.get("by", ""), "rows"))
+        if not measured:
+            pairs = {row.label: (row.values.get(chart["x"]), row.values.get(chart["y"]))}
+        else:
+            pairs = {
+                result.run: (_measured_x(row, result, chart["x"]), result.measured.get(chart["y"]))
+                for result in row.runs
+                if not result.differs
+            }
+        for label, (x, y) in pairs.items():
+            if is_number(x) and is_number(y):
+                found.setdefault(series, {})[label] = (float(x), float(y))  # type: ignore[arg-type]
+    return found
+
+
+def _measured_x(row: TableRow, result: RunResult, x: str) -> Any:
+    if x == "time":
+        return result.hours
+    return result.measured.get(x, row.values.get(x))
+
+
+def _scatters(title: str, x: str, y: str, kind: str, points: Points) -> list[Chart]:
+    return [Scatter(f"{title}, {kind}", x, y, points)] if points else []
+
+
+def _lines(kind: str, points: Points) -> dict[str, Line]:
+    lines = {}
+    for name, by_label in points.items():
+        at: dict[float, list[float]] = {}
+        for x, y in by_label.values():
+            at.setdefault(x, []).append(y)
+        xs = sorted(at)
+        lines[f"{name}, {kind}"] = Line(xs, [sum(at[x]) / len(at[x]) for x in xs])
+    return lines

@@ -11,6 +11,7 @@ from isomorph.surgery.port.report import NotPorted, PortReport
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, targets
+from isomorph.surgery.reparameterize import Reparameterize
 from isomorph.surgery.revert import Revert, revert
 from isomorph.surgery.rule import RULES, Edit, Rule, build_rule, edits, edits_since, notes, register_rule
 from isomorph.surgery.rules.gated import ConvToGPSA
@@ -22,11 +23,21 @@ from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.rules.window import AttentionToWindow
 from isomorph.surgery.unstride import Unstride, unstride
-from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
+from isomorph.surgery.verify import compare_outputs, verify
+from isomorph.surgery.verify_report import NotEqual, VerifyReport
 
 # Rules by name, as checkpoints store them: those registered, and those of `fuse`, `insert`, `prune` and the like.
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
-    RULES, {"Fuse": Fuse, "Insert": Insert, "Merge": Merge, "Prune": Prune, "Revert": Revert, "Unstride": Unstride}
+    RULES,
+    {
+        "Fuse": Fuse,
+        "Insert": Insert,
+        "Merge": Merge,
+        "Prune": Prune,
+        "Reparameterize": Reparameterize,
+        "Revert": Revert,
+        "Unstride": Unstride,
+    },
 )
 
 __all__ = [
@@ -50,6 +61,7 @@ __all__ = [
     "NotPorted",
     "PortReport",
     "Prune",
+    "Reparameterize",
     "Revert",
     "Rule",
     "Unstride",

@@ -1,16 +1,19 @@
 """Calls of a model: its inputs, one tensor or several by name, and the difference between outputs."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
 from types import UnionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 from isomorph.layers.modes import first_float
@@ -27,8 +30,33 @@ def own_inputs(model: nn.Module, batch: int, size: tuple[int, ...] | None = None
         return dict(own(batch, size))
 
 
+def copy_inputs(inputs: Any) -> Any:
+    """Return inputs that a model may change in place: each tensor in them is one of its own."""
+    return tree_map(_copy_leaf, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def _copy_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, nn.Module) or callable(value):
+        return value
+    try:
+        return copy.deepcopy(value)  # another kind of container
+    except Exception:  # whatever an object of the caller's raises that cannot be copied
+        return value
+
+
 def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """Return a model's output for a tensor or arguments by name. Raises: UserError for others, DoesNotRun."""
+    """Return a model's output for a copy of a tensor or of arguments by name, which it may change in place.
+
+    Raises: UserError for other inputs, DoesNotRun.
+    """
+    check_inputs(inputs)
+    return call_model(model, copy_inputs(inputs))
+
+
+def call_model(model: nn.Module, inputs: Inputs) -> Any:
+    """Return a model's output for a tensor or arguments by name, without a copy. Raises: as `run_model`."""
     check_inputs(inputs)
     try:
         return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
@@ -128,23 +156,47 @@ def relative(difference: float, scale: float) -> float:
     return difference / scale if difference and scale else difference
 
 
-def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what an output consists of, by name: a tensor, or the items of dicts, lists and data classes."""
-    parts: Any = None
-    if isinstance(output, Mapping):
-        parts = output.items()
-    elif isinstance(output, list | tuple):
-        parts = enumerate(output)
-    elif is_dataclass(output):
-        parts = [(field.name, getattr(output, field.name)) for field in fields(output)]
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """Return what a value consists of, by name: of a dict, list, data class or other object; None for a single one."""
+    if isinstance(value, Tensor):
+        return {str(i): x for i, x in enumerate(value.unbind())} if value.is_nested else None
+    if isinstance(value, Mapping):
+        return {str(name): part for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return {str(i): part for i, part in enumerate(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if isinstance(value, nn.Module | type | np.ndarray | np.generic | Enum) or callable(value):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})} or None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    own = (names,) if isinstance(names, str) else tuple(names)
+    if kind.__module__ in ("builtins", "torch"):
+        return ()
+    return tuple(name for name in own if not name.startswith("__"))
+
+
+def leaves(output: Any, path: str = "", around: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what an output consists of, by name: a tensor, or the items of dicts, lists, data classes and objects."""
+    parts = parts_of(output)
     if parts is None:
         yield path, output
-    for name, part in parts or ():
-        yield from leaves(part, f"{path}.{name}")
+        return
+    if id(output) in around:  # an object that holds itself
+        return
+    for name, part in parts.items():
+        yield from leaves(part, f"{path}.{name}", (*around, id(output)))
 
 
-def _full(x: Tensor) -> Tensor:
+def full_precision(x: Tensor) -> Tensor:
+    """Return a tensor in float64 or complex128, dense."""
     x = x if x.layout == torch.strided else x.to_dense()
+    x = x.dequantize() if x.is_quantized else x
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
@@ -164,7 +216,7 @@ def largest_difference(output: Any, other: Any) -> tuple[float, float]:
     if not tensors:
         raise UserError(f"the output of the model has no tensors: {type(output).__name__}")
     found = [(0.0, 0.0)]
-    for y, z in ((_full(x), _full(others[name])) for name, x in tensors.items() if x.numel()):
+    for y, z in ((full_precision(x), full_precision(others[name])) for name, x in tensors.items() if x.numel()):
         difference = (y - z).abs().masked_fill(y == z, 0).max().item()
         found.append((max_or_inf([difference]), y.abs().nan_to_num(0, 0, 0).max().item()))
     return max(found, key=lambda pair: (relative(*pair), pair[1]))

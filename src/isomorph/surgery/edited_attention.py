@@ -13,16 +13,17 @@ from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isomorph.layers.attention_base import score_scale
 from isomorph.layers.grid import GridSize
 from isomorph.layers.map_edit import GatedMap, MapCall, merge_queries
 from isomorph.layers.modes import first_float
 from isomorph.operations import EditMaps, from_standard_map, to_standard_map, usual_layout
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.attention_layers import AttentionFacts, attention_facts, heads_of
+from isomorph.surgery.observed_scores import SIZE_NAMES
+from isomorph.surgery.plain_layers import first_quantised_part
 
 _WINDOW_NAMES = ("window_size", "ws")
-# Arguments in which layers of timm receive the size of the feature map of their tokens.
-SIZE_NAMES = ("feat_size", "size", "resolution")
 
 
 def _as_pair(size: Any) -> GridSize | None:
@@ -52,11 +53,10 @@ class AlteredAttention(Altered):
 
     facts: AttentionFacts
     argument_names: tuple[str, ...]
-    fused_before: bool | None
     grid_size: GridSize | None
     prefix_tokens: int
     # Names of the attributes and children that the plain layer does not have.
-    added: tuple[str, ...] = ("fused_before", "grid_size", "prefix_tokens")
+    added: tuple[str, ...] = ("grid_size", "prefix_tokens")
 
     @classmethod
     def base_of(cls, kind: type[nn.Module]) -> tuple[type[nn.Module], dict[str, Any]]:
@@ -74,8 +74,6 @@ class AlteredAttention(Altered):
 
     def plain(self) -> nn.Module:
         plain = copy_as(cast(Any, self), self.original)
-        if self.fused_before is not None:
-            plain.fused_attn = self.fused_before
         for name in self.added:
             delattr(plain, name)
         return plain
@@ -86,25 +84,25 @@ def alter(
     mixin: type[AlteredAttention],
     grid_size: GridSize | None,
     prefix_tokens: int | None,
-    fused: bool | None = None,
 ) -> Any:
-    """Return a copy of an attention layer in a subclass; `fused`: the form in which it computes, if it has both."""
+    """Return a copy of an attention layer in a subclass."""
     altered = copy_as(layer, altered_class(mixin, type(layer)))
-    altered.fused_before = None if fused is None else getattr(layer, "fused_attn", None)
-    if altered.fused_before is not None:
-        altered.fused_attn = fused
     altered.grid_size = grid_size
     altered.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
     return altered
 
 
 class EditedAttention(AlteredAttention):
-    """Mixin of the classes of attention layers whose map is edited by the child `map_edit`."""
+    """Mixin of the classes of attention layers whose map is edited by the child `map_edit`.
+
+    `form_before` has the attributes `fused_attn` and `scale` of a layer of which only the plain form has one map.
+    """
 
     edited_heads: int
     recompute: bool
     map_edit: nn.Module
-    added = (*AlteredAttention.added, "edited_heads", "recompute", "map_edit")
+    form_before: dict[str, Any]
+    added = (*AlteredAttention.added, "edited_heads", "recompute", "map_edit", "form_before")
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
         """Return mask, grid and prefix tokens of a call, from its arguments by name. Raises: ValueError if causal."""
@@ -129,6 +127,12 @@ class EditedAttention(AlteredAttention):
             name, found = self.original.__name__, standard.shape[1]
             raise ValueError(f"the map of {name} has {found} heads in this call, and its edit {self.edited_heads}")
         return from_standard_map(self.map_edit(standard, call).to(maps.dtype), layout, maps)
+
+    def plain(self) -> nn.Module:
+        layer = super().plain()
+        for name, value in self.form_before.items():
+            setattr(layer, name, value)
+        return layer
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
         name = self.original.__name__
@@ -186,6 +190,8 @@ def edit_reason(layer: nn.Module) -> str | None:
         return f"{name} is not attention: its forward has no softmax before a product, and no fused attention"
     if facts.no_map:
         return f"{name} {facts.no_map}"
+    if reason := first_quantised_part(layer):
+        return reason
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"
     return facts.reason(layer)
@@ -199,9 +205,13 @@ def edit_map(
     recompute: bool = False,
 ) -> nn.Module:
     """Return a copy of an attention layer with an edited map. `make_edit(heads, device=, dtype=)` makes the edit."""
-    facts = attention_facts(type(layer))
-    edited = alter(layer, EditedAttention, grid_size, prefix_tokens, False if facts and facts.plain else None)
+    edited = alter(layer, EditedAttention, grid_size, prefix_tokens)
     edited.recompute = recompute
+    edited.form_before = {}
+    if edited.facts.plain:
+        edited.form_before = {name: getattr(layer, name) for name in ("fused_attn", "scale")}
+        edited.scale = score_scale(layer)
+        edited.fused_attn = False
     edited.edited_heads = heads_of(layer, edited.facts)
     like = first_float(layer)
     edited.map_edit = make_edit(edited.edited_heads, device=like.device, dtype=like.dtype)

@@ -1,12 +1,10 @@
-"""Fuse a model: its branches by their own methods, then its norms, scales and branches into the layers before them."""
+"""Fuse a model: isomorph's layers by their own `fuse()`, then norms, scales and branches by what they compute."""
 
 import copy
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -14,32 +12,32 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.errors import DoesNotRun, UserError
+from isomorph.errors import DoesNotRun, NotFinite, UserError
 from isomorph.layers import ConvNorm, JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, run_model
-from isomorph.surgery.merge import Cases, FuseReport, find_faults, merge, own_example
-from isomorph.surgery.modules import outermost_modules
+from isomorph.surgery.merge import NOT_CALLED, FuseReport, find_faults, merge
+from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
 from isomorph.surgery.plain_layers import first_altered_part
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
+from isomorph.surgery.reference_calls import ReferenceCalls, own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 # Layers that are fused before the block around them.
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
-# Methods by which a module merges itself: the first returns the result, the others change the module.
-_METHODS = ("fuse", "reparameterize", "switch_to_deploy")
 
 
 @dataclass(frozen=True)
 class Fuse(Rule):
-    """Rule that replaces a layer by the result of its method `fuse()` or `reparameterize()`, the same in eval mode.
+    """Rule that replaces a layer of isomorph by the result of its method `fuse()`, the same in eval mode.
 
-    Methods of timm run in float64. Pyramids inside the module are fused first. The bias of a fused pyramid that had
-    none moves into the running mean of the BatchNorm after it in a unit of timm or an nn.Sequential, so that the unit
-    has the parameters with which it was created; methods of timm ignore such a bias.
+    Pyramids inside the module are fused first. The bias of a fused pyramid that had none moves into the running mean of
+    the BatchNorm after it in a unit of timm or an nn.Sequential, so that the unit has the parameters with which it was
+    created; methods of timm ignore such a bias. Methods of other libraries are not called: one of this name may mean
+    something else, and `fuse` finds what is one layer by what it computes.
 
-    Raises: UserError from `build` if the module has no `fuse()`.
+    Raises: UserError from `build` if the module is not a layer of isomorph with a `fuse()`.
 
     >>> type(iso.surgery.Fuse().build(iso.layers.PyramidLinear(4, 8).eval())).__name__
     'Linear'
@@ -48,23 +46,21 @@ class Fuse(Rule):
     atol: ClassVar[float] = 1e-4
 
     def reason(self, module: nn.Module) -> str | None:
-        layers = [part for part in module.modules() if type(part).__module__.startswith("isomorph.layers.")]
-        known = _is_own(module) or all(isinstance(part, _FUSED_FIRST) for part in layers)
-        return None if known and _method(module) else f"{type(module).__name__} has no fused form"
+        return None if _has_own_fuse(module) else f"{type(module).__name__} has no fused form"
 
     def build(self, module: nn.Module) -> nn.Module:
         self.check(module)
         if around := getattr(module, "around", None):  # a block is inserted after it
             return around(self.build)
-        kind, method = type(module), _method(module)
-        kinds = kind.__mro__[: next((i for i, base in enumerate(kind.__mro__) if method in vars(base)), 0)]
+        kind = type(module)
+        defining = next(i for i, base in enumerate(kind.__mro__) if "fuse" in vars(base))
         # the inherited method may not know what the forward of a subclass computes
-        if any("forward" in vars(base) and not base.__module__.startswith("isomorph.") for base in kinds):
-            raise UserError(f"{kind.__name__} overrides forward, which its method {method}() does not know")
+        if any("forward" in vars(base) for base in kind.__mro__[:defining] if not _is_own(base)):
+            raise UserError(f"{kind.__name__} overrides forward, which its method fuse() does not know")
         copied: Any = copy.deepcopy(module).eval()
         try:
-            _fuse_pyramids(copied)
-            fused = copied.fuse() if _is_own(module) else _merge_by_timm(copied, method)
+            fuse_pyramids(copied)
+            fused = copied.fuse()
         except RuntimeError:
             if reason := first_altered_part(module):
                 raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
@@ -86,61 +82,40 @@ class Fuse(Rule):
                     layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
 
-def _method(module: nn.Module) -> str:
-    return next((name for name in _METHODS if callable(getattr(module, name, None))), "")
+def _is_own(kind: Any) -> bool:
+    return str(getattr(kind, "__module__", "")).startswith("isomorph.")
 
 
-def _is_own(module: nn.Module) -> bool:
-    return getattr(getattr(module, "fuse", None), "__module__", "").startswith("isomorph.")
+def _has_own_fuse(module: nn.Module) -> bool:
+    return callable(getattr(module, "fuse", None)) and _is_own(module.fuse)
 
 
-@torch.no_grad()
-def _merge_by_timm(module: nn.Module, method: str) -> nn.Module:
-    """Return what a method of timm makes of a module, computed in float64, with its dtype, device and requires_grad."""
-    parameters = list(module.parameters())
-    dtypes, trained = {p.dtype for p in parameters}, any(p.requires_grad for p in parameters)
-    if len(dtypes) == 1:
-        module.double()
-    with usual_defaults(module):  # timm's methods make layers without saying in which dtype and where
-        torch.set_default_dtype(next(module.parameters()).dtype)
-        merged = getattr(module, method)() or module
-    return (merged.to(dtypes.pop()) if len(dtypes) == 1 else merged).eval().requires_grad_(trained)
-
-
-def _fuse_pyramids(module: nn.Module) -> None:
+def fuse_pyramids(module: nn.Module) -> None:
+    """Fuse the pyramids inside a module in place."""
     for name, inner in outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST)).items():
         if name:
             module.set_submodule(name, Fuse().build(inner))
     Fuse().attach(module)
 
 
-def guard_pyramids(model: nn.Module) -> None:
-    """Make methods of timm fuse the pyramids in their module first, since they read weights and no biases, in place."""
-    for module in model.modules():
-        held = any(isinstance(part, Pyramid) for part in module.modules())
-        for method in _METHODS:
-            own = getattr(type(module), method, None)
-            vars(module).pop(method, None)
-            if own and held and not own.__module__.startswith("isomorph."):
-                vars(module)[method] = partial(_fuse_pyramids_first, module, method)
-
-
-def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
-    vars(module).pop(method)
-    _fuse_pyramids(module)
-    return getattr(module, method)()
-
-
 def fuse(
-    model: nn.Module, example: Inputs | Sequence[Inputs] | None = None, norms: bool = True, affine: bool = False
+    model: nn.Module,
+    example: Inputs | Sequence[Inputs] | None = None,
+    norms: bool = True,
+    affine: bool = False,
+    across: bool = True,
+    only_forward: bool = False,
 ) -> nn.Module:
     """Return a copy of the model in which everything that computes one layer is that layer; the same in eval mode.
 
-    First the outermost layers with a method `fuse()`, such as a pyramid, or `reparameterize()` are replaced by its
-    result. Then norms, scales, sums of branches, low-rank adapters, and chains of linear layers whose product is not
-    larger are written into the layer before them, or into all layers after them. They are found by what the model
-    computes, at timm's entry points and two sizes, and compared at a third with other numbers of images. What changes
-    the outputs in float64 is left out; `fuse_with_report` says what, and why.
+    First isomorph's own layers with a method `fuse()`, such as a pyramid, are replaced by its result. Then norms,
+    scales, sums of branches, low-rank adapters, and chains of linear layers whose product is not larger are written
+    into the layer before them, or into all layers after them. They are found by what the model computes, and compared
+    in float64 at several sizes and by all entry points that take the same batch: flags of forward, public methods. What
+    changes an output is left out; `fuse_with_report` says what, and why.
+
+    A merge across modules also changes what a module in between gives or gets. It is left out where that module is one
+    that code calls alone: a child of the model, or an item of an nn.Sequential or nn.ModuleList there.
 
     A layer that converts back only under a condition, such as GPSA2d, is left as it is; see `revert`. A compiled model
     is unwrapped and not compiled again. Hooks and tied parameters are treated as in `recast`.
@@ -148,12 +123,17 @@ def fuse(
     Args:
         model: a model in eval mode.
         example: a batch as the model reads it, or several of different sizes; timm's models have an input size. Without
-            one, only layers with a method of their own are replaced.
-        norms: False to replace only layers with a method `fuse()`.
+            one, only isomorph's layers with a method `fuse()` are replaced.
+        norms: False to replace only these layers.
         affine: also move the weights and biases of LayerNorm, RMSNorm and GroupNorm into the layers that read them.
+        across: False to keep the inputs and outputs of all modules but those that are merged, for code that taps a
+            network with hooks or a feature extractor.
+        only_forward: True if nothing but `model(x)` is ever called, as in an exported file: other entry points and
+            modules called alone may change.
 
     Raises: UserError if the model is in train mode, where BatchNorm uses the statistics of a batch, if hooks would be
-        lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not.
+        lost, or if the model does not run on the example; NotFinite if its weights, statistics or outputs are not, or
+        if merged weights are too large for the model's precision.
 
     >>> wide = iso.recast(timm.create_model("cifar_resnet20").eval(), iso.LinearToPyramid(), where="linear")
     >>> thin = iso.fuse(wide)
@@ -161,18 +141,28 @@ def fuse(
     ('PyramidLinear', 'Linear', 'Identity')
     """
     with usual_defaults(check_model(model)):
-        new, report = fuse_with_report(model, example, norms, affine)
-    beside = {name.rpartition(".")[0] for name in report.merged}  # norms among which the model chooses, not an own head
-    never = [n for n, why in report.left.items() if why == "no example calls it" and n.rpartition(".")[0] in beside]
+        new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
-    elif never:
+    elif never := _uncalled_alternatives(report):
         warnings.warn(f"no example calls {never[0]}: outputs of inputs that do may change; give one", stacklevel=2)
     return new
 
 
+def _uncalled_alternatives(report: FuseReport) -> list[str]:
+    """Return the modules that no example calls and next to which one was merged: the model may choose among them."""
+    parents = {name.rpartition(".")[0] for name in report.merged}
+    never = [name for name, why in report.left.items() if why == NOT_CALLED]
+    return [name for name in (*never, *report.uncalled) if name.rpartition(".")[0] in parents]
+
+
 def fuse_with_report(
-    model: nn.Module, example: Inputs | Sequence[Inputs] | None = None, norms: bool = True, affine: bool = False
+    model: nn.Module,
+    example: Inputs | Sequence[Inputs] | None = None,
+    norms: bool = True,
+    affine: bool = False,
+    across: bool = True,
+    only_forward: bool = False,
 ) -> tuple[nn.Module, FuseReport]:
     """Return what `fuse` returns, and what was merged, what was left and why, and how far both models differ.
 
@@ -180,54 +170,100 @@ def fuse_with_report(
     'conv1'
     """
     plain = check_model(model)
-    training = next((name for name, module in plain.named_modules() if module.training), None)
-    if training is not None:
-        raise UserError(f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval()")
+    _check_eval(plain)
     check_finite(plain)
-    names, left, merged = fusible_modules(plain, norms), dict[str, str](), dict[str, str]()
-    exact, cases, problem = copy_model(model), None, "the weights have no values (device meta)"
+    names = fusible_modules(plain)
+    exact, calls, problem = copy_model(model), None, "the weights have no values (device meta)"
     if norms and not any(parameter.is_meta for parameter in plain.parameters()):
         exact = exact.double()
-        cases, problem = _cases(exact, model, example)
-    if cases:
-        left = find_faults(list(names), lambda chosen: cases.fault(lambda: _fused(copy_module(exact), chosen)))
+        calls, problem = _reference_calls(exact, model, example, only_forward)
+    left: dict[str, str] = {}
+    if calls is not None:
+        left = find_faults(list(names), lambda chosen: calls.fault(lambda: _fused(copy_module(exact), chosen)))
     names = tuple(name for name in names if name not in left)
     new = _fused(copy_model(model), names)
-    if cases:
-        exact, edits, merged, reasons = merge(_fused(exact, names), cases, affine)
-        rounds, turns = defaultdict[tuple[int, Rule], list[str]](list), Counter[str]()
-        for merged_as, name in edits:  # those of one module in their order, others together
-            rounds[turns[name], merged_as].append(name)
-            turns[name] += 1
-        for (_, rule), chosen in sorted(rounds.items(), key=lambda item: item[0][0]):  # first layers, then their values
-            new = apply_edit(new, Edit(rule, tuple(chosen)))
-        new.load_state_dict(exact.state_dict())
-        left |= reasons
+    report = FuseReport(names)
+    if calls is not None:
+        found = merge(_fused(exact, names), calls, affine, across)
+        new = _replay(new, found.edits)
+        new.load_state_dict(found.model.state_dict())
+        left |= found.left
+        report = replace(
+            report,
+            merged=found.into,
+            across=found.across,
+            uncalled=found.uncalled,
+            untried=tuple(calls.untried),
+            difference=calls.largest,
+            inputs=calls.sizes,
+            entry_points=tuple(calls.entries),
+            rounded=_rounding(new, calls),
+        )
+        calls.end()
     elif norms:
         left = {name: problem for name, module in new.named_modules() if isinstance(module, _BatchNorm)}
+    _check_rounded(new)
     if left:
         name, reason = next(iter(left.items()))
         add_notes(new, f"fuse left {len(left)} norms or layers as they are, {name} because: {reason}")
+    if report.across:
+        name, between = next(iter(report.across.items()))
+        count = len(report.across)
+        add_notes(new, f"fuse changed what modules between give or get, such as {between} ({name}; {count} merges)")
     before, after = (sum(p.numel() for p in each.parameters()) for each in (plain, new))
-    report = FuseReport(names, merged, left, (before, after))
-    if cases:
-        report = replace(report, difference=cases.difference(exact), inputs=cases.sizes)
-        with suppress(UserError):  # rounded, a detector may find other objects
-            report = replace(report, rounded=cases.difference(copy_model(new).double()))
-    return new, report
+    return new, replace(report, left=left, parameters=(before, after))
 
 
-def _cases(exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None) -> tuple[Cases | None, str]:
+def _check_eval(model: nn.Module) -> None:
+    """Raise UserError for a module in train mode, unless it computes the same in both modes, as an activation does."""
+    for name, module in model.named_modules():
+        if module.training and not acts_alike_in_both_modes(module):
+            shown = name or "the model"
+            raise UserError(f"fuse needs eval mode, but {shown} is in train mode; call model.eval()")
+
+
+def _replay(model: nn.Module, edits: Sequence[tuple[Rule, str]]) -> nn.Module:
+    """Apply the edits of a merge: those of one module in their order, others together."""
+    rounds: dict[tuple[int, Rule], list[str]] = defaultdict(list)
+    turns: Counter[str] = Counter()
+    for rule, name in edits:
+        rounds[turns[name], rule].append(name)
+        turns[name] += 1
+    for (_, rule), names in sorted(rounds.items(), key=lambda item: item[0][0]):
+        model = apply_edit(model, Edit(rule, tuple(names)))
+    return model
+
+
+def _rounding(model: nn.Module, calls: ReferenceCalls) -> float | None:
+    try:
+        return calls.rounding(copy_model(model).double())
+    except UserError:  # rounded, a detector may find other objects
+        return None
+
+
+def _check_rounded(model: nn.Module) -> None:
+    """Raise NotFinite for merged weights that the model's precision cannot hold."""
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and not torch.isfinite(tensor).all():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise NotFinite(
+                f"merged, {name} is too large for {dtype}; fuse the model in float32, and cast it to bfloat16 then"
+            )
+
+
+def _reference_calls(
+    exact: nn.Module, model: nn.Module, example: Inputs | Sequence[Inputs] | None, only_forward: bool
+) -> tuple[ReferenceCalls | None, str]:
     """Return the calls by which a float64 model is compared, or why there are none. Raises: errors of the user's."""
     tried = own_example(exact) if example is None else example
     if tried is None:
         return None, "give an example, a batch as the model reads it"
     try:
-        return Cases(exact, tried), ""
+        return ReferenceCalls(exact, tried, only_forward), ""
     except DoesNotRun as error:
         if example is None:
             return None, f"{error}; give an example"
-        run_model(model, example if isinstance(example, torch.Tensor | Mapping) else example[0])
+        run_model(copy_model(model), example if isinstance(example, torch.Tensor | Mapping) else example[0])
         return None, f"in float64, {error}"
 
 
@@ -235,26 +271,11 @@ def _fused(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return apply_edit(model, Edit(Fuse(), tuple(names))) if names else model
 
 
-def fusible_modules(model: nn.Module, branches: bool = False) -> tuple[str, ...]:
-    """Return the names of the modules that `fuse` would replace; with `branches` those with `reparameterize()` too.
+def fusible_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that `fuse` replaces by the result of their own method.
 
     >>> cnn = timm.create_model("cifar_resnet20")
     >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
     ('linear',)
     """
-    rule = Fuse()
-
-    def wanted(module: nn.Module) -> bool:
-        method = _method(module)
-        return rule.accepts(module) and (method == "fuse" or (branches and _is_changed(rule, module)))
-
-    return tuple(outermost_modules(unwrap(model), wanted))
-
-
-def _is_changed(rule: Fuse, module: nn.Module) -> bool:
-    """True if a method that changes its module has not been called before; some of timm's fail the second time."""
-    module = copy.deepcopy(module).to("meta")
-    try:
-        return rule.build(module).state_dict().keys() != module.state_dict().keys()
-    except (AttributeError, TypeError):
-        return False
+    return tuple(outermost_modules(unwrap(model), Fuse().accepts))

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,9 @@ from isomorph.layers.modes import eval_mode
 from isomorph.operations import tensors_in
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.calls import Inputs, map_tensors, other_inputs, run_model, to_model
-from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
+from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 
 # A function from a number of channels to a block that keeps the shape of its input.
@@ -172,11 +172,11 @@ def insert(
     example = map_tensors(to_model(example, model), torch.clone)  # inference tensors have no gradients
     name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
     hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
-    before = _run(model, example, hooks)
+    before = _run(copy_model(model), example, hooks)
     counts = {place: len(found) for place, found in seen.items()}
     for other in (x for what, x in other_inputs(example) if what == "another size"):
         with suppress(UserError):  # it runs at one size only
-            _run(model, other, hooks)
+            _run(copy_model(model), other, hooks)
     rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
@@ -184,10 +184,11 @@ def insert(
     for place, rule in rules.items():  # also in a frozen model, and after a module without parameters
         features = _entry(seen[place][0], rule.entry)
         new.get_submodule(f"{place}.inserted").to(features.device, features.dtype).requires_grad_(True)
-    outputs = _check_blocks(new, counts, example)
+    called = copy_model(new)
+    outputs = _check_blocks(called, counts, example)
     if not all(a.is_meta or torch.equal(a, b) for a, b in zip(before, outputs, strict=True)):
         raise UserError("inserting changed the outputs: the model is random in eval mode, or a block is not finite")
-    _note_dead_gammas(new, list(rules), outputs)
+    add_notes(new, *_dead_gammas(called, list(rules), outputs))
     return new
 
 
@@ -221,6 +222,7 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
 
 
 def _run(model: nn.Module, example: Inputs, hooks: Mapping[str, tuple[Any, Any]]) -> list[Tensor]:
+    """Return the outputs of a model, which may keep a part of this call: give a copy."""
     with ExitStack() as active, eval_mode(model):  # with gradients: the same kernels with and without blocks
         for name, (before, after) in hooks.items():
             module = model.get_submodule(name)
@@ -309,7 +311,8 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
     return outputs
 
 
-def _note_dead_gammas(model: nn.Module, places: Sequence[str], outputs: Sequence[Tensor]) -> None:
+def _dead_gammas(model: nn.Module, places: list[str], outputs: list[Tensor]) -> Iterator[str]:
+    """Yield a note for each inserted block that gets no gradient from the outputs of a call."""
     gammas: list[Tensor] = [model.get_submodule(f"{place}.inserted").gamma for place in places]  # type: ignore[misc]
     trained = [output for output in outputs if output.requires_grad and not output.is_meta]
     if not trained:
@@ -318,10 +321,9 @@ def _note_dead_gammas(model: nn.Module, places: Sequence[str], outputs: Sequence
     gradients = torch.autograd.grad(total, gammas, allow_unused=True)  # type: ignore[arg-type]
     for place, gradient in zip(places, gradients, strict=True):
         if gradient is None or not gradient.any():
-            add_notes(
-                model,
+            yield (
                 f"{place}.inserted gets no gradient in this example: something behind it multiplies it by 0, like a "
-                "norm whose weight starts at 0, or nothing reads it",
+                "norm whose weight starts at 0, or nothing reads it"
             )
 
 

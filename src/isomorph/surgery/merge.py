@@ -1,41 +1,23 @@
 """Merge norms, scales, branches and chains of a model into its layers, in float64, and compare both models."""
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import starmap
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.models import get_model_input_config
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.errors import DoesNotRun, NotFinite, first_line
-from isomorph.operations import copy_module, see, tensors_in
-from isomorph.surgery.affine_plan import Group, InputWindow, Plan, Summand
-from isomorph.surgery.calls import (
-    Inputs,
-    cast_floats,
-    describe_shape,
-    map_tensors,
-    other_inputs,
-    own_inputs,
-    relative_difference,
-    run_model,
-    to_model,
-)
+from isomorph.operations import copy_module
+from isomorph.surgery.affine import Group, Summand
+from isomorph.surgery.affine_plan import Plan
+from isomorph.surgery.layer_calls import InputWindow
 from isomorph.surgery.modules import list_names
+from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
-
-# Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
-TOLERANCE = 1e-6
-# Methods by which a model may be called; the head of timm's, for features as they are without its classifier.
-_ENTRIES = ("forward", "forward_features", "forward_intermediates", "forward_head")
 
 
 @dataclass(frozen=True)
@@ -95,6 +77,10 @@ class Nothing(nn.Module):
 class FuseReport:
     """What `fuse` did to a model: what was fused and merged into which layers, and what was left, with the reason.
 
+    `across`: what of it was merged across modules, with a module in between whose inputs or outputs are others now; no
+    call of the `entry_points` shows it, but code that calls this module itself, or a hook on it, would. `uncalled`:
+    modules with parameters that no call runs, `untried`: arguments of forward that no call sets.
+
     `difference` is the largest in float64, relative to the largest output, over the `inputs` tried; None if none was.
     `rounded` is that of the model returned, whose weights are rounded to the precision of the given model.
 
@@ -106,9 +92,13 @@ class FuseReport:
     fused: tuple[str, ...] = ()
     merged: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    across: dict[str, str] = field(default_factory=dict)
     parameters: tuple[int, int] = (0, 0)
     difference: float | None = None
     inputs: tuple[str, ...] = ()
+    entry_points: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
     rounded: float | None = None
 
     def __str__(self) -> str:
@@ -121,118 +111,26 @@ class FuseReport:
             compared = f"compared at {', '.join(self.inputs)}"
             rounded = f", {self.rounded:.2g} once the weights are rounded" if self.rounded else ""
             lines.append(f"  max |diff| / max |out| {self.difference:.2g} in float64{rounded}, {compared}")
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            reasons.setdefault(reason, []).append(name or "the model")
-        return "\n".join([*lines, *(f"  left {list_names(names)}: {reason}" for reason, names in reasons.items())])
+            lines.append(f"  called by {', '.join(self.entry_points)}")
+        if self.untried and self.across:
+            lines.append(f"  not tried: other values of {', '.join(self.untried)}")
+        if self.uncalled and self.merged:
+            lines.append(f"  not compared, as no example calls them: {list_names(list(self.uncalled))}")
+        for between, names in _grouped(self.across).items():
+            lines.append(f"  merged across {between}, which gives or gets other values now: {list_names(names)}")
+        for reason, names in _grouped(self.left).items():
+            lines.append(f"  left {list_names(names)}: {reason}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def own_example(model: nn.Module) -> Inputs | None:
-    """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
-    if own := own_inputs(model, 1):
-        return to_model(own, model)
-    if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
-        return None
-    size = get_model_input_config(model)["input_size"]
-    return to_model(torch.randn(1, *size, generator=torch.Generator().manual_seed(0), device="cpu"), model)
-
-
-class Cases:
-    """The calls by which a model in float64 is compared: all its entry points, at three sizes where it has several.
-
-    Of a model that chooses among its numbers, as detectors do, the outputs of the modules before and after the choice
-    are compared too.
-
-    Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
-    """
-
-    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs]) -> None:
-        given = [example] if isinstance(example, Tensor | Mapping) else list(example)
-        first, *others = [cast_floats(x, torch.float64) for x in (given if given[1:] else (*given, *_crops(given[0])))]
-        self._calls = list[tuple[str, Inputs, list[Tensor]]]()
-        deciding = see(model, lambda: run_model(model, _copy(first))).deciding
-        inside = [(name, child) for name in deciding for child, _ in model.get_submodule(name).named_children()]
-        self._watched = [f"{name}.{child}".lstrip(".") for name, child in inside]
-        entries = [name for name in _ENTRIES if callable(getattr(model, name, None))]
-        for x in others:
-            for entry in entries if isinstance(x, Tensor) else entries[:1]:
-                self._try(model, entry, x)
-        alone = not self._calls and isinstance(first, Tensor)  # it runs at one size only
-        batch_sizes = [] if self._calls else [x for what, x in other_inputs(first) if what == "another batch size"]
-        for x in (*batch_sizes, first):
-            for entry in entries if alone else entries[:1]:
-                self._try(model, entry, x)
-        numbers = [each for *_, found in self._calls for each in found]
-        if not numbers:
-            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
-        if not all(torch.isfinite(each).all() for each in numbers):
-            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
-        self._calls.sort(key=lambda call: call[1] is not first)
-        self.sizes = tuple(dict.fromkeys(describe_shape(inputs) for _, inputs, _ in self._calls))
-
-    def _try(self, model: nn.Module, entry: str, inputs: Inputs) -> None:
-        with suppress(Exception):  # this model has other sizes, or another method of that name
-            self._calls.append((entry, inputs, self._outputs(model, entry, inputs)))
-
-    @torch.no_grad()
-    def _outputs(self, model: nn.Module, entry: str, inputs: Inputs) -> list[Tensor]:
-        """Return the floating-point outputs of a call in float64, and those of the watched modules."""
-        found: list[Any] = []
-        with ExitStack() as hooks, torch.random.fork_rng():
-            for name in self._watched:
-                watched = model.get_submodule(name)
-                hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
-            torch.manual_seed(0)
-            found.append(_call(model, entry, _copy(inputs)))
-        return [tensor.double() for tensor in tensors_in(found) if tensor.is_floating_point() and tensor.numel()]
-
-    def plans(self, model: nn.Module, affine: bool, avoid: frozenset[str]) -> Iterator[Plan]:
-        """Yield what each call shows."""
-        for entry, inputs, _ in self._calls:
-            yield Plan(model, see(model, partial(_call, model, entry, _copy(inputs))), affine, avoid)
-
-    def difference(self, model: nn.Module) -> float:
-        """Return the largest difference of a model's outputs, relative to the largest value of each.
-
-        Raises: whatever a model raises that cannot be run.
-        """
-        pairs = ((of, self._outputs(model, entry, inputs)) for entry, inputs, of in self._calls if of)
-        return max(starmap(relative_difference, pairs))
-
-    def fault(self, change: Callable[[], nn.Module]) -> str | None:
-        """Return how the model that `change` gives differs, or None if it does not."""
-        try:
-            difference = self.difference(change())
-        except Exception as error:  # of any code that meets another module than before
-            return f"the model does not run with it merged: {first_line(error)[:100]}"
-        return None if difference <= TOLERANCE else f"with it merged, outputs differ by {difference:.1e} of the largest"
-
-
-def _copy(inputs: Inputs) -> Inputs:
-    """Return inputs that a model may change in place, each tensor one of its own."""
-    return map_tensors(inputs, torch.clone)
-
-
-def _call(model: Any, entry: str, inputs: Inputs) -> Any:
-    if entry == "forward_head":
-        return model.forward_head(model.forward_features(inputs), pre_logits=True)
-    method = model if entry == "forward" else getattr(model, entry)
-    return method(inputs) if isinstance(inputs, Tensor) else method(**inputs)
-
-
-def _crops(inputs: Inputs) -> list[Tensor]:
-    """Return two inputs with shorter sides, of which one is odd, and one with fewer tokens; one more image, and one."""
-    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
-        return []
-    one = inputs[-1:].flip(-1)
-    more = torch.cat([inputs, one])
-    shares, sides = (3, 2, 3), inputs.shape[2:]
-    odd: list[Any] = [slice((n * share // 4) | 1) for n, share in zip(sides, shares, strict=False)]
-    even: list[Any] = [slice(max(n * share // 4, 1)) for n, share in zip(sides, shares[1:], strict=False)]
-    crops = [more[..., *odd], one[..., *even]] if sides else []
-    return crops if len(sides) > 1 else [*crops, more[:, : inputs.shape[1] // 2 + 1], more, one]
+def _grouped(texts: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names that have each text."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, text in texts.items():
+        names[text].append(name or "the model")
+    return names
 
 
 def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) -> dict[Any, str]:
@@ -255,63 +153,198 @@ def find_faults(names: list[Any], attempt: Callable[[list[Any]], str | None]) ->
     return bad
 
 
+class Merged(NamedTuple):
+    """A model with all groups merged that leave it equal, its edits, what was merged into what, and what was left.
+
+    `across`: of what was merged, a module in between whose inputs or outputs changed. `uncalled`: modules with
+    parameters that no call runs or reads.
+    """
+
+    model: nn.Module
+    edits: list[tuple[Merge, str]]
+    into: dict[str, str]
+    left: dict[str, str]
+    across: dict[str, str]
+    uncalled: tuple[str, ...]
+
+
+class _Plans:
+    """What all calls show together: the groups in which they agree, the norms, what is left, what was called."""
+
+    def __init__(self, model: nn.Module, calls: ReferenceCalls, affine: bool, avoid: frozenset[str]) -> None:
+        self.first: dict[Any, Group] | None = None
+        self.agreed: dict[Any, Group] = {}
+        self.across: dict[Any, list[str]] = defaultdict(list)
+        self.norms: set[str] = set()
+        self.left: dict[str, str] = {}
+        self.called: set[str] = set()
+        for seen, flow in calls.flows(model):  # one at a time: each holds what a call computed
+            self._add(Plan(seen, flow, affine, avoid))
+        # into readers first: a branch that reads the value may be written into another layer; chains last
+        order = ("readers", "sum", "chain")
+        self.groups = sorted(self.agreed.values(), key=lambda group: order.index(group.kind))
+
+    def _add(self, plan: Plan) -> None:
+        found = {group.key: group for group in plan.groups}
+        if self.first is None:
+            self.first = found
+            self.agreed = found
+        self.agreed = {key: group for key, group in self.agreed.items() if key in found or not plan.concerns(group)}
+        for key, group in found.items():
+            self.across[key] += group.across
+        self.norms |= plan.norms
+        self.left |= plan.left
+        self.called |= plan.called
+
+    def usable(self, chosen: list[Group]) -> list[Group]:
+        """Return the chosen groups in order, without those that need another that is not chosen."""
+        sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
+        return [each for each in self.groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
+
+    def rejected(self, model: nn.Module, across: bool, only_forward: bool) -> dict[Group, str]:
+        """Return the groups that would change what a module gives that may be called alone, or without `across` any."""
+        rejected = {}
+        for group in self.groups:
+            between = self.across[group.key]
+            alone = [name for name in between if _is_called_alone(model, name)]
+            if between and not across:
+                rejected[group] = f"with it merged, {between[0]} would give or get other values (across=False)"
+            elif alone and not only_forward:
+                shown = f"with it merged, {alone[0]} called alone would give or get other values"
+                rejected[group] = f"{shown}; only_forward=True allows it"
+        return rejected
+
+
+def _is_called_alone(model: nn.Module, name: str) -> bool:
+    """Return True for what code outside a model calls: its children, and the items of sequences and lists in it."""
+    parents = name.split(".")[:-1]
+    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return all(isinstance(model.get_submodule(".".join(parents[: i + 1])), kinds) for i in range(len(parents)))
+
+
+class _Trials:
+    """Copies of a model with groups merged, of which the last is kept."""
+
+    def __init__(self, model: nn.Module, plans: _Plans) -> None:
+        self.model = model
+        self.plans = plans
+        self.chosen: list[Group] | None = None
+        self.last = model
+        self.edits: list[tuple[Merge, str]] = []
+
+    def merged(self, chosen: list[Group]) -> nn.Module:
+        groups = self.plans.usable(chosen)
+        if groups != self.chosen:
+            self.last = copy_module(self.model)
+            aliases = _aliases(self.last)
+            self.edits = [edit for group in groups for edit in _apply(self.last, aliases, group)]
+            self.chosen = groups
+        return self.last
+
+
+Aliases = dict[str, list[str]]
+
+
+def _aliases(model: nn.Module) -> Aliases:
+    """Return all names of every module, by the first."""
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    return {first: [first, *others] for first, *others in names.values()}
+
+
 def merge(
-    model: nn.Module, cases: Cases, affine: bool = False, avoid: frozenset[str] = frozenset()
-) -> tuple[nn.Module, list[tuple[Merge, str]], dict[str, str], dict[str, str]]:
-    """Return a copy of a float64 model with all groups merged that leave it equal, its edits, what is merged and left.
+    model: nn.Module,
+    calls: ReferenceCalls,
+    affine: bool = False,
+    across: bool = True,
+    avoid: frozenset[str] = frozenset(),
+) -> Merged:
+    """Return a copy of a float64 model with all groups merged that leave it equal.
 
     Groups count in which all calls agree. Where the merged model differs, the groups at fault are found by halving; if
     they have adapters or branches that code multiplies, it is done again without those, whose layers are in `avoid`.
     """
-    first: dict[Any, Group] | None = None
-    agreed, norms, left, called = dict[Any, Group](), set[str](), dict[str, str](), set[str]()
-    for plan in cases.plans(model, affine, avoid):  # one at a time: each holds what a call computed
-        found = {group.key: group for group in plan.groups}
-        if first is None:
-            first = agreed = found
-        agreed = {key: group for key, group in agreed.items() if key in found or not plan.concerns(group)}
-        norms, left, called = norms | plan.norms, left | plan.left, called | set(plan.flow.outputs)
-    # into readers first: a branch that reads the value may be written into another layer; chains last, from their end
-    groups = sorted(agreed.values(), key=lambda group: ("readers", "sum", "chain").index(group.kind))
+    plans = _Plans(model, calls, affine, avoid)
+    bad = plans.rejected(model, across, calls.only_forward)
 
-    def usable(chosen: list[Group]) -> list[Group]:
-        sums = {group.carriers[0] for group in chosen if group.kind == "sum"}
-        return [each for each in groups if each in chosen and (each.carriers[0] in sums or not each.needs_sum)]
+    trials = _Trials(model, plans)
+    allowed = [group for group in plans.groups if group not in bad]
+    bad |= find_faults(allowed, lambda chosen: calls.fault(lambda: trials.merged(chosen)))
+    lost = [group for key, group in (plans.first or {}).items() if group in bad or key not in plans.agreed]
+    summands = [summand for group in lost for summand in group.summands if summand.after or summand.stays]
+    if extra := {summand.layer for summand in summands if summand.layer}:
+        return merge(model, calls, affine, across, avoid | extra)
+    good = plans.usable([group for group in plans.groups if group not in bad])
+    new = trials.merged(good)
+    into, between = dict[str, str](), dict[str, str]()
+    for group in good:
+        for _, name in group.gone:
+            into[name] = ", ".join(group.carriers)
+            if modules := plans.across[group.key]:
+                between[name] = modules[0]
+    reasons = _reasons_left(model, plans, bad)
+    left = {name: reason for name, reason in reasons.items() if name not in into}
+    found = Merged(new, trials.edits, into, left, between, _uncalled(model, plans))
+    if not any(group.kind == "readers" for group in good):
+        return found
+    return _joined(found, merge(new, calls, affine, across, avoid))  # layers of two norms may read one value now
 
-    def merged(chosen: list[Group]) -> tuple[nn.Module, list[tuple[Merge, str]]]:
-        new = copy_module(model)
-        return new, [edit for group in usable(chosen) for edit in _apply(new, group)]
 
-    bad = find_faults(groups, lambda chosen: cases.fault(lambda: merged(chosen)[0]))
-    lost = [group for group in (first or {}).values() if group in bad or group.key not in agreed]
-    if extra := {each.layer for group in lost for each in group.summands if each.layer and (each.after or each.stays)}:
-        return merge(model, cases, affine, avoid | extra)
-    good = usable([group for group in groups if group not in bad])
-    into = {name: ", ".join(group.carriers) for group in good for _, name in group.gone}
-    left = {name: reason for group, reason in bad.items() for _, name in group.gone if name in norms} | left
+def _joined(first: Merged, second: Merged) -> Merged:
+    """Return two rounds of merging as one."""
+    left = {name: reason for name, reason in first.left.items() if name not in second.into}
+    return Merged(
+        model=second.model,
+        edits=[*first.edits, *second.edits],
+        into=first.into | second.into,
+        left=left,
+        across=first.across | second.across,
+        uncalled=first.uncalled,
+    )
+
+
+def _uncalled(model: nn.Module, plans: _Plans) -> tuple[str, ...]:
+    """Return the modules with parameters of their own that no call runs or reads."""
+    with_weights = [name for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
+    return tuple(name for name in with_weights if name not in plans.called)
+
+
+def _reasons_left(model: nn.Module, plans: _Plans, bad: dict[Group, str]) -> dict[str, str]:
+    """Return why norms are not merged, if they are not, and which modules with weights no call runs."""
+    reasons: dict[str, str] = {}
+    for group, reason in bad.items():
+        reasons |= {name: reason for _, name in group.gone if name in plans.norms}
+    reasons |= plans.left
     for name, module in model.named_modules():
-        if name in norms:
-            left.setdefault(name, "calls at other sizes or by other methods differ in what they read")
+        if name in plans.norms:
+            reasons.setdefault(name, "calls at other sizes or by other methods differ in what they read")
         elif isinstance(module, _BatchNorm):
-            left[name] = "it is not the BatchNorm of a batch" if name in called else "no example calls it"
-    new, edits = merged(good)
-    return new, edits, into, {name: reason for name, reason in left.items() if name not in into}
+            reasons[name] = NOT_CALLED if name not in plans.called else "it is not the BatchNorm of a batch"
+    return reasons
+
+
+# Why a norm is left that no example runs.
+NOT_CALLED = "no example calls it"
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, group: Group) -> list[tuple[Merge, str]]:
+def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge, str]]:
     edits: list[tuple[Merge, str]] = []
     layers: list[Any] = [model.get_submodule(name) for name in group.carriers]
 
     def reshape(rule: Merge, name: str) -> Any:
-        model.set_submodule(name, new := rule.build(model.get_submodule(name)).eval())
+        old = model.get_submodule(name)
+        new = rule.build(old).eval()
+        for alias in aliases[name]:
+            model.set_submodule(alias, new)
         edits.append((rule, name))
         return new
 
     if group.kind == "chain":
         written: list[tuple[Tensor, Tensor | None]] = [_product(*layers)]
     elif group.kind == "readers":
-        written = [_after_scale(layer, window, group) for layer, window in zip(layers, group.windows, strict=True)]
+        written = [_after_scale(*each) for each in zip(layers, group.windows, group.scales, strict=True)]
     else:
         written = [_sum(model, layers[0], group)]
     for name, (weight, bias) in zip(group.carriers, written, strict=False):
@@ -333,14 +366,15 @@ def _product(first: Any, second: Any) -> tuple[Tensor, Tensor]:
     return (rows @ first.weight.flatten(1)).unflatten(1, first.weight.shape[1:]), bias
 
 
-def _after_scale(layer: Any, window: InputWindow, group: Group) -> tuple[Tensor, Tensor | None]:
+def _after_scale(layer: Any, window: InputWindow, scale: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of layer(gain * x + shift)."""
+    gain, shift = scale
     weight, bias = layer.weight.unflatten(0, (window.groups, -1)), layer.bias  # (G, out, in, ...)
     sides = (window.groups, 1, weight.shape[2], *[1] * (weight.ndim - 3))
-    if group.shift.any():
-        extra = (weight * group.shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
+    if shift.any():
+        extra = (weight * shift.view(sides)).flatten(2).sum(2).flatten()  # (G out,)
         bias = extra if bias is None else bias + extra
-    return (weight * group.summands[0].gain.view(sides)).flatten(0, 1), bias
+    return (weight * gain.view(sides)).flatten(0, 1), bias
 
 
 def _sum(model: nn.Module, carrier: Any, group: Group) -> tuple[Tensor, Tensor | None]:
@@ -367,7 +401,7 @@ def _filters(summand: Summand, weight: Any, window: InputWindow, like: Tensor) -
         weight, rows = torch.zeros_like(like), torch.arange(len(like), device=like.device)
         middle: tuple[Any, ...] = (rows, rows % like.shape[1], *(side // 2 for side in window.kernel))
         weight[middle] = 1.0
-        return weight * (gain - 1.0 if summand.stays else gain)
+        return weight * (gain - summand.factor if summand.stays else gain)
     finer = summand.window.groups // window.groups
     if finer > 1:  # blocks on the diagonal of each of the carrier's groups
         blocks = weight.unflatten(0, (window.groups, finer, -1))  # (G, finer, out, in, ...)

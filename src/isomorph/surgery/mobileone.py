@@ -1,12 +1,14 @@
-"""MobileOne's blocks of parallel branches: with pyramids in them, and merged into one convolution."""
+"""MobileOne's blocks of parallel branches: with pyramids in them, and 1x1 blocks as one convolution."""
 
 import copy
 from typing import Any
 
+import torch
 from timm.layers import ConvNormAct, register_notrace_module
 from timm.models.byobnet import MobileOneBlock
 from torch import Tensor, nn
 
+from isomorph.layers.pyramid.batchnorm import fold, normalise
 from isomorph.layers.pyramid.conv import convolve_normalised
 from isomorph.surgery.plain_layers import is_plain_norm, linear_mismatch, overridden_methods
 
@@ -46,9 +48,18 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     return None
 
 
+@torch.no_grad()
 def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
-    """Merge all branches of a MobileOne block in eval mode into one convolution."""
-    fused = copy.deepcopy(block).double().eval()
-    with next(block.parameters()).device:  # where timm makes the convolution
-        fused.reparameterize()
-    return fused.reparam_conv.to(next(block.parameters()).dtype)
+    """Return the convolution that the branches of a 1x1 block are in eval mode."""
+    exact: Any = copy.deepcopy(block).double().eval()
+    first = exact.conv_kxk[0].conv
+    maps = [fold([branch.conv, branch.bn]) for branch in exact.conv_kxk]
+    if exact.identity is not None:
+        eye = torch.eye(first.weight.shape[1]).to(first.weight).expand(first.groups, -1, -1)
+        maps.append(normalise(exact.identity, eye, eye.new_zeros(eye.shape[:2])))
+    weights, biases = zip(*maps, strict=True)  # (G, out, C), (G, out)
+    options: Any = dict(stride=first.stride, groups=first.groups, device=first.weight.device)
+    merged = nn.Conv2d(first.in_channels, first.out_channels, 1, **options).double()
+    merged.weight.copy_(sum(weights).view_as(merged.weight))
+    merged.bias.copy_(sum(biases).flatten())  # type: ignore[union-attr]
+    return merged.to(next(block.parameters()).dtype)

@@ -5,6 +5,7 @@
 In a glob `*` is any characters, dots too. One may name a part of a joint projection: `attn.v` of `attn.qkv`.
 """
 
+import copy
 import difflib
 import dis
 import inspect
@@ -69,6 +70,24 @@ def nearest_names(where: Where, names: Iterable[str]) -> str:
     if near:
         return f"; nearest names: {', '.join(dict.fromkeys(known[each] for each in near))}"
     return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
+
+
+@torch.no_grad()
+def acts_alike_in_both_modes(module: nn.Module) -> bool:
+    """Return True for a layer without children, parameters and buffers that gives the same in train and eval mode."""
+    if any(True for _ in module.children()) or module._parameters or module._buffers:
+        return False
+    outputs = []
+    for mode in (True, False):
+        layer = copy.copy(module)
+        layer.__dict__["training"] = mode
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                outputs.append(layer(torch.randn(32, 32, 8, 8)))
+            except Exception:  # of a layer that reads something else than a map
+                return False
+    return all(isinstance(output, torch.Tensor) for output in outputs) and torch.equal(*outputs)
 
 
 # The last component of a joint projection's name, mapped to the names of its parts in order.

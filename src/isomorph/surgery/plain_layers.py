@@ -2,6 +2,7 @@
 
 import inspect
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import timm.layers
@@ -77,6 +78,39 @@ def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str |
     if extra := [n for n in (*tensors, *module._modules) if n not in ("weight", "bias")]:
         return f"it has {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
     return next((reason for n, tensor in tensors.items() if (reason := _tensor_mismatch(n, tensor))), None)
+
+
+def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
+    """Return the name of a module's class, with its package if `others` or torch.nn have a class of that name."""
+    kind = type(module)
+    if kind.__name__ not in others and getattr(nn, kind.__name__, kind) is kind:
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def describe_stand_in(module: nn.Module) -> str | None:
+    """Return what a module is that another tool put in the place of a layer, and what to do; None for others.
+
+    A quantised layer has its weight packed, behind a method; an adapter wraps a linear layer of its own size.
+    """
+    if callable(getattr(module, "weight", None)):
+        return f"is quantised ({class_name(module)}); recast the model before it is quantised"
+    if isinstance(module, nn.Linear):
+        return None
+    size = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    for name, part in module.named_children():
+        if isinstance(part, nn.Linear) and (part.in_features, part.out_features) == size:
+            what = f"is an adapter ({class_name(module)}) around its {name}"
+            return f"{what}; merge it first (peft: merge_and_unload), or recast before it is added"
+    return None
+
+
+def first_quantised_part(layer: nn.Module) -> str | None:
+    """Return the first part of a layer whose weight is packed, and what to do, or None."""
+    for path, part in layer.named_modules():
+        if path and callable(getattr(part, "weight", None)):
+            return f"its {path} {describe_stand_in(part)}"
+    return None
 
 
 def first_altered_part(layer: nn.Module) -> str | None:

@@ -41,8 +41,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     >>> bool((new.bn1.running_mean == cnn.bn1.running_mean).all())
     False
     """
-    model = copy_model(model)
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    new = copy_model(model)
+    model = copy_model(new)  # is called, which may leave traces
+    norms = _norms(model)
     if not norms:
         raise UserError("the model has no BatchNorm statistics to recalibrate")
     if keep_function and any(norm.weight is None for norm in norms):
@@ -57,7 +58,13 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
             count += 1
     if not count:
         raise UserError("recalibrate needs at least one batch")
-    return model
+    for norm, measured in zip(_norms(new), norms, strict=True):
+        norm.load_state_dict(measured.state_dict())
+    return new
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from isomorph.surgery.modules import (
     selectable_modules,
     why_not_called,
 )
-from isomorph.surgery.plain_layers import check_attached
+from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
 
 
@@ -43,6 +43,11 @@ def check_model(model: Any) -> nn.Module:
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
+        if parameter.is_inference() and not torch.is_inference_mode_enabled():
+            raise UserError(
+                f"{name} was made under torch.inference_mode, so nothing can be trained or compared; "
+                "give copy.deepcopy(model), made outside of it"
+            )
     return model
 
 
@@ -138,12 +143,15 @@ def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Accep
     selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
     found = _judge(model, rule, selected)
     if not (found.accepted or found.rejected):
-        own_names, kinds = [kind.__name__ for kind in rule.kind], {type(module) for _, module in selected}
-        shown = sorted(k.__name__ if k.__name__ not in own_names else f"{k.__module__}.{k.__name__}" for k in kinds)
+        own_names = [kind.__name__ for kind in rule.kind]
+        shown = sorted({class_name(module, own_names) for _, module in selected})
         what = f"only other classes ({', '.join(shown)})" if selected else "no module"
         parts = tuple(f"{name}." for name, _ in selected)
         inside = _judge(model, rule, [each for each in named if each[0].startswith(parts)]).accepted
-        if inside and exclude == ():
+        stand_ins = [(name, said) for name, module in selected if (said := describe_stand_in(module))]
+        if stand_ins:
+            hint = "; {} {}".format(*stand_ins[0])
+        elif inside and exclude == ():
             hint = f"; name what is inside: {list_names(inside)}"
         else:
             hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
@@ -236,17 +244,29 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
 def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     """Apply an edit in place and return the model; `load` rebuilds a checkpoint from its base model with it.
 
+    torch's random state stays as it is, whatever new layers draw.
+
     Raises: UserError if the model does not have a module of the edit, or the rule does not accept it.
 
     >>> edit = iso.surgery.Edit(iso.ConvToGPSA(), ("layer3.0.conv1",))
     >>> type(iso.surgery.apply_edit(timm.create_model("cifar_resnet20"), edit).layer3[0].conv1).__name__
     'GPSA2d'
     """
-    rule, ties = edit.rule.within(model), Ties(model)
-    for name in edit.names:
+    rule = edit.rule.within(model)
+    ties = Ties(model)
+    with kept_random_state(model):
+        model = _replace_targets(model, rule, edit.names)
+    add_notes(model, *ties.restore(model))
+    update_record(model, edits=(*edits(model), edit))
+    attach(model)
+    return model
+
+
+def _replace_targets(model: nn.Module, rule: Rule, names: Sequence[str]) -> nn.Module:
+    for name in names:
         target: Any = find_target(model, name)
         if target is None:
-            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} should recast")
+            raise UserError(f"the model has no module {name}, which {type(rule).__name__} should recast")
         part = isinstance(target, JointPart)
         original, path = (target.joint, target.joint_name) if part else (target, name)
         with usual_defaults(original):
@@ -258,10 +278,17 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
             if path and not model.get_submodule(path.rpartition(".")[0]).training:
                 replacement.eval()  # a layer that timm makes while it merges is in train mode
             model = replace_module(model, path, original, replacement)
-    add_notes(model, *ties.restore(model))
-    update_record(model, edits=(*edits(model), edit))
-    attach(model)
     return model
+
+
+@contextmanager
+def kept_random_state(model: nn.Module) -> Iterator[None]:
+    """Context after which torch's random state is what it was; layers of a later edit draw other values than before."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    earlier = sum(len(edit.names) for edit in edits(model))
+    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        torch.rand(earlier, device="cpu")
+        yield
 
 
 def apply_rule(model: nn.Module, rule: Rule, where: Where) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.surgery.modules import Ties, Where, describe_where, find_target, list_names, matches_where
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import attach, check_model, replace_module, usual_defaults
+from isomorph.surgery.recast import attach, check_model, kept_random_state, replace_module, usual_defaults
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
 
 # Methods by which a recast layer converts back to its original form, if it still computes the same function.
@@ -78,7 +78,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     inner_first = sorted(zip(names, layers, strict=True), key=lambda pair: -pair[0].count("."))
     for name, layer in inner_first:
         try:
-            with usual_defaults(layer):
+            with usual_defaults(layer), kept_random_state(layer):
                 original = _reverted(layer, atol)
         except ValueError as error:
             others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers.modes import eval_mode
 from isomorph.surgery.calls import run_model
-from isomorph.surgery.merge import own_example
 from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
+from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Rule, copy_model, edits
 
 
@@ -79,7 +79,7 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
         raise UserError("a detector needs its backbone's strides; create it with another backbone, like t_resnet50d")
     new = apply_rule(new, Unstride(), where)
     if (example := own_example(new)) is not None:
-        _check_resolution(model, new, example)
+        _check_resolution(copy_model(model), copy_model(new), example)  # a call may leave traces
     return new
 
 

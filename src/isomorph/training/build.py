@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -36,6 +37,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
 
     Raises: UserError when timm cannot create the model, the weights do not fit, or unstride or recast match no module.
     """
+    if part.head_std is not None and (part.is_own or part.name is None):
+        raise UserError("model.head_std is for a model of timm that is given as model.name; leave it out")
     arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     start = ""
@@ -48,6 +51,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     else:
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
         record_base(model, {"name": part.name, **arguments})
+    if part.head_std is not None:
+        start_classifiers(model, part.head_std)
     if part.name and part.weights and not part.is_own:
         model, start = _load_weights(model, part, recast_now)
     else:
@@ -56,6 +61,22 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         init_as_mae(model)
     update_record(model, start="; ".join(filter(None, (start, *notes(model)))))
     return model
+
+
+@torch.no_grad()
+def start_classifiers(model: nn.Module, std: float) -> None:
+    """Draw the weights of the classifiers from a truncated normal distribution; weights that are loaded replace them.
+
+    Raises: UserError for a model whose classifiers are not linear layers.
+    """
+    heads = model.get_classifier() if hasattr(model, "get_classifier") else ()  # type: ignore[operator]
+    layers = [heads] if isinstance(heads, nn.Module) else list(heads)
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if not linear or len(linear) < len(layers):
+        raise UserError(f"model.head_std needs a linear classifier, which {type(model).__name__} does not have")
+    for layer in linear:
+        nn.init.trunc_normal_(layer.weight, std=std)
+        nn.init.zeros_(layer.bias)
 
 
 def _open_own_model(part: ModelPart, drop_path: float) -> tuple[nn.Module, str]:

@@ -10,6 +10,7 @@ from timm.task import TrainingTask
 from torch import nn
 
 from isomorph.data.formats.registry import SOURCES
+from isomorph.data.label_maps import random_label_maps
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sources import read_image
 from isomorph.data.streams import STREAMS
@@ -62,16 +63,24 @@ class Classification(Task):
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         if recipe.mask:
-            return pretraining_objective(recipe.mask, model, device)
+            return pretraining_objective(recipe.mask, model, device, self.rehearses)
         criterion, similarity = build_criterion(recipe.augment, recipe.loss), recipe.map_similarity
         loss: TrainingTask
         if recipe.token_labels:
             loss = TokenLabelLoss(model, recipe.token_labels, recipe.augment.smoothing, device, similarity)
         elif recipe.distill:
-            loss = build_distillation(model, recipe.distill, criterion, device)
+            loss = build_distillation(model, recipe.distill, criterion, device, self.rehearses)
         else:
             loss = PenalisedLoss(model, criterion, device, similarity)
         return Objective(loss, _measure_classes, lambda metrics: metrics["top1"], accuracy=_training_accuracy)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[Any, Any]:
+        inputs, labels = super().synthetic_batch(recipe, model, config, samples, device)
+        if recipe.token_labels and recipe.token_labels.maps:
+            return inputs, random_label_maps(labels, class_count(model))
+        return inputs, labels
 
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:

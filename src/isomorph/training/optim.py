@@ -1,5 +1,6 @@
 """Parameter groups, optimiser and schedule."""
 
+import math
 from typing import Any
 
 import timm.optim
@@ -20,6 +21,8 @@ from isomorph.training.recipe.recipe import check_part
 
 _GATED = (TokenPositions, TapHeads)
 
+# Kinds of parameter groups with weight decay.
+DECAYED_KINDS = ("decayed", "branches")
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions", "gammas")
 
 
@@ -110,7 +113,7 @@ def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
             members.setdefault((scales[name], kind), []).append(parameter)
     rates = {"gates": optim.gate_lr, "positions": optim.position_lr, "gammas": optim.gamma_lr}
     rates["branches"] = optim.branch_lr or optim.lr
-    decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
+    decay = dict.fromkeys(DECAYED_KINDS, optim.weight_decay)
     order = sorted(members, key=lambda key: (-key[0], GROUP_KINDS.index(key[1])))
     return [
         dict(
@@ -147,6 +150,17 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
         raise UserError(f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser") from None
 
 
+def set_weight_decay(optimizer: Optimizer, optim: OptimPart, progress: float) -> None:
+    """Set the weight decay after a share of the run, if it falls: end + (start - end) (1 + cos(pi progress)) / 2."""
+    if optim.min_weight_decay is None:
+        return
+    fall = (1 + math.cos(math.pi * progress)) / 2
+    decay = optim.min_weight_decay + (optim.weight_decay - optim.min_weight_decay) * fall
+    for group in optimizer.param_groups:
+        if group["name"].startswith(DECAYED_KINDS):
+            group["weight_decay"] = decay
+
+
 def build_scheduler(
     optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int, iterations: int | None = None
 ) -> Scheduler:
@@ -154,11 +168,13 @@ def build_scheduler(
 
     At step t of T, with W steps of warm-up: min + (peak - min) shape((t - W) / (T - W)) for schedule_from peak, and
     min + (peak - min) shape(t / T) for schedule_from start, where shape falls from 1 to 0. The schedule step is the
-    peak divided by 10 at each milestone. A run of `iterations` has no epochs.
+    peak divided by 10 at each milestone. A run of `iterations` has no epochs. A warm-up takes at least a step.
     """
     if iterations:
         epochs, steps_per_epoch = iterations, 1
     warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
+    if warmup and epochs * steps_per_epoch > 1:  # a run of one step has no peak to warm up to
+        warmup = max(warmup, 1 / steps_per_epoch)
     from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
     # timm applies a milestone one step early; the half step keeps rounding from deciding
     reached = [(round(milestone * steps_per_epoch) + 0.5) / steps_per_epoch for milestone in optim.milestones]

@@ -19,6 +19,12 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
+from isomorph.training.dry_run.synthetic import (
+    SyntheticData,
+    random_images,
+    random_labels,
+    synthetic_data,
+)
 from isomorph.training.recipe.fields import Part
 from isomorph.training.recipe.recipe import Recipe, check_part
 from isomorph.training.recipe.tasks import find_task
@@ -103,6 +109,9 @@ class Task:
     recorded: bool = False
     """True for the task that a checkpoint names, whose options may come from anyone: it fetches nothing by them."""
 
+    rehearses: bool = False
+    """True in a dry run: teachers that are not there have random weights, and nothing is fetched."""
+
     def __init__(self, options: Part) -> None:
         self.options: Any = options
 
@@ -148,6 +157,21 @@ class Task:
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         """Return the loss around the model, the test metrics and the score that decides which epoch is best."""
         raise NotImplementedError
+
+    def synthetic_data(self, recipe: Recipe) -> SyntheticData:
+        """Return what stands for the training data in a dry run: its published size and its number of classes."""
+        return synthetic_data(recipe)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[Any, Any]:
+        """Return random inputs and targets for a dry run, of the types and shapes that `train_loader` yields."""
+        labels = random_labels(getattr(model, "num_classes", 0), samples, device)
+        return random_images(config, samples, device), labels
+
+    def loss_without_values(self, objective: Objective, inputs: Any, targets: Any) -> torch.Tensor:
+        """Return the loss of a batch on the meta device, which has shapes only; for a dry run."""
+        return objective.loss_module(inputs, targets)["loss"]
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""

@@ -1,6 +1,5 @@
 """Small data sets: scikit-learn's digits, and CIFAR from the files of the Hugging Face hub or of torchvision."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +9,10 @@ import numpy as np
 import torchvision.datasets
 from PIL import Image
 
-from isomorph.data.formats.naming import number_classes, visible
+from isomorph.data.formats.naming import check_known_classes, number_classes, numbered_by_name, visible
+from isomorph.data.formats.parquet import label_columns, stored_classes
 from isomorph.data.sources import Source
 from isomorph.errors import UserError, first_line, optional_module
-
-_PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
 
 
 def digits(split: str, root: Path) -> Source:
@@ -31,9 +29,9 @@ def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Sourc
 
     Raises: UserError when `root` has neither.
     """
-    files = [path for path in visible(root / name, ".parquet") if path.name.startswith(f"{split}-")]
+    files = _parquet_files(root / name, split)
     if files:
-        return _read_parquet(files)
+        return _read_parquet(files, _parquet_files(root / name, "train"))
     dataset = getattr(torchvision.datasets, name.upper())
     try:
         data = dataset(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
@@ -45,21 +43,34 @@ def cifar(name: Literal["cifar10", "cifar100"], split: str, root: Path) -> Sourc
     return Source(data.data, data.targets, data.classes)
 
 
-def _read_parquet(files: Sequence[Path]) -> Source:
+def _parquet_files(folder: Path, split: str) -> list[Path]:
+    return [path for path in visible(folder, ".parquet") if path.name.startswith(f"{split}-")]
+
+
+def _read_parquet(files: Sequence[Path], train: Sequence[Path]) -> Source:
+    """Read the images of a split; its classes are numbered by name as those of the files of the training split."""
+    folder = files[0].parent
     needs = "reading parquet files needs pyarrow"
-    pyarrow, parquet = (optional_module(name, needs, "data") for name in ("pyarrow", "pyarrow.parquet"))
+    pyarrow = optional_module("pyarrow", needs, "data")
+    parquet = optional_module("pyarrow.parquet", needs, "data")
+    names = stored_classes(files)
+    known = stored_classes(train)
     try:
         table = pyarrow.concat_tables([parquet.read_table(file) for file in files])
-        metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
     except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
-    columns = [[name for name in names if name in table.column_names] for names in _PARQUET_COLUMNS]
-    if not all(columns):
-        raise UserError(f"{files[0].parent} has columns {', '.join(table.column_names)}; it must have image and label")
-    image, label = (names[0] for names in columns)
+        raise UserError(f"cannot read {folder}: {first_line(error)}") from None
+    image = next((name for name in ("image", "img") if name in table.column_names), None)
+    label = next(iter(label_columns(table.column_names)), None)
+    if image is None or label is None:
+        raise UserError(f"{folder} has columns {', '.join(table.column_names)}; it must have image and label")
     labels = table[label].to_pylist()
-    feature = metadata.get("info", {}).get("features", {}).get(label, {})
     images = [row and row["bytes"] for row in table[image].to_pylist()]
     if not labels or not all(images) or not all(isinstance(each, int) and each >= 0 for each in labels):
-        raise UserError(f"{files[0].parent} has images without bytes, or without a label that is a number from 0")
-    return Source(images, labels, feature.get("names") or number_classes(max(labels), files[0].parent))
+        raise UserError(f"{folder} has images without bytes, or without a label that is a number from 0")
+    if not names and not known:
+        return Source(images, labels, number_classes(max(labels), folder))
+    check_known_classes(files[0], names, train[0] if train else files[0], known or names)
+    classes, numbers = numbered_by_name(names or known, known or names)
+    if max(labels) >= len(numbers):
+        raise UserError(f"{folder} has label {max(labels)}, but {len(numbers)} classes; labels start at 0")
+    return Source(images, numbers[labels], classes)

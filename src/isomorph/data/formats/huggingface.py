@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,34 +11,97 @@ from typing import Any
 
 import numpy as np
 
-from isomorph.data.formats.naming import SPLIT_NAMES, SPLITS, composed, named_for, number_classes, split_words, visible
+from isomorph.data.formats.naming import (
+    IMAGE_SUFFIXES,
+    SPLIT_NAMES,
+    SPLITS,
+    check_known_classes,
+    check_one_split,
+    composed,
+    named_for,
+    number_classes,
+    numbered_by_name,
+    report_unnamed,
+    split_words,
+    visible,
+)
+from isomorph.data.formats.parquet import label_columns, stored_classes
 from isomorph.data.sources import ImageLike, Source
 from isomorph.errors import UserError, first_line, optional_module
 
-_COLUMN_NAMES = {
-    "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
-    "label": ("label", "fine_label", "labels", "cls"),
-}
+_IMAGE_COLUMNS = ("image", "img", *sorted(suffix.removeprefix(".") for suffix in IMAGE_SUFFIXES))
+
+
+@dataclass(frozen=True)
+class TrainingClasses:
+    """The names of the classes of a data set's training split, in order; `title` is the split's name in errors."""
+
+    title: str = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DatasetSplit:
     """One split of a data set as the `datasets` library opens it, and its columns of images and labels.
 
-    `title` is its name in errors, `images` is the number of images if known.
+    `title` is its name in errors, `images` is the number of images if known. `more_labels` are further columns of
+    labels, which must agree with the first.
     """
 
     title: str
     dataset: Any
     images: int | None = None
+    training: TrainingClasses = TrainingClasses()
     image: str = ""
     label: str = ""
+    more_labels: tuple[str, ...] = ()
 
     @property
-    def names(self) -> list[str]:
-        """Names of the classes; empty where the data set has none."""
-        features = self.dataset.features
-        return [composed(name) for name in getattr(features[self.label], "names", None) or []] if features else []
+    def label_columns(self) -> tuple[str, ...]:
+        """All columns of labels."""
+        return (self.label, *self.more_labels)
+
+    def numbering(self) -> tuple[tuple[str, ...], np.ndarray]:
+        """Return the classes as the training split numbers them, and the number of each stored label.
+
+        Both are empty where the data set does not name its classes.
+
+        Shape: -> (classes), (labels,)
+        Raises: UserError when this split has a class that the training split lacks.
+        """
+        known = self.training.names
+        names = tuple(_class_names(self.dataset.features, self.label) or known)
+        if not known:
+            known = names
+        check_known_classes(self.title, names, self.training.title, known)
+        return numbered_by_name(names, known)
+
+    def check_same_labels(self, labels: Sequence[Sequence[Any]], name: Callable[[int], str]) -> None:
+        """Raise a UserError when the columns of labels give an image, called `name(i)`, labels of different classes.
+
+        A negative number, and anything but a number, is not a label. Classes are compared by their names, where both
+        columns have them.
+
+        Shape: labels (columns, n)
+        """
+        first, *others = (np.array([_number_or_none(label) for label in column]) for column in labels)
+        for column, values in zip(self.more_labels, others, strict=True):
+            own = self._numbered_as_first(column, values)
+            wrong = np.flatnonzero((own >= 0) & (first >= 0) & (own != first))
+            if len(wrong):
+                index = int(wrong[0])
+                given = f"{first[index]} in column {self.label} and {values[index]} in column {column}"
+                raise UserError(f"{name(index)} has two labels, {given}; keep one of the columns")
+
+    def _numbered_as_first(self, column: str, labels: np.ndarray) -> np.ndarray:
+        """Return the labels of a column as the first column numbers their classes; -1 for a class that it lacks."""
+        names = _class_names(self.dataset.features, self.label)
+        others = _class_names(self.dataset.features, column)
+        if not names or not others or names == others:
+            return labels
+        numbers = np.array([names.index(name) if name in names else -1 for name in others])
+        known = (labels >= 0) & (labels < len(others))
+        return np.where(known, numbers[np.where(known, labels, 0)], -1)
 
     def stored_image(self, cell: Any) -> ImageLike:
         """Return the bytes of the image in a cell. Raises: OSError for none."""
@@ -77,37 +140,65 @@ def huggingface(split: str, root: Path) -> Source:
     """Open a data set by its name on the hub (`owner/name` or `owner/name:config`), or in a folder.
 
     The folder holds parquet files (`train-*.parquet`, also in `data/`, or any in `train/`).
-    Images are in a column image or img (jpg, png, webp), labels in label, fine_label or labels (cls). The `datasets`
-    library downloads hub data to its cache and converts parquet data to a memory-mapped copy there (as large again),
-    from which images are read. If the test split has no labels (all -1), the validation split is used.
+    Images are in a column image or img (jpg, png, webp and other suffixes), labels in label, fine_label or labels
+    (cls). Classes are numbered as in the training split, by their names. The `datasets` library downloads hub data to
+    its cache and converts parquet data to a memory-mapped copy there (as large again), from which images are read. If
+    the test split has no labels (all -1), the validation split is used.
 
-    Raises: UserError when the package, the network, the data set, its split or a column is missing.
+    Raises: UserError when the package, the network, the data set, its split or a column is missing, a class is not
+    one of the training split's, or two columns of labels do not agree.
     """
     found = open_split(split, root)
-    labels = _read_labels(found)
+    labels = _read_labels(found, found.label)
     if not len(labels):
         raise UserError(f"{found.title} has no images")
-    classes = found.names
+    classes, numbers = found.numbering()
     if not classes:
-        splits = [found, *(other for name in SPLITS if name != split for other in _matching_splits(name, root, False))]
-        classes = number_classes(max(int(_read_labels(each).max(initial=0)) for each in splits), found.title)
-    if labels.min() < 0 or labels.max() >= len(classes):
-        raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
-    return Source(DatasetImages(found), labels, classes)
+        largest = max(_largest_label(each) for each in [found, *_other_splits(split, root)])
+        classes = tuple(number_classes(largest, found.title))
+        numbers = np.arange(len(classes))
+    if labels.min() < 0 or labels.max() >= len(numbers):
+        raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(numbers)} classes")
+    images = DatasetImages(found)
+    if found.more_labels:
+        columns = [_read_labels(found, column).tolist() for column in found.label_columns]
+        found.check_same_labels(columns, images.name)
+    return Source(images, numbers[labels], classes)
 
 
-def _read_labels(split: DatasetSplit) -> np.ndarray:
+def _class_names(features: Any, column: str) -> list[str]:
+    names = getattr(features[column], "names", None) if features else None
+    return [composed(name) for name in names or []]
+
+
+def _other_splits(split: str, root: Path) -> Iterator[DatasetSplit]:
+    for name in SPLITS:
+        if name != split:
+            yield from _matching_splits(name, root, streaming=False)
+
+
+def _largest_label(split: DatasetSplit) -> int:
+    return int(_read_labels(split, split.label).max(initial=0))
+
+
+def _number_or_none(label: Any) -> int:
+    return label if isinstance(label, int) else -1
+
+
+def _read_labels(split: DatasetSplit, column: str) -> np.ndarray:
     with explain_dataset_errors(split.title):
-        table = split.dataset.select_columns([split.label]).with_format("arrow")[:]
-        labels = table.column(split.label).to_numpy()
+        table = split.dataset.select_columns([column]).with_format("arrow")[:]
+        labels = table.column(column).to_numpy()
     if labels.dtype.kind not in "iu":
-        raise UserError(f"column {split.label} of {split.title} must hold whole numbers (class labels)")
+        raise UserError(f"column {column} of {split.title} must hold whole numbers (class labels)")
     return labels
 
 
 def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
     """Return the first split with a matching name that has labels. Raises: UserError when there is none."""
     unlabelled = None
+    if os.path.isdir(root):
+        _check_names_of_files(root)
     for candidate in _matching_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
             first = next((row[candidate.label] for row in candidate.dataset.select_columns([candidate.label])), None)
@@ -126,13 +217,19 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
     for candidate in candidates:
         with explain_dataset_errors(candidate.title):
             columns = list(candidate.dataset.features or next(iter(candidate.dataset), {}))
-            chosen = {
-                kind: next((name for name in names if name in columns), "") for kind, names in _COLUMN_NAMES.items()
-            }
-            if not all(chosen.values()):
+            image = next((name for name in _IMAGE_COLUMNS if name in columns), None)
+            labels = label_columns(columns)
+            if image is None or not labels:
                 raise UserError(f"{candidate.title} has columns {', '.join(columns)}; it must have image and label")
-            undecoded = candidate.dataset.cast_column(chosen["image"], datasets.Image(decode=False))
-        yield replace(candidate, dataset=undecoded, image=chosen["image"], label=chosen["label"])
+            undecoded = candidate.dataset.cast_column(image, datasets.Image(decode=False))
+        first, *others = labels
+        more = tuple(name for name in others if _holds_numbers(candidate.dataset.features, name))
+        yield replace(candidate, dataset=undecoded, image=image, label=first, more_labels=more)
+
+
+def _holds_numbers(features: Any, column: str) -> bool:
+    kind = getattr(features[column], "dtype", None) if features else None
+    return str(kind).startswith(("int", "uint"))
 
 
 def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
@@ -143,32 +240,72 @@ def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSpli
         raise UserError(f"{root} is neither a folder nor a name on the hub; those are like timm/mini-imagenet")
     with explain_dataset_errors(name):
         splits = load_dataset(name, config or None, streaming=streaming)
+    training = _training_on_hub(name, splits)
     for word in (path.name for path in named_for([Path(each) for each in splits], split)):
         info = (splits[word].info.splits or {word: None})[word]
         images = getattr(info, "num_examples", None) or None
-        yield DatasetSplit(f"the {word} split of {name}", splits[word], images)
+        yield DatasetSplit(f"the {word} split of {name}", splits[word], images, training)
+
+
+def _training_on_hub(name: str, splits: Mapping[str, Any]) -> TrainingClasses:
+    named: list[Path] = []
+    with suppress(UserError):  # several training splits, of which none is meant for certain
+        named = named_for([Path(each) for each in splits], "train")
+    for word in (path.name for path in named[:1]):
+        features = splits[word].features
+        for column in label_columns(features or ())[:1]:
+            return TrainingClasses(f"the {word} split of {name}", tuple(_class_names(features, column)))
+    return TrainingClasses()
 
 
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
     from datasets import load_dataset
     from pyarrow.parquet import read_metadata
 
+    training = _training_in_folder(root)
     for word in SPLITS[split]:
-        title, files = f"the {word} split in {root}", parquet_files(root, word)
+        title = f"the {word} split in {root}"
+        files = parquet_files(root, word)
         if files:
+            stored_classes(files)  # the same in every file, which the library does not check
             with explain_dataset_errors(title):
                 listed = {word: [str(file) for file in files]}
                 opened = load_dataset("parquet", data_files=listed, split=word, streaming=streaming)
                 images = sum(read_metadata(file).num_rows for file in files)
-            yield DatasetSplit(title, opened, images)
+            yield DatasetSplit(title, opened, images, training)
+
+
+def _training_in_folder(root: Path) -> TrainingClasses:
+    for word in SPLITS["train"]:
+        files = parquet_files(root, word)
+        if files:
+            return TrainingClasses(f"the {word} split in {root}", tuple(stored_classes(files)))
+    return TrainingClasses()
 
 
 def parquet_files(root: Path, word: str) -> list[Path]:
     """Return the parquet files of a split, sorted; the split is named by the files or by their folder."""
-    files = [path for folder in (root, root / "data") for path in visible(folder, ".parquet")]
+    named = [path for path in _parquet_files_of_root(root) if word in split_words(path.stem)]
+    if named:
+        return named
     folders = [folder for folder in visible(root) if split_words(folder.name) == [word]]
-    named = [path for path in files if word in split_words(path.stem)]
-    return named or [path for folder in folders for path in visible(folder, ".parquet")]
+    return [path for folder in folders for path in visible(folder, ".parquet")]
+
+
+def _parquet_files_of_root(root: Path) -> list[Path]:
+    return [*visible(root, ".parquet"), *visible(root / "data", ".parquet")]
+
+
+def _check_names_of_files(root: Path) -> None:
+    """Check that files are named for one split each, and warn of those that are named for none."""
+    words = {path: split_words(path.stem) for path in _parquet_files_of_root(root)}
+    if not any(words.values()):
+        words = {}
+        for folder in visible(root):
+            for path in visible(folder, ".parquet"):
+                words[path] = split_words(folder.name)
+    check_one_split(words)
+    report_unnamed(root, words)
 
 
 @contextmanager

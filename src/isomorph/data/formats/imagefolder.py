@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +12,21 @@ from isomorph.data.formats.naming import (
     SPLIT_NAMES,
     SPLITS,
     ImageFiles,
+    ambiguous_split,
     check_folder,
+    check_known_classes,
     composed,
     count_left_out,
     is_image_name,
     named_for,
+    names_a_split,
+    names_only_a_split,
     report_left_out,
     split_words,
     visible,
 )
 from isomorph.data.sources import Source, split_classes
 from isomorph.errors import UserError
-
-
-def check_known_classes(test: Path, classes: Iterable[str], train: Path, known: Iterable[str]) -> None:
-    """Raise a UserError when the classes of a test split include one that train lacks."""
-    if unknown := sorted(set(classes) - set(known)):
-        raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")
 
 
 def sort_by_class(
@@ -73,6 +71,8 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
         if tops["test"]:
             raise UserError(f"{root} has test images of its own, in {tops['test'].name}/; leave --split out")
         return split_classes(_open_classes(train or root, train or root, trains=True), test_fraction)[split == "test"]
+    if any(tops.values()):
+        _report_outside(root)
     if not top and (any(tops.values()) or split == "train"):
         todo = "make one, or give --split 0.2 to test on a fifth of the images of each class"
         raise UserError(
@@ -82,19 +82,79 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     return _open_classes(top or root, train or top or root, trains=split == "train")
 
 
+def _report_outside(root: Path) -> None:
+    """Warn about images next to the folders of the splits, unless they are in one folder without classes."""
+    others = _folders_without_split(root)
+    if len(others) == 1 and _depth_of_images(others[0]) == 0:
+        return
+    outside = 0
+    for folder in others:
+        outside += sum(1 for _ in _names_of_images(folder, Counter()))
+    report_left_out(root, {"in folders that are not named for a split": outside})
+
+
 def find_splits(root: Path) -> dict[str, Path | None]:
     """Return the folder of each split that has folders in it; one of test images without classes is left out.
 
-    A folder of the same kind inside it, and nothing else, as in `seg_train/seg_train`, takes its place.
+    A folder of the same kind inside it, and nothing else, as in `seg_train/seg_train`, takes its place. A name with
+    a word of a split may also be that of a class: where other folders hold images too, `test_tube` is one.
+
+    Raises: UserError for several folders of a split, or when names do not tell whether they are of splits or classes.
     """
-    folders = [folder for folder in visible(root) if split_words(folder.name) and visible(folder)]
-    found = {split: named_for(folders, split) for split in SPLITS}
-    return {split: _innermost(named[0]) if named else None for split, named in found.items()}
+    folders = [folder for folder in visible(root) if names_a_split(folder.name) and visible(folder)]
+    found = {split: _innermost_named(folders, split) for split in SPLITS}
+    others = _folders_without_split(root) if folders else []
+    if not others or _share_a_class(found) or _is_extra_folder(folders, others):
+        return found
+    if _are_classes(folders, others):
+        return dict.fromkeys(SPLITS)
+    raise ambiguous_split(root, f"{folders[0].name}/", f"{others[0].name}/")
 
 
-def _innermost(folder: Path) -> Path:
+def _innermost_named(folders: Sequence[Path], split: str) -> Path | None:
+    named = named_for(folders, split)
+    if not named:
+        return None
+    folder = named[0]
     inside = visible(folder)
-    return _innermost(inside[0]) if len(inside) == 1 and split_words(inside[0].name) and visible(inside[0]) else folder
+    while len(inside) == 1 and split_words(inside[0].name) and visible(inside[0]):
+        folder = inside[0]
+        inside = visible(folder)
+    return folder
+
+
+def _folders_without_split(root: Path) -> list[Path]:
+    """Return the folders that hold images and are not named for one split."""
+    unnamed = [folder for folder in visible(root) if not names_a_split(folder.name)]
+    return [folder for folder in unnamed if _depth_of_images(folder) is not None]
+
+
+def _share_a_class(splits: Mapping[str, Path | None]) -> bool:
+    """True if there are folders of both splits, and a class is in both."""
+    train = splits["train"]
+    test = splits["test"]
+    return bool(train and test and set(_class_names(train)) & set(_class_names(test)))
+
+
+def _is_extra_folder(folders: Sequence[Path], others: Sequence[Path]) -> bool:
+    """True for one folder of images without folders, next to folders whose names are those of splits alone."""
+    if not all(names_only_a_split(folder.name) for folder in folders):
+        return False
+    return len(others) == 1 and _depth_of_images(others[0]) == 0
+
+
+def _are_classes(folders: Sequence[Path], others: Sequence[Path]) -> bool:
+    """True if the names say more than a split, and several other folders hold images as deep."""
+    if any(names_only_a_split(folder.name) for folder in folders):
+        return False
+    depths = {_depth_of_images(folder) for folder in [*folders, *others]}
+    return len(others) > 1 and len(depths) == 1
+
+
+def _depth_of_images(folder: Path) -> int | None:
+    """Return the number of folders between a folder and the first image found below it; None without images."""
+    name = next(_names_of_images(folder, Counter()), None)
+    return None if name is None else name.count("/")
 
 
 def _class_names(top: Path) -> list[str]:
@@ -106,10 +166,7 @@ def _open_classes(top: Path, train: Path, trains: bool) -> Source:
     classes = _class_names(train)
     check_known_classes(top, _class_names(top), train, classes)
     left_out = Counter[str]()
-    try:
-        names = list(_images_below(top, "", left_out))
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+    names = list(_names_of_images(top, left_out))
     order, labels = sort_by_class(top, names, classes, left_out)
     if not len(order):
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
@@ -117,6 +174,14 @@ def _open_classes(top: Path, train: Path, trains: bool) -> Source:
     if trains and (empty := set(range(len(classes))) - set(labels.tolist())):
         raise UserError(f"{train / classes[min(empty)]} has no images; add some, or remove the folder")
     return Source(ImageFiles(top, (names[i] for i in order)), labels, classes)
+
+
+def _names_of_images(top: Path, left_out: Counter[str]) -> Iterator[str]:
+    """Yield the names of the image files below a folder, in no order. Raises: UserError for one that cannot be read."""
+    try:
+        yield from _images_below(top, "", left_out)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def _images_below(top: Path, below: str, left_out: Counter[str], above: frozenset[str] = frozenset()) -> Iterator[str]:

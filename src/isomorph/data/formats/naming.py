@@ -14,7 +14,8 @@ import numpy as np
 from isomorph.errors import DataWarning, UserError
 from isomorph.terminal_tables import count_of
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+# Those that torchvision's ImageFolder reads.
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
 _NOT_IMAGES = {".txt", ".md", ".cls", ".csv", ".json", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db", ".ini", ".log"}
 # The two splits, and the words that name them, alone or in a longer name; the first that exists is used.
 SPLITS = {
@@ -88,9 +89,32 @@ def split_words(name: str) -> list[str]:
     >>> [split_words(name) for name in ("imagenet-VAL-01", "TrainingSet", "interval")]
     [['val'], ['training'], []]
     """
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", composed(name))]
-    found = [word.removesuffix("set") for word in words]
-    return [word for word in found if any(word in known for known in SPLITS.values())]
+    return [word for word in _words(name) if any(word in known for known in SPLITS.values())]
+
+
+def names_a_split(name: str) -> bool:
+    """True if one word of a name stands for a split."""
+    return len(split_words(name)) == 1
+
+
+def names_only_a_split(name: str) -> bool:
+    """True if a name for a split has no other words: `train`, `TestSet`, `val2017`, not `seg_train`."""
+    others = [word for word in _words(name) if word]
+    return names_a_split(name) and len(others) == 1
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name in lower case, without `set` at their ends."""
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", composed(name))
+    return [word.lower().removesuffix("set") for word in words]
+
+
+def ambiguous_split(root: Path, named: str, other: str) -> UserError:
+    """Return the error for a folder of which one entry is named for a split, and another holds images too."""
+    return UserError(
+        f"{root} has {named}, named for a split, and images in {other}, which is not; "
+        f"move all classes into a folder train or val, or rename {named} if it is a class"
+    )
 
 
 def named_for(paths: Collection[Path], split: str) -> list[Path]:
@@ -146,6 +170,55 @@ def report_left_out(where: object, left_out: Mapping[str, int]) -> None:
     if total := sum(left_out.values()):
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in Counter(left_out).most_common(5) if count)
         warnings.warn(f"{count_of(total, 'file')} in {where} left out ({kinds})", DataWarning, stacklevel=2)
+
+
+def check_one_split(words: Mapping[Path, Sequence[str]]) -> None:
+    """Raise a UserError for a file whose words name both splits."""
+    for path, named in words.items():
+        if len({word in SPLITS["train"] for word in named}) > 1:
+            todo = "name its folder and file for one of them"
+            raise UserError(f"{path} is named for training and for testing; {todo}")
+
+
+def report_unnamed(root: Path, words: Mapping[Path, Sequence[str]]) -> None:
+    """Warn about files without a word for a split, where others have one.
+
+    Raises: UserError when most have none, so that a file that has one may be that of a class: test_tube, training_shoe.
+    """
+    named = [path for path, found in words.items() if found]
+    unnamed = len(words) - len(named)
+    if not named:
+        return
+    if unnamed > len(named):
+        others = count_of(unnamed, "file")
+        raise UserError(
+            f"{root} has {named[0].relative_to(root)}, named for a split, and {others} that are not; "
+            "put train, val or test in the name of every file, or of its folder"
+        )
+    report_left_out(root, {"without train, val or test in the name": unnamed})
+
+
+def check_known_classes(test: object, classes: Iterable[str], train: object, known: Iterable[str]) -> None:
+    """Raise a UserError when the classes of a test split include one that train lacks."""
+    unknown = sorted(set(classes) - set(known))
+    if unknown:
+        raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")
+
+
+def numbered_by_name(names: Sequence[str], known: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the classes, in the order of the known ones, and the number among them of each of the names.
+
+    Known names that are equal are one class. All names must be known.
+
+    Shape: -> (classes), (len(names),)
+
+    >>> from isomorph.data.formats.naming import numbered_by_name
+    >>> numbered_by_name(["bee", "ant"], ["ant", "bee", "cat"])
+    (('ant', 'bee', 'cat'), array([1, 0]))
+    """
+    classes = tuple(dict.fromkeys(known))
+    number_of = {name: number for number, name in enumerate(classes)}
+    return classes, np.array([number_of[name] for name in names], np.int64)
 
 
 def number_classes(largest: int, where: object) -> list[str]:

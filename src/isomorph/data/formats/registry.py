@@ -42,11 +42,13 @@ def open_source(
     - `huggingface`: a name on the hub (`owner/name`, `owner/name:config`), or a folder of parquet files
 
     A split is found by the words train or training, and test, testing, val, valid, validation, eval or evaluation, in
-    any case and also as part of a name (`Training_Set`); the first that exists is used. `test_fraction` splits a folder
-    of class folders that has no test split. Images are read when they are indexed, turned as their EXIF data says, and
-    class names that differ in Unicode form only are one. A warning says which files are left out.
+    any case and also as part of a name (`Training_Set`); the first that exists is used. Classes of the test split are
+    numbered as in train, by their names. `test_fraction` splits a folder of class folders that has no test split.
+    Images are read when they are indexed, turned as their EXIF data says, and class names that differ in Unicode form
+    only are one. A warning says which files are left out.
 
-    Raises: UserError for an unknown source or split, or missing data.
+    Raises: UserError for an unknown source or split, missing data, a class that train lacks, an image with two labels,
+    or a name that may be that of a split or of a class.
 
     >>> source = iso.data.open_source("digits", "train")
     >>> len(source), len(source.classes)

@@ -15,18 +15,23 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from isomorph.data.formats.imagefolder import check_known_classes, sort_by_class
+from isomorph.data.formats.imagefolder import sort_by_class
 from isomorph.data.formats.naming import (
     SPLIT_NAMES,
     SPLITS,
     PackedStrings,
+    ambiguous_split,
     check_folder,
+    check_known_classes,
+    check_one_split,
     composed,
     count_left_out,
     is_image_name,
     named_for,
+    names_a_split,
     number_classes,
     report_left_out,
+    report_unnamed,
     split_words,
     visible,
 )
@@ -36,15 +41,16 @@ from isomorph.errors import UserError, first_line
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstandard
 _MAX_DEPTH = 4  # tars inside tars that are read as folders
 _MAX_LABEL_BYTES = 2**20
+_NO_LABEL, _TWO_LABELS = -1, -2  # in place of a label
 
 
 class TarMember(NamedTuple):
-    """A file inside a tar file: `size` bytes from `offset` on; a label of -1 means none."""
+    """A file inside a tar file: `size` bytes from `offset` on; a label of -1 means none, of -2 several that differ."""
 
     name: str
     offset: int
     size: int
-    label: int = -1
+    label: int = _NO_LABEL
 
 
 class _FileStamp(NamedTuple):
@@ -56,7 +62,7 @@ class _FileStamp(NamedTuple):
 class TarIndex(NamedTuple):
     """The images of one tar, and the files that are left out, counted by their kind.
 
-    Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none.
+    Shape: numbers (3, n) int64: offsets, sizes and labels; a label of -1 means none, of -2 several that differ.
     """
 
     stamp: _FileStamp
@@ -182,9 +188,10 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
     for _, group in groupby(_iter_members(file), _sample_key):
         members = list(group)
         images = [member for member in members if is_image_name(member.name)]
-        label = max(_read_label(file, member) for member in members)
+        labels = {_read_label(file, member) for member in members} - {_NO_LABEL}
+        label = _one_label(labels)
         others = [member for member in members if not is_image_name(member.name)]
-        if label >= 0:
+        if label != _NO_LABEL:
             if len({member.name for member in members}) < len(members):
                 raise tarfile.ReadError(f"the sample of {members[0].name} is there twice")
             images = [each for each in images if each.name.rpartition("/")[2].count(".") == 1][:1]
@@ -192,6 +199,12 @@ def _iter_images(file: BinaryIO, left_out: Counter[str]) -> Iterator[TarMember]:
         yield from (image._replace(label=label) for image in images)
         for member in others:
             count_left_out(member.name, left_out)
+
+
+def _one_label(labels: set[int]) -> int:
+    if not labels:
+        return _NO_LABEL
+    return labels.pop() if len(labels) == 1 else _TWO_LABELS
 
 
 def first_names(path: Path, count: int = 16) -> list[str]:
@@ -204,8 +217,13 @@ def first_names(path: Path, count: int = 16) -> list[str]:
 
 
 def _sample_key(member: TarMember) -> tuple[str, str]:
-    """Return folder and stem of a member: consecutive members with one key are a sample."""
-    folder, _, base = member.name.rpartition("/")
+    """Return the key of a member: consecutive members with one key are a sample."""
+    return _sample_of(member.name)
+
+
+def _sample_of(name: str) -> tuple[str, str]:
+    """Return folder and stem of a name."""
+    folder, _, base = name.rpartition("/")
     return folder, base.partition(".")[0]
 
 
@@ -218,7 +236,7 @@ def _read_label(file: BinaryIO, member: TarMember) -> int:
             label = int(text) if member.name.endswith(".cls") else json.loads(text)["label"]
             if type(label) is int and 0 <= label < 2**31:
                 return label
-    return -1
+    return _NO_LABEL
 
 
 def tar(split: str, root: Path) -> Source:
@@ -231,7 +249,11 @@ def tar(split: str, root: Path) -> Source:
     Raises: UserError when a tar is missing, damaged, holds no class folders, or has a class that train lacks.
     """
     check_folder(root, "train.tar and val.tar")
-    train, found = (_find_archives(root, name) for name in ("train", split))
+    archives = {name: _find_archives(root, name) for name in SPLITS}
+    others = _tars_without_split(root) if any(archives.values()) else []
+    train = archives["train"]
+    found = archives[split]
+    _check_splits(root, train, archives["test"], others)
     if not found:
         raise UserError(f"{root} has no {SPLIT_NAMES[split]}.tar, and no folder of that name with one tar per class")
     known = train or found
@@ -241,6 +263,32 @@ def tar(split: str, root: Path) -> Source:
     if not len(order):
         raise UserError(f"{found.path} has no class folders with images; its members must be like cat/1.jpg")
     return Source(ImageSubset(TarImages(found.indices), order), labels, known.classes)
+
+
+def _tars_without_split(root: Path) -> list[Path]:
+    """Return the tars with images, and the folders of such tars, that are not named for one split."""
+    entries = [*visible(root, ".tar"), *visible(root)]
+    unnamed = [path for path in entries if not names_a_split(path.stem)]
+    return [path for path in unnamed if any(map(_starts_with_images, [*visible(path, ".tar"), path][:1]))]
+
+
+def _starts_with_images(path: Path) -> bool:
+    return any(is_image_name(name) for name in first_names(path))
+
+
+def _check_splits(root: Path, train: "_Archives | None", test: "_Archives | None", others: Sequence[Path]) -> None:
+    """Check that what is named for a split is not a class: other tars with images then are classes too.
+
+    They are left out, with a warning, where the tars of both splits have a class in common.
+    """
+    if not others:
+        return
+    if train and test and set(train.classes) & set(test.classes):
+        report_left_out(root, {"not named for a split": len(others)})
+        return
+    named = train or test
+    if named:
+        raise ambiguous_split(root, named.path.name, others[0].name)
 
 
 class _Archives:
@@ -273,6 +321,8 @@ def _below_split(names: list[str]) -> list[str]:
     tops = {name.partition("/")[0] for name in names}
     if len(tops) != 1 or not split_words(*tops) or not all("/" in name for name in names):
         return names
+    if not any(name.count("/") > 1 for name in names):
+        return names  # a class, the only one
     return _below_split([name.partition("/")[2] for name in names])
 
 
@@ -291,7 +341,7 @@ def webdataset(split: str, root: Path) -> Source:
     all are test shards. Names of the classes come from `classnames.txt` in `root` (one per line); without it the names
     are the numbers. Warns about samples whose image is of another kind.
 
-    Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
+    Raises: UserError when shards are missing, damaged, compressed, or a sample has no label, or several that differ.
     """
     check_folder(root, "shards like train-0000.tar")
     shards = _shards_by_split(root)
@@ -302,11 +352,16 @@ def webdataset(split: str, root: Path) -> Source:
     if not len(labels):
         raise UserError(f"no images in {shards[split][0].parent}; shards must hold key.jpg (or png, webp) + key.cls")
     images = TarImages(indices)
+    several = np.flatnonzero(labels == _TWO_LABELS)
+    if len(several):
+        where = images.name(int(several[0]))
+        raise UserError(f"{where} has labels that differ in the .cls and .json files next to it; keep one of them")
     if labels.min() < 0:
         raise UserError(
             f"{images.name(int(labels.argmin()))} has no label: next to it must be a .cls file with the number of the "
             'class, or a .json file with "label"; add it, or move the shards without labels away'
         )
+    _check_same_labels(images, labels)
     largest, classes = int(labels.max()), _listed_classes(root / "classnames.txt")
     if not classes:
         others = index_tars([path for name in SPLITS for path in shards[name]])
@@ -318,15 +373,30 @@ def webdataset(split: str, root: Path) -> Source:
     return Source(images, labels, classes)
 
 
+def _check_same_labels(images: TarImages, labels: np.ndarray) -> None:
+    """Raise a UserError for a sample that a shard stores twice, with different labels."""
+    start = 0
+    for names in images.names:
+        label_of: dict[tuple[str, str], int] = {}
+        for index, name in enumerate(names, start):
+            label = int(labels[index])
+            earlier = label_of.setdefault(_sample_of(name), label)
+            if earlier != label:
+                where = images.name(index)
+                raise UserError(
+                    f"{where} has label {label}, and {earlier} where it is stored before; remove one of them"
+                )
+        start += len(names)
+
+
 def _shards_by_split(root: Path) -> dict[str, list[Path]]:
     """Return the sorted shards below a folder by split, those with the first of the split's names that any has."""
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    words = {path: {w for part in path.relative_to(root).parts for w in split_words(part)} for path in shards}
+    words = {path: [w for part in path.relative_to(root).parts for w in split_words(part)] for path in shards}
     if not any(words.values()):
         return {"train": [], "test": shards}
-    if both := [path for path in shards if len({word in SPLITS["train"] for word in words[path]}) > 1]:
-        raise UserError(f"{both[0]} is named for training and for testing; name its folder and file for one of them")
-    report_left_out(root, {"without train, val or test in the name": sum(not words[path] for path in shards)})
+    check_one_split(words)
+    report_unnamed(root, words)
     named = {word: [path for path in shards if word in words[path]] for known in SPLITS.values() for word in known}
     return {split: next((named[word] for word in known if named[word]), []) for split, known in SPLITS.items()}
 

@@ -171,9 +171,13 @@ class GPSA2d(TapHeads):
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
         pairs = math.prod(self.query_grid(H, W)) * H * W
-        q, k, v = self.queries_keys_values(x)
         if known_true(pairs <= self.max_dense_pairs):
-            return self.apply_filters(self.soft_patches(q, k, v, H, W), H, W)
+            return self.apply_filters(self.soft_patches(*self.queries_keys_values(x), H, W), H, W)
+        return self.without_maps(x, H, W)
+
+    def without_maps(self, x: Tensor, H: int, W: int) -> Tensor:
+        """Return the layer's output without forming maps: a sum of position and one of content."""
+        q, k, v = self.queries_keys_values(x)
         position = self.position_taps(v.unflatten(2, (H, W)), self.position_share)
         return position + self.content_taps(q, k, v, H, W)
 

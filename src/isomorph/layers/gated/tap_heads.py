@@ -168,15 +168,31 @@ class TapHeads(PositionHeads):
 
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
-        filters = (self.weight.flatten(2) if share is None else self.weight.flatten(2) * share).to(values.dtype)
+        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
+        filters = filters.to(values.dtype)
+        H, W = values.shape[2:]
         heads = (self.centre, self.raw_locality)
-        maps = rows, columns = self.cached(heads, self.axis_positions, *values.shape[2:], values.dtype)
+
+        def axis_maps() -> tuple[Tensor, ...]:
+            return self.cached(heads, self.axis_positions, H, W, values.dtype)
+
         if on_cpu(values) and can_keep(*heads):
-            centre, side, sharp = self.centre.to(geometry_dtype(self.centre)), self.kernel_size, self.locality
-            axes = [TapAxis(side, self.stride[i], self.padding[i], centre[:, i], sharp, maps[i]) for i in (0, 1)]
-            if (y := folded_taps(values, axes, filters)) is not None:
+            y = folded_taps(values, self.tap_axes(H, W), filters, axis_maps)
+            if y is not None:
                 return y
+        rows, columns = axis_maps()
         return soft_taps(values, rows, columns, filters)
+
+    def tap_axes(self, H: int, W: int) -> list[TapAxis]:
+        """Return the heads along the rows and the columns of an H x W map."""
+        queries = self.query_grid(H, W)
+        centre = self.centre.to(geometry_dtype(self.centre))
+        locality = self.locality
+        axes = []
+        for axis, keys in enumerate((H, W)):
+            grid = (self.kernel_size, self.stride[axis], self.padding[axis], queries[axis], keys)
+            axes.append(TapAxis(*grid, centre[:, axis], locality))
+        return axes
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0: centres to the middle tap, gates to one half."""

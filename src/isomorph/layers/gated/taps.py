@@ -18,7 +18,7 @@ Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads, G groups
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,14 +150,15 @@ def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tens
 
 
 class TapAxis(NamedTuple):
-    """Heads along one axis. Shape: centre and locality (nh,), maps to the keys without padding (nh, queries, keys)"""
+    """Heads along one axis, and its queries and keys, without padding. Shape: centre and locality (nh,)"""
 
     kernel_size: int
     stride: int
     padding: int
+    queries: int
+    keys: int
     centre: Tensor
     locality: Tensor
-    maps: Tensor
 
     def reach(self) -> int | None:
         """Return the distance from a query beyond which no weight counts, or None if it is larger than the map.
@@ -169,7 +170,7 @@ class TapAxis(NamedTuple):
         far = (self.centre.abs() + (smallest / self.locality + off_grid.square()).sqrt()).max()
         # a list of a tensor on the CPU is read from memory, without an operation
         reach: Any = far.tolist()
-        return max(int(reach), self.kernel_size // 2) if reach < 2 * self.maps.shape[2] else None  # None for NaN too
+        return max(int(reach), self.kernel_size // 2) if reach < 2 * self.keys else None  # None for NaN too
 
     def window(self, reach: int) -> Tensor:
         """Return what a query far from the border reads at most `reach` steps away. Shape: -> (nh, 2 reach + 1)"""
@@ -178,29 +179,35 @@ class TapAxis(NamedTuple):
 
     def interior(self, reach: int) -> Range:
         """Return the queries that have all positions at most `reach` steps away among their padded keys."""
-        (_, queries, keys), start = self.maps.shape, self.kernel_size // 2
+        start = self.kernel_size // 2
         first = max(0, -((start - reach) // self.stride))
-        return first, min((keys + 2 * self.padding - 1 - reach - start) // self.stride + 1, queries)
+        last = (self.keys + 2 * self.padding - 1 - reach - start) // self.stride
+        return first, min(last + 1, self.queries)
 
     def keys_near(self, queries: Range, reach: int) -> Range:
         """Return the keys that are at most `reach` steps from one of these queries."""
-        start, keys = self.kernel_size // 2 - self.padding, self.maps.shape[2]
-        first, last = start + self.stride * queries[0] - reach, start + self.stride * (queries[1] - 1) + reach + 1
-        first = min(max(first, 0), keys)
-        return first, min(max(last, first), keys)
+        start = self.kernel_size // 2 - self.padding
+        first = start + self.stride * queries[0] - reach
+        last = start + self.stride * (queries[1] - 1) + reach + 1
+        first = min(max(first, 0), self.keys)
+        return first, min(max(last, first), self.keys)
 
 
-def folded_taps(x: Tensor, axes: Sequence[TapAxis], filters: Tensor) -> Tensor | None:
+def folded_taps(
+    x: Tensor, axes: Sequence[TapAxis], filters: Tensor, axis_maps: Callable[[], tuple[Tensor, ...]]
+) -> Tensor | None:
     """Return the convolution of x with soft taps by one convolution, or None if that costs more than head by head.
 
-    For eager mode, on a CPU. Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
+    For eager mode, on a CPU. Only queries near the border need the axis maps, those of `soft_taps`.
+
+    Shape: x (B, C, H, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
     reach = [far for axis in axes if (far := axis.reach()) is not None]
     if len(reach) < len(axes):
         return None
     inner = [axis.interior(far) for axis, far in zip(axes, reach, strict=True)]
     (top, bottom), (left, right) = inner
-    (B, C, H, W), (out, within, nh), (Hq, Wq) = x.shape, filters.shape, (axis.maps.shape[1] for axis in axes)
+    (B, C, H, W), (out, within, nh), (Hq, Wq) = x.shape, filters.shape, (axis.queries for axis in axes)
     saved = nh * (C * W * (H + Wq) / Wq + out * within) * max(bottom - top, 0) * max(right - left, 0)  # by head
     if out * within * math.prod(2 * far + 1 for far in reach) * (Hq * Wq + nh / max(B, 1)) >= BY_HEAD_COST * saved:
         return None
@@ -217,8 +224,8 @@ def folded_taps(x: Tensor, axes: Sequence[TapAxis], filters: Tensor) -> Tensor |
         if any(first == last for first, last in queries):
             return y.new_empty(B, out, *(last - first for first, last in queries))
         near = [axis.keys_near(own, far) for axis, own, far in zip(axes, queries, reach, strict=True)]
-        parts = zip(axes, queries, near, strict=True)
-        rows, columns = (axis.maps[:, slice(*own), slice(*keys)] for axis, own, keys in parts)
+        parts = zip(axis_maps(), queries, near, strict=True)
+        rows, columns = (maps[:, slice(*own), slice(*keys)] for maps, own, keys in parts)
         return soft_taps(x[:, :, slice(*near[0]), slice(*near[1])], rows, columns, filters)
 
     middle = by_head(inner[0], (0, left)), y[:, :, top:bottom, left:right], by_head(inner[0], (right, Wq))

@@ -1,84 +1,41 @@
 """Gated attention on feature maps whose content attention reads a window around every query.
 
-The layer computes y = sum_h A_h V weight_h + bias in two sums, position and content, each scaled by its share in the
-gate. Content is computed in tiles: t x t queries need the keys of one rectangle, little larger than the tile and the
-window, in which the keys outside of a query's window are masked. The backward pass computes the maps again. Work and
-memory are linear in the number of queries.
+The layer computes y = sum_h A_h V weight_h + bias. Content is computed in tiles: t x t queries need the keys of one
+rectangle, little larger than the tile and the window, in which the keys outside of a query's window are masked. The
+backward pass computes the maps again. Work and memory are linear in the number of queries.
 
-Letters: B batch, R S tiles, T = R S, n queries and m keys of a tile, nh heads, hd head width, C channels.
+Position is a sum of its own, each scaled by its share in the gate. On a CPU, heads whose position attention ends within
+the window are one map with their content.
+
+Letters: B batch, R S tiles, n queries and m keys of a tile, nh heads, hd head width, C channels.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor
 
+from isomorph.layers.gated import window_tiles
 from isomorph.layers.gated.gpsa2d import GPSA2d
-from isomorph.layers.grid import GridSize, odd_window
-from isomorph.layers.modes import constant, is_eager, recomputed
+from isomorph.layers.gated.positions import mix_weights, without_subnormals
+from isomorph.layers.gated.window_strips import attend_strips
+from isomorph.layers.gated.window_tiles import AxisTiles, Tiles, attend_tiles, axis_bias, tile_bias
+from isomorph.layers.grid import odd_window
+from isomorph.layers.modes import can_keep, constant, disable_autocast, in_functorch, is_eager, on_cpu, recomputed
 
 # Default height and width of the window.
 WINDOW = 7
-
-# Queries of a tile along an axis (measured by benchmarks/gpsa_stages.py).
-TILE = 4
 
 # Most entries of maps that are in memory at the same time, of one image at least.
 MAX_ENTRIES = 2**26
 
 
-class AxisTiles(NamedTuple):
-    """Tiles along an axis: their number, first key, step and number of keys; and padding and keys of the map."""
-
-    number: int
-    first: int
-    step: int
-    length: int
-    padding: int
-    keys: int
-
-
-def _inside(tiles: AxisTiles, stride: int, window: int, device: torch.device) -> Tensor:
-    """Return the keys of a tile that are in the window of a query, and in the padded map. Shape: -> (tiles, t, keys)"""
-    number, first, step, length, padding, keys = tiles
-    near = first + step * torch.arange(number, device=device)[:, None] + torch.arange(length, device=device)
-    queries = near[:, : stride * (TILE - 1) + 1 : stride] + window // 2  # (tiles, t)
-    inside = (near[:, None] - queries[..., None]).abs() <= window // 2
-    return inside & ((near >= -padding) & (near < keys + padding))[:, None]
-
-
-def _tile_bias(
-    axes: tuple[AxisTiles, AxisTiles], stride: GridSize, window: GridSize, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return 0 for keys of a tile in the window, and a very low score outside. Shape: -> (T, 1, n, m)
-
-    It is finite: a softmax over low scores only would not be.
-    """
-    rows, columns = (_inside(*axis, device) for axis in zip(axes, stride, window, strict=True))
-    inside = rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]  # (R, S, t, t, keys, keys)
-    outside = ~inside.flatten(4).flatten(2, 3).flatten(0, 1)[:, None]
-    return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill(outside, torch.finfo(dtype).min / 2)
-
-
-def _attend_tiles(q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, lengths: Any, steps: Any) -> Tensor:
-    """Return the sum over heads of softmax(q k^T + bias) v filter_h for every tile.
-
-    Shape: q (B, nh hd, R t, S t), keys_values (B, nh hd + C, height, width), bias (T, 1, n, m),
-        filters (C_out, C / groups, nh) -> (B, C_out, R t, S t)
-    """
-    _, within, nh = filters.shape
-    grid, tiles = q.shape[2:], F.unfold(keys_values, lengths, stride=steps)
-    tiles = tiles.unflatten(1, (keys_values.shape[1], -1)).permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
-    k, v = tiles.split([q.shape[1], tiles.shape[2] - q.shape[1]], 2)
-    q = F.unfold(q, TILE, stride=TILE).unflatten(1, (nh, -1, TILE**2)).permute(0, 4, 1, 3, 2)  # (B, T, nh, n, hd)
-    maps = (q @ k.unflatten(2, (nh, -1)) + bias).softmax(-1).to(v.dtype)  # (B, T, nh, n, m)
-    read = maps.flatten(2, 3) @ v.mT  # (B, T, nh n, C)
-    patches = read.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3).flatten(3).flatten(1, 2)  # (B, C nh, T n)
-    y = F.conv1d(patches, filters.flatten(1)[:, :, None], None, groups=v.shape[2] // within)
-    y = y.unflatten(2, (-1, grid[1] // TILE, TILE, TILE)).transpose(3, 4)  # (B, C_out, R, t, S, t)
-    return y.flatten(4).flatten(2, 3)
+def _project(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows times the features of every position, by position. Shape: (B, C, H, W), (n, C) -> (B, H, W, n)"""
+    tokens = x.flatten(2).mT  # (B, H W, C), read where they are
+    return torch.bmm(tokens, rows.t().expand(len(x), -1, -1)).unflatten(1, x.shape[2:])
 
 
 @register_notrace_module
@@ -112,24 +69,111 @@ class WindowGPSA2d(GPSA2d):
         super().__init__(*args, **kwargs)
         self.window = self.content_window = odd_window(window)
 
+    def without_maps(self, x: Tensor, H: int, W: int) -> Tensor:
+        if not (on_cpu(x) and can_keep(x.detach(), *self.parameters()) and not in_functorch()):
+            return super().without_maps(x, H, W)
+        tiles = self.tiles(H, W, window_tiles.CPU_TILE)
+        q, keys_values = self.queries_keys_values_by_position(x)
+        values = keys_values[..., -self.in_channels :]  # (B, H, W, C)
+        offset = self.tile_positions(tiles, H, W, values.dtype)
+        if offset is not None:
+            y = self._attend_strips(q, keys_values, self.weight.flatten(2), offset, tiles)
+            return self.with_bias(y)
+        position = self.position_taps(values.permute(0, 3, 1, 2), self.position_share)
+        content = self._attend_strips(q, keys_values, self.content_filters(), None, tiles)
+        return self.with_bias(position + content)
+
     def content_taps(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
+        heads = self.content_heads
         Hq, Wq = self.query_grid(H, W)
-        sizes = zip((Hq, Wq), (H, W), self.stride, self.padding, self.window, strict=True)
-        axes = tuple(self._axis_tiles(*each) for each in sizes)
-        after = [axis.first + axis.step * (axis.number - 1) + axis.length - axis.keys for axis in axes]
-        pads = (-axes[1].first, after[1], -axes[0].first, after[0])
-        joint = F.pad(torch.cat([k.flatten(1, 2), values], 1).unflatten(2, (H, W)), pads)
-        queries = (q * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
-        queries = F.pad(queries, (0, -Wq % TILE, 0, -Hq % TILE))
-        bias = constant(_tile_bias, q, axes, self.stride, self.window, q.dtype)
-        filters = (self.weight.flatten(2) * torch.sigmoid(-self.gate)).to(values.dtype)
-        lengths, steps = [axis.length for axis in axes], [axis.step for axis in axes]
-        count = max(1, MAX_ENTRIES // (bias.numel() * self.num_heads))
+        tiles = rows, columns = self.tiles(H, W, (window_tiles.TILE, window_tiles.TILE))
+        joint = torch.cat([k[:, :heads].flatten(1, 2), values], 1).unflatten(2, (H, W))
+        joint = F.pad(joint, (*columns.pads, *rows.pads))
+        queries = (q[:, :heads] * self.head_width**-0.5).flatten(1, 2).unflatten(2, (Hq, Wq))
+        queries = F.pad(queries, (0, -Wq % columns.size, 0, -Hq % rows.size))
+        bias = constant(tile_bias, q, tiles, self.window, q.dtype)
+        filters = self.content_filters().to(values.dtype)
+        count = max(1, MAX_ENTRIES // (bias.numel() * heads))
         parts = zip(queries.split(count), joint.split(count), strict=True) if is_eager() else [(queries, joint)]
-        y = torch.cat([recomputed(_attend_tiles, *part, bias, filters, lengths, steps) for part in parts])
+        y = torch.cat([recomputed(attend_tiles, *part, bias, filters, tiles) for part in parts])
         return self.with_bias(y[:, :, :Hq, :Wq])
 
-    def _axis_tiles(self, queries: int, keys: int, stride: int, padding: int, window: int) -> AxisTiles:
-        number = (queries + TILE - 1) // TILE  # rounded up without negative numbers, which ONNX rounds towards 0
+    @property
+    def content_heads(self) -> int:
+        """Number of heads with rows of W_qry, and one for all others, which attend uniformly: there, C < k k."""
+        return min(self.num_heads, self.in_channels + 1)
+
+    def content_filters(self) -> Tensor:
+        """Return the filters of the heads of content, by its share in the gate. Shape: -> (C_out, C / groups, heads)"""
+        filters = self.weight.flatten(2) * torch.sigmoid(-self.gate)
+        own = self.content_heads - 1
+        if own == self.num_heads - 1:
+            return filters
+        return torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], -1)
+
+    def queries_keys_values_by_position(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries of the heads of content, by sqrt(hd), and keys and values.
+
+        Shape: x (B, C, H, W) -> (B, Hq, Wq, heads, hd), (B, H, W, heads hd + C)
+        """
+        weight = self.cached(self.projections(), self.joint_weight)[:, :, 0]
+        every, width = self.num_heads * self.head_width, self.content_heads * self.head_width
+        of_queries = weight[:width] * self.head_width**-0.5
+        of_keys_values = torch.cat([weight[every : every + width], weight[2 * every :]])
+        middle = self.kernel_size // 2
+        if self.stride == (1, 1) and self.padding == (middle, middle):  # every position is a query
+            q, keys_values = _project(x, torch.cat([of_queries, of_keys_values])).tensor_split([width], 3)
+        else:
+            q = _project(self.query_positions(x), of_queries)
+            keys_values = _project(x, of_keys_values)
+        if self.value is None:
+            keys_values = torch.cat([keys_values, x.permute(0, 2, 3, 1).to(keys_values.dtype)], 3)
+        return q.unflatten(3, (self.content_heads, -1)), keys_values
+
+    def _attend_strips(
+        self, q: Tensor, keys_values: Tensor, filters: Tensor, offset: Tensor | None, tiles: Tiles
+    ) -> Tensor:
+        """Shape: as `attend_strips`, without padding -> (B, C_out, Hq, Wq)"""
+        rows, columns = tiles
+        _, Hq, Wq, _, _ = q.shape
+        dtype = keys_values.dtype
+        queries = F.pad(q, (0, 0, 0, 0, 0, -Wq % columns.size, 0, -Hq % rows.size))
+        joint = F.pad(keys_values.transpose(1, 2), (0, 0, *rows.pads, *columns.pads))
+        axes = zip(tiles, self.window, strict=True)
+        row_bias, column_bias = (constant(axis_bias, q, *axis, dtype) for axis in axes)
+        scale = torch.sigmoid(-self.gate[: q.shape[3]]).to(dtype)
+        with disable_autocast(q.device):
+            y = attend_strips(queries, joint, filters.to(dtype), scale, offset, (row_bias, column_bias), tiles)
+        return y[:, :, :Hq, :Wq].contiguous()
+
+    def tile_positions(self, tiles: Tiles, H: int, W: int, dtype: torch.dtype) -> Tensor | None:
+        """Return position attention in a tile, times its share, where it ends within the window and the padded map.
+
+        Shape: -> (nh, n, m), keys column by column, or None
+        """
+        if self.content_heads < self.num_heads:
+            return None
+        maps = []
+        for axis, own, window in zip(self.tap_axes(H, W), tiles, self.window, strict=True):
+            reach = axis.reach()
+            if reach is None or reach > window // 2 or axis.interior(reach) != (0, axis.queries):
+                return None
+            near = axis.window(reach)  # (nh, 2 reach + 1)
+            before = (window // 2 - reach + axis.stride * query for query in range(own.size))
+            each = [F.pad(near, (n, own.length - n - near.shape[1])) for n in before]
+            maps.append(torch.stack(each, 1))  # (nh, t, keys)
+        rows, columns = maps
+        both = rows[:, :, None, None, :] * columns[:, None, :, :, None]  # (nh, t, t', columns, rows)
+        share = mix_weights(self.gate)[0]
+        return without_subnormals((both.flatten(3).flatten(1, 2) * share[:, None, None]).to(dtype))
+
+    def tiles(self, H: int, W: int, size: tuple[int, int]) -> Tiles:
+        """Return the tiles of an H x W map, of `size` queries without a stride and fewer with one."""
+        sizes = zip(size, self.query_grid(H, W), (H, W), self.stride, self.padding, self.window, strict=True)
+        rows, columns = (self._axis_tiles(*each) for each in sizes)
+        return rows, columns
+
+    def _axis_tiles(self, size: int, queries: int, keys: int, stride: int, padding: int, window: int) -> AxisTiles:
+        number = (queries + size - 1) // size  # rounded up without negative numbers, which ONNX rounds towards 0
         first = self.kernel_size // 2 - padding - window // 2
-        return AxisTiles(number, first, stride * TILE, stride * (TILE - 1) + window, padding, keys)
+        return AxisTiles(number, size, first, stride * size, stride * (size - 1) + window, padding, keys)

@@ -202,7 +202,8 @@ class Refiner(Expansion):
         if self.init == "paper":
             nn.init.uniform_(self.reduce, -(self.reduce.shape[1] ** -0.5), self.reduce.shape[1] ** -0.5)
         else:
-            directions = torch.empty(self.expand.shape, device=self.expand.device)
+            # in float64, which not every device has, so that R E is 1 within the rounding of the model's own dtype
+            directions = torch.empty(self.expand.shape, dtype=torch.float64, device="cpu")
             self.expand.copy_(nn.init.orthogonal_(directions))
             self.reduce.copy_(self.expand.mT)
 

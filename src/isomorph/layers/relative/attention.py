@@ -61,20 +61,20 @@ def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: T
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
 
-def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(hd) + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
+def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax(scale q k^T + bias) v. Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
 
     Where the bias needs a gradient, only CUDA has a fused kernel, and torch's own maps take 1.1 to 1.3 times as long.
     The fast path of the kernel needs a bias with four axes.
     """
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale)
         # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
         exports_gradient = torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad
         return out.clone(memory_format=torch.contiguous_format) if exports_gradient else out
 
-    logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, N, N)
+    logits = (q * scale) @ k.mT  # (B, nh, N, N)
     # in place where allowed: allocating another map for the sum is slow
     maps = (logits + bias if is_functorch_tensor(bias) else logits.add_(bias)).softmax(-1)
     return (F.dropout(maps, drop) if drop else maps) @ v
@@ -143,7 +143,8 @@ class RelativeAttention(AttentionBase, KeepsInEval):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         drop = self.attn_drop.p if self.training else 0.0
-        return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
+        bias = self.position_bias(grid_size, q.dtype)
+        return attend_with_bias(bias, drop, self.scale, q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4:
@@ -184,7 +185,7 @@ class PostRelativeAttention(RelativeAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         drop = self.attn_drop.p if self.training else 0.0
-        content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+        content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
     def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:

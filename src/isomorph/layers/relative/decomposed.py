@@ -118,7 +118,7 @@ class DecomposedAttention(AttentionBase):
         placed = q.unflatten(2, window)  # (B n, nh, h, w, hd)
         by_row = torch.einsum("bnhwc,hkc->bnhwk", placed, rows)  # (B n, nh, h, w, h)
         by_column = torch.einsum("bnhwc,wkc->bnhwk", placed, columns)  # (B n, nh, h, w, w)
-        queries = torch.cat([placed * q.shape[-1] ** -0.5, by_row, by_column], -1).flatten(2, 3)
+        queries = torch.cat([placed * self.scale, by_row, by_column], -1).flatten(2, 3)
         positions = constant(_one_hot_positions, k, window, k.dtype)  # (h w, h + w)
         return queries, torch.cat([k, positions.expand(*k.shape[:2], -1, -1)], -1), v
 

@@ -1,7 +1,6 @@
 """Rule that replaces the attention of a ViT by gated positional self-attention (GPSA)."""
 
 import copy
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -11,11 +10,17 @@ from timm.layers import Attention
 from torch import nn
 
 from isomorph.layers import GatedMap, ViTGPSA
-from isomorph.layers.attention_base import ATTENTION_PARTS
+from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
 from isomorph.surgery.attention_layers import gating_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.grid_hooks import GridRule
-from isomorph.surgery.plain_layers import describe_attachments, layer_mismatch, overridden_methods
+from isomorph.surgery.plain_layers import (
+    class_name,
+    describe_attachments,
+    describe_stand_in,
+    layer_mismatch,
+    overridden_methods,
+)
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
 
@@ -32,18 +37,23 @@ def attention_mismatch(module: nn.Module) -> str | None:
     names = (*module._modules, *module._parameters, *module._buffers)
     if extra := [name for name in names if name not in ATTENTION_PARTS]:
         return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
-    if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
-        kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
-        return f"its projections are {kinds}, not nn.Linear; recast the attention before its projections, or fuse them"
+    for name in ("qkv", "proj"):
+        projection: Any = getattr(module, name)
+        if isinstance(projection, nn.Linear):
+            continue
+        if stands_in := describe_stand_in(projection):
+            return f"its {name} {stands_in}"
+        kind = class_name(projection)
+        return f"its {name} is a {kind}, not an nn.Linear; recast the attention before its projections, or fuse them"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
     if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
         return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
     if not module.qkv.weight.is_floating_point():
         return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
-    if module.fused_attn or math.isclose(module.scale, module.head_dim**-0.5):
-        return None
-    return f"its scale {module.scale:g} is not head_dim**-0.5 = {module.head_dim**-0.5:g}"
+    if not isinstance(module.scale, int | float):
+        return f"its scale is a {type(module.scale).__name__}, not a number"
+    return None
 
 
 def projection_mismatch(module: Attention, name: str) -> str | None:
@@ -110,6 +120,8 @@ class AttentionToGPSA(GatedRule, GridRule):
         if attention_mismatch(module) or projection_mismatch(module, "qkv"):
             return True
         if module.gate is not None or type(module.norm) is not nn.Identity or module.attn_drop.p:
+            return True
+        if not has_usual_scale(module):
             return True
         narrower = not (module.qkv.in_features == module.attn_dim == module.proj.out_features)
         return narrower or (self.grid_from_image and self.grid_size is None)

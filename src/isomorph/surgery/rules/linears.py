@@ -8,7 +8,13 @@ from torch import nn
 
 from isomorph.layers.unfused_multihead import JointLinears, MultiheadLinears, multihead_reason
 from isomorph.surgery.modules import JOINT_PARTS, call_joint_projections
-from isomorph.surgery.plain_layers import is_parametrized, layer_mismatch, overridden_methods
+from isomorph.surgery.plain_layers import (
+    class_name,
+    describe_stand_in,
+    is_parametrized,
+    layer_mismatch,
+    overridden_methods,
+)
 from isomorph.surgery.rule import Rule, register_rule
 
 
@@ -56,9 +62,9 @@ class AttentionToLinears(Rule):
             return _multihead_mismatch(module) or multihead_reason(module)
         parts = JOINT_PARTS.get(self._names.get(module, ""))
         if parts is None:
-            return "it is no nn.MultiheadAttention, and no projection named qkv, qk or kv"
+            return "it is neither an nn.MultiheadAttention nor a projection named qkv, qk or kv"
         if not isinstance(module, nn.Linear):
-            return f"it is a {type(module).__name__}, not an nn.Linear"
+            return f"it {describe_stand_in(module) or f'is a {class_name(module)}, not an nn.Linear'}"
         if module.out_features % len(parts):
             return f"its {module.out_features} outputs cannot be split into {len(parts)} equal parts"
         return layer_mismatch(module, nn.Linear, "nn.Linear")

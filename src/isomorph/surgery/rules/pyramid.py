@@ -18,11 +18,11 @@ from isomorph.layers.pyramid.base import Layout
 from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.layers.unfused_multihead import MultiheadLinears
-from isomorph.surgery.fuse import guard_pyramids
 from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
 from isomorph.surgery.modules import JOINT_PARTS, SEPARATE_BIAS, JointPart, call_joint_projections, joint_parts
 from isomorph.surgery.plain_layers import conv_padding, is_plain_norm, linear_mismatch, plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
+from isomorph.surgery.reparameterize import guard_pyramids
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
 
 _LOGIT_PROJECTIONS = {"".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))}

@@ -1,9 +1,10 @@
 """Rule by which the global attention of a ViT becomes attention in windows."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,40 +17,90 @@ from isomorph.operations import FollowMaps, FusedCall, Value, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason, own_shapes
 from isomorph.surgery.grid_hooks import GridRule
+from isomorph.surgery.observed_scores import Scores, fused_scale, observe_calls, observe_scores
 from isomorph.surgery.rule import check_int, register_rule
 
 # Side of a window in tokens.
 SIDE = (1, 4096)
 
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+
 
 class _Attend(FollowMaps):
+    """Torch function mode that limits the attention of a layer to its windows, wherever its scores are."""
+
     def __init__(self, layer: Any, shapes: list[GridSize]) -> None:
         super().__init__()
         self.layer, self.shapes, self.seen = layer, shapes, False
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SOFTMAX:
+            args = self._with_share(args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _with_share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a softmax, with log m added to the scores of all pairs of tokens."""
+        if not args or args[0].ndim < 3 or args[0].shape[-2] != args[0].shape[-1]:
+            return args
+        scores = args[0]
+        grid, prefix = fit_grid(scores.shape[-1], self.shapes, self.layer.prefix_tokens)
+        self.seen = True
+        if self.layer._is_global:
+            return args
+        windows = Windows(grid, self.layer.window, prefix)
+        return scores + windows.log_share(self.layer.share, scores), *args[1:]
+
     def at_fused(self, call: FusedCall) -> Tensor:
-        q, k, layer = call.query, call.key, self.layer
-        if call.is_causal or q.ndim != 4 or q.shape[:3] != k.shape[:3]:
+        layer = self.layer
+        if call.is_causal or call.query.shape[:-1] != call.key.shape[:-1]:
             needs = "windows need self-attention that is not causal, with keys of its own for each token and head"
             raise ValueError(f"{layer.original.__name__}: {needs}; leave it out of where")
-        grid, prefix = fit_grid(q.shape[2], self.shapes, layer.prefix_tokens)
+        grid, prefix = fit_grid(call.query.shape[-2], self.shapes, layer.prefix_tokens)
+        self.seen = True
         if layer._is_global:
-            self.seen = True
             return super().at_fused(call)
+        out = self._attend_in(_with_four_axes(call), grid, prefix)
+        return out.reshape(*call.query.shape[:-1], out.shape[-1])
+
+    def _attend_in(self, call: FusedCall, grid: GridSize, prefix: int) -> Tensor:
+        """Return the values that the windows weigh. Shape: -> (B, nh, N, hd)"""
+        layer = self.layer
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid)
         if layer.pruned and not is_open:
             grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
-        self.seen, windows = True, Windows(grid, layer.window, prefix)
-        attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=call.scale)
+        windows = Windows(grid, layer.window, prefix)
+        scale = call.scale if layer.fused_scale is None else layer.fused_scale
+        attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
+        q, k, v = call.query, call.key, call.value
         if layer.pruned and is_open:
-            return attend_in_padded_windows(attend, q, k, call.value, windows)
+            return attend_in_padded_windows(attend, q, k, v, windows)
         if layer.pruned:
-            return attend_in_windows(attend, q, k, call.value, call.attn_mask, windows)
-        return attend_with_share(attend, q, k, call.value, call.attn_mask, windows, layer.share)
+            return attend_in_windows(attend, q, k, v, call.attn_mask, windows)
+        return attend_with_share(attend, q, k, v, call.attn_mask, windows, layer.share)
+
+
+def _with_four_axes(call: FusedCall) -> FusedCall:
+    """Return a call on (B nh, N, hd) as one on (B nh, 1, N, hd), and one on (B, windows, nh, N, hd) on all windows."""
+    axes = call.query.ndim
+    if axes == 4:
+        return call
+
+    def reshaped(x: Tensor) -> Tensor:
+        if x.ndim < axes:  # a mask that is the same for all
+            return x
+        return x[:, None] if axes == 3 else x.flatten(0, axes - 4)
+
+    mask = None if call.attn_mask is None else reshaped(call.attn_mask)
+    query, key, value = (reshaped(x) for x in (call.query, call.key, call.value))
+    return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
 class WindowAttention(AlteredAttention):
-    """Mixin for scores plus log(share) outside of windows: share 1 is global; `pruned` layers compute windows alone."""
+    """Mixin for scores plus log(share) outside of windows: share 1 is global; `pruned` layers compute windows alone.
+
+    `fused_scale` is the scale by which a layer of timm that forms its scores computes the same when it is fused, or
+    None. Pruned layers that form their scores, as with transformers' eager attention, keep the mask.
+    """
 
     window: int
     share: Tensor
@@ -57,7 +108,11 @@ class WindowAttention(AlteredAttention):
     _share_seen: Value
     _is_checked: bool
     pruned: bool
-    added = (*AlteredAttention.added, "window", "share", "_is_global", "_share_seen", "_is_checked", "pruned")
+    fused_scale: float | None
+    added = (
+        *AlteredAttention.added,
+        *("window", "share", "_is_global", "_share_seen", "_is_checked", "pruned", "fused_scale"),
+    )
 
     @property
     def no_map(self) -> str | None:
@@ -83,9 +138,9 @@ class WindowAttention(AlteredAttention):
         with mode:
             out = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not mode.seen:
-            name, interface = self.original.__name__, '; call model.set_attn_implementation("sdpa") before recasting it'
-            hint = interface if self.facts.interface else ""
-            raise ValueError(f"{name} did not call scaled_dot_product_attention in this call{hint}")
+            name = self.original.__name__
+            hint = '; call model.set_attn_implementation("sdpa")' if self.facts.interface else ""
+            raise ValueError(f"the scores of {name} were not seen in this call, so it has no windows{hint}")
         self._is_checked = True
         return out
 
@@ -100,6 +155,8 @@ class WindowAttention(AlteredAttention):
         layer: Any = copy.deepcopy(self)
         layer.pruned = True
         layer.set_share(0.0)
+        if layer.fused_scale is not None:
+            layer.fused_attn = True
         if hasattr(getattr(layer, "rel_pos", None), "relative_position_index"):
             limit_bias(layer.rel_pos, Windows(layer.rel_pos.window_size, layer.window))
         return layer
@@ -144,6 +201,13 @@ class AttentionToWindow(GridRule):
     atol: ClassVar[float] = 1e-5
     kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
 
+    # By layer, what the model's own call does in it; empty until `within`.
+    _calls: ClassVar[Mapping[nn.Module, Scores]] = {}
+
+    def within(self, model: nn.Module) -> Self:
+        """Return the rule with what the model says of its grid, and what its layers do in a call of it."""
+        return super().within(model)._with_facts(_calls=observe_calls(model))
+
     def __post_init__(self) -> None:
         check_int("window", self.window, SIDE)
         self.check_grid_fields()
@@ -163,13 +227,25 @@ class AttentionToWindow(GridRule):
         config = getattr(module, "config", None)
         if getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None)):
             return "its queries share keys (grouped-query attention)"
+        scores = self._calls.get(module) or observe_scores(module, self._grids(module))
+        if scores and scores.mismatch:
+            return scores.mismatch
         return None if self.grid_from_image else self.grid_reason()
+
+    def _grids(self, module: nn.Module) -> list[tuple[GridSize, int]]:
+        """Return the sizes that the tokens of a layer may have, each with its prefix tokens."""
+        prefixes = list(dict.fromkeys((self.prefix_tokens or 0, 0, 1)))
+        shapes = own_shapes(module, {})
+        if self.grid_size:
+            shapes.append(self.grid_size)
+        return [(shape, prefix) for shape in shapes for prefix in prefixes]
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
         """Return the layer, with share 1. Raises: UserError with the reason if the module is not accepted."""
         self.check(module)
-        layer = alter(module, WindowAttention, self.grid_size, self.prefix_tokens, True)
+        layer = alter(module, WindowAttention, self.grid_size, self.prefix_tokens)
+        layer.fused_scale = fused_scale(module, self._grids(module))
         layer.register_buffer("share", torch.ones((), device=first_float(module).device))
         layer.window, layer._is_global, layer._is_checked, layer.pruned = self.window, True, False, False
         layer._share_seen = (0, 0)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from timm.utils import unwrap_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from isomorph.checkpoints.open import open_model
 from isomorph.data.formats.registry import data_root
@@ -29,6 +30,7 @@ from isomorph.tasks.detection.data import (
 )
 from isomorph.tasks.detection.results import FittedImages, collect_detections, metric_rows, predict_file
 from isomorph.training.build import build_model
+from isomorph.training.dry_run.synthetic import random_images
 from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import Count, NotNegative, Part, Positive
@@ -234,6 +236,27 @@ class Detection(Task):
         if options.teacher is not None:
             loss = GuidedDetectionLoss(model, open_model(options.teacher), device, options)
         return Objective(loss, measure, lambda metrics: metrics["box_ap"], student)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[Tensor, list[Target]]:
+        """Return images with one object each, in the middle."""
+        H, W = config["input_size"][-2:]
+        target: Target = {
+            "boxes": torch.tensor([[W / 4, H / 4, 3 * W / 4, 3 * H / 4]], device=device),
+            "labels": torch.zeros(1, dtype=torch.long, device=device),
+        }
+        if self.options.masks:
+            mask = torch.zeros(1, H, W, dtype=torch.uint8, device=device)
+            mask[:, H // 4 : 3 * H // 4, W // 4 : 3 * W // 4] = 1
+            target["masks"] = mask
+        return random_images(config, samples, device), [dict(target) for _ in range(samples)]
+
+    def loss_without_values(self, objective: Objective, inputs: Any, targets: Any) -> Tensor:
+        """Return a sum of all outputs, with fixed boxes: which boxes are proposed depends on values."""
+        outputs = objective.loss_module.get_trainable_module()(inputs)
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        return torch.stack([each.float().mean() for each in tensors]).sum()
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> DetectionSource:
         given, own = options.data, self.options

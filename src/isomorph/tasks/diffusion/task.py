@@ -20,6 +20,7 @@ from isomorph.evaluation.model_data import open_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.diffusion.sampling import NoiseSchedule, check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.training.build import build_model, build_test_loader, open_sources
+from isomorph.training.dry_run.synthetic import SyntheticData, synthetic_data
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import AugmentPart, Part
 from isomorph.training.recipe.recipe import Recipe
@@ -165,6 +166,9 @@ class Diffusion(Task):
 
         loss = DenoisingLoss(model, schedule, recipe.scale.accumulate * torchrun_place()[1], device)
         return Objective(loss, measure, lambda metrics: -metrics["denoising"])
+
+    def synthetic_data(self, recipe: Recipe) -> SyntheticData:
+        return synthetic_data(recipe, labelled=False)
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""

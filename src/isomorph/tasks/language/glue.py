@@ -26,6 +26,7 @@ from isomorph.evaluation.input_sizes import recorded_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.models.download import impatient_hub, is_connection_error
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_text
+from isomorph.training.dry_run.synthetic import SyntheticData, random_labels, synthetic_data
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import Objective
@@ -80,6 +81,11 @@ GLUE: dict[str, GlueData] = {
     "qnli": GlueData("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ENTAILMENT),
     "rte": GlueData("RTE", _PAIR, "label", _ENTAILMENT, _ENTAILMENT),
 }
+
+
+# Training examples, for dry runs.
+TRAINING_SENTENCES = {"cola": 8551, "sst2": 67_349, "mrpc": 3668, "stsb": 5749}
+TRAINING_SENTENCES |= {"qqp": 363_846, "mnli": 392_702, "qnli": 104_743, "rte": 2490}
 
 
 def read_file(path: Path, task: GlueData) -> list[Row]:
@@ -294,6 +300,19 @@ class TextClassification(LanguageTask):
     def _read(self, root: Path, split: Split) -> Sentences:
         rows = read_examples(root, self.options.dataset, split)
         return Sentences(rows, self.glue.classes, self.tokenizer, self.options.length)
+
+    def synthetic_data(self, recipe: Recipe) -> SyntheticData:
+        counts = (TRAINING_SENTENCES[self.options.dataset], len(self.glue.classes))
+        return synthetic_data(recipe, counts)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        words = self.random_words(model, samples, device)
+        labels = random_labels(len(self.glue.classes), samples, device)
+        if len(self.glue.classes) == 1:  # a score
+            labels = labels.float()
+        return {"input_ids": words, "token_type_ids": torch.zeros_like(words)}, labels
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         super().check_model(recipe, model, config)

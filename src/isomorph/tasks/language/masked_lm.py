@@ -19,6 +19,7 @@ from isomorph.evaluation.input_sizes import recorded_split
 from isomorph.layers.modes import eval_mode, require_finite
 from isomorph.tasks.language.glue import open_root, training_sentences
 from isomorph.tasks.language.text import LanguagePart, LanguageTask, divide, read_lines
+from isomorph.training.dry_run.synthetic import SyntheticData, synthetic_data
 from isomorph.training.objectives.masked import LossModule
 from isomorph.training.recipe.fields import Rate
 from isomorph.training.recipe.recipe import Recipe
@@ -144,6 +145,17 @@ class MaskedLM(LanguageTask):
             what = f"the text in {root} fills {len(rows)} sequences of task.length {self.options.length}"
             raise UserError(f"{what}; give more text")
         return PackedTexts(rows, self.tokenizer, self.options.masked)
+
+    def synthetic_data(self, recipe: Recipe) -> SyntheticData:
+        return synthetic_data(recipe, labelled=False)
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        words = self.random_words(model, samples, device)
+        chosen = max(1, round(self.options.masked * words.shape[1]))
+        positions = torch.randint(words.shape[1], (samples, chosen), device=device)
+        return {"input_ids": words, "positions": positions}, words.gather(1, positions)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         super().check_model(recipe, model, config)

@@ -155,9 +155,19 @@ class LanguageTask(Task):
         return examples, drawn_once(test, data.test_images)
 
     def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        if self.rehearses:  # sequences of one length, without a tokeniser
+            return {"padding": 0}
         return {"padding": self.tokenizer.pad_token_id}
 
+    def random_words(self, model: nn.Module, samples: int, device: torch.device) -> Tensor:
+        """Return full sequences of random words, for a dry run. Shape: -> (samples, N)"""
+        table: Any = model.table
+        words = table.shape[0]
+        return torch.randint(words, (samples, self.options.length), device=device)
+
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        if self.rehearses:
+            return
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
 
     def train_loader(self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler) -> Any:

@@ -70,6 +70,8 @@ def read_mask(path: Path) -> np.ndarray:
     with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
         kind = opened.format or "image"
         exact = kind in _EXACT_FORMATS and str(opened.info.get("compression")).lower() not in _LOSSY_COMPRESSIONS
+        if kind == "PPM":  # Pillow scales values whose white is not 255 or 65535
+            exact = all(tile[0] == "raw" for tile in opened.tile)
         values = np.asarray(upright(opened))
     if not exact:
         raise UserError(f"{path} is stored as {kind}, which changes the numbers of classes; save masks as PNG")

@@ -32,6 +32,7 @@ from isomorph.tasks.segmentation.augment import SegmentationPart, TestTransform,
 from isomorph.tasks.segmentation.data import FORMATS, IGNORE, MAX_CLASSES, MaskedImages, open_splits, open_test_pairs
 from isomorph.tasks.segmentation.results import class_colours, draw_prediction, index_image, measure, predict_mask
 from isomorph.training.build import build_model
+from isomorph.training.dry_run.synthetic import random_images
 from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.task import EvaluationOptions, Objective, Prediction, Task
@@ -165,6 +166,13 @@ class Segmentation(Task):
 
         loss = SegmentationLoss(model, self.options, device, open_teacher(self.options, model))
         return Objective(loss, measure_masks, lambda metrics: metrics["miou"])
+
+    def synthetic_batch(
+        self, recipe: Recipe, model: nn.Module, config: dict[str, Any], samples: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        classes = getattr(model, "num_classes", 2)
+        mask = torch.randint(classes, (samples, *config["input_size"][-2:]), device=device)
+        return random_images(config, samples, device), mask
 
     def _test_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
         recorded: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]

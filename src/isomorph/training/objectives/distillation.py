@@ -12,6 +12,7 @@ from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import named_logits
 from isomorph.evaluation.input_sizes import check_image_size, class_count
+from isomorph.models import create
 from isomorph.training.recipe.fields import DistillPart
 
 
@@ -86,13 +87,25 @@ class HardDistillationLoss(SoftDistillationLoss):
         return F.cross_entropy(logits, teacher.argmax(-1))
 
 
-def build_distillation(model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device) -> TrainingTask:
+def untrained_teacher(part: DistillPart) -> nn.Module:
+    """Return a teacher for a dry run: a checkpoint that is there as it is, a timm model with random weights."""
+    if is_checkpoint_or_run(part.teacher):
+        return open_teacher(part)
+    return create(part.teacher, pretrained=False, **part.kwargs)
+
+
+def build_distillation(
+    model: nn.Module, part: DistillPart, criterion: nn.Module, device: torch.device, rehearses: bool = False
+) -> TrainingTask:
     """Return a loss with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
+
+    If it `rehearses`, a teacher of timm has random weights: nothing is downloaded.
 
     Raises: UserError when the teacher cannot be opened or process the images, or has another number of classes, or the
     model lacks the distillation token.
     """
-    teacher = open_teacher(part).eval()
+    opened = untrained_teacher(part) if rehearses else open_teacher(part)
+    teacher = opened.eval()
     check_image_size(teacher, model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
     theirs, own = map(class_count, (teacher, model))
     if theirs != own:

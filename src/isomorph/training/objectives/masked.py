@@ -1,5 +1,6 @@
 """Losses of masked pre-training: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
+import copy
 from collections.abc import Iterable
 from itertools import count, islice
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.layers.modes import eval_mode
+from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
 from isomorph.training.objectives.distillation import FrozenTeacher
 from isomorph.training.recipe.fields import MaskPart
@@ -146,21 +148,38 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
         )
 
 
+def untrained_teacher(part: MaskPart, encoder: nn.Module) -> MaskedAutoencoder:
+    """Return a teacher with random weights and MAE's decoder; without a name, as large as the student."""
+    theirs: Any = encoder
+    if part.teacher_model:
+        theirs = create(part.teacher_model, pretrained=False)
+    theirs = copy.deepcopy(theirs)  # an autoencoder changes its encoder's positions
+    return MaskedAutoencoder(theirs, heads=part.teacher_heads, mask=part.ratio)
+
+
 def build_pretraining(
-    part: MaskPart, encoder: nn.Module, device: torch.device
+    part: MaskPart, encoder: nn.Module, device: torch.device, rehearses: bool = False
 ) -> ReconstructionLoss | GenericDistillationLoss:
-    """Return the loss of pre-training. Raises: UserError for an unsupported encoder, or an unfit teacher."""
+    """Return the loss of pre-training. If it `rehearses`, a teacher that is not there has random weights.
+
+    Raises: UserError for an unsupported encoder, or an unfit teacher.
+    """
     depth, width, heads = part.decoder
     autoencoder = MaskedAutoencoder(encoder, depth, width, heads, part.ratio, part.normalise)
     if part.teacher is None:
         return ReconstructionLoss(autoencoder, device)
-    teacher = load_autoencoder(part.teacher, part.teacher_model, part.teacher_heads, part.ratio)
+    if rehearses and not part.teacher.is_file():
+        teacher = untrained_teacher(part, encoder)
+    else:
+        teacher = load_autoencoder(part.teacher, part.teacher_model, part.teacher_heads, part.ratio)
     return GenericDistillationLoss(autoencoder, teacher, device, part.block)
 
 
-def pretraining_objective(part: MaskPart, encoder: nn.Module, device: torch.device) -> Objective:
+def pretraining_objective(
+    part: MaskPart, encoder: nn.Module, device: torch.device, rehearses: bool = False
+) -> Objective:
     """Return the objective of masked pre-training; its result is the encoder. Raises: as `build_pretraining`."""
-    loss = build_pretraining(part, encoder, device)
+    loss = build_pretraining(part, encoder, device, rehearses)
     return Objective(
         loss,
         measure=lambda module, loader, runtime: evaluate_pretraining(loss, module, loader, runtime),

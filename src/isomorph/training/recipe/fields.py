@@ -213,6 +213,25 @@ class AugmentPart(Part):
     """Label smoothing."""
     repeats: Annotated[int, Field(ge=1, le=1024)] = 1
     """Repeated augmentation: N samples of each image, from 1/N of the images per epoch (DeiT: 3)."""
+    small_sizes: list[Size] | None = None
+    """Sides of smaller training images at first, e.g. [160, 192]; batches are resized on the device (MobileOne)."""
+    small_epochs: list[Positive] | None = None
+    """Epochs until which images have the sides of `small_sizes`, in ascending order, e.g. [37, 112]."""
+
+    @model_validator(mode="after")
+    def check_small_sizes(self) -> "AugmentPart":
+        sizes = self.small_sizes or []
+        epochs = self.small_epochs or []
+        if len(sizes) != len(epochs) or epochs != sorted(epochs):
+            raise ValueError("small_sizes needs as many small_epochs, in ascending order")
+        return self
+
+    def side_at(self, epoch: float) -> int | None:
+        """Return the side of the training images in an epoch, from 0; None for that of the data."""
+        for until, side in zip(self.small_epochs or (), self.small_sizes or (), strict=True):
+            if epoch < until:
+                return side
+        return None
 
     @field_validator("scale")
     @classmethod
@@ -250,7 +269,7 @@ class OptimPart(Part):
     """Optimiser and learning-rate schedule."""
 
     name: str = "adamw"
-    """Name of a timm optimiser."""
+    """Name of a timm optimiser; sgd has Nesterov's momentum, momentum the plain one."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
@@ -263,6 +282,8 @@ class OptimPart(Part):
     """Peak learning rate of pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr."""
     gamma_lr: PartRate = "1x"  # type: ignore[assignment]
     """Peak learning rate of the gammas of inserted blocks (iso.insert), a number or a multiple of lr."""
+    min_weight_decay: NotNegative | None = None
+    """Weight decay at the end of the run, to which it falls as a cosine (MobileOne); by default it stays."""
     layer_decay: Fraction = 1.0
     """Factor on the learning rate from each layer to the one before it; the head has the full rate."""
     momentum: Rate = 0.9
@@ -319,6 +340,9 @@ class OptimPart(Part):
             raise ValueError("warmup_epochs and warmup_iterations are both given; give one of them")
         if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(self.milestones):
             raise ValueError("the schedule step, and no other, needs optim.milestones in ascending order")
+        if self.min_weight_decay is not None and self.min_weight_decay > self.weight_decay:
+            low, high = f"{self.min_weight_decay:g}", f"{self.weight_decay:g}"
+            raise ValueError(f"min_weight_decay {low} is above weight_decay {high}, from which it falls; lower it")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, from which the rate falls; lower it")
         return self

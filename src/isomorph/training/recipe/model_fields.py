@@ -11,7 +11,7 @@ from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
 from isomorph.surgery.rule import RULES, build_rule, rule_options
-from isomorph.training.recipe.fields import File, Globs, Part
+from isomorph.training.recipe.fields import File, Globs, Part, Positive
 
 
 class RecastPart(Part):
@@ -72,6 +72,8 @@ class ModelPart(Part):
     """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
     weight_init: Literal["mae"] | None = None
     """mae: random weights by MAE's rule, Xavier in every matrix, recast layers included; by default each network's."""
+    head_std: Positive | None = None
+    """Standard deviation of a new classifier's initial weights, e.g. 2e-5 in MAE's fine-tuning; by default as usual."""
     start: Literal["weights", "random"] = "random"
     """weights: require model.weights or model.pretrained; random: without them, start from random weights."""
     unstride: str | None = None

@@ -19,7 +19,8 @@ SCHEDULES: dict[str, int | None] = {
     "optim.warmup_iterations": 1,
     "optim.milestones": None,
     "anneal.epochs": None,
-    "model.recast_epoch": 0,
+    "augment.small_epochs": None,
+    "model.recast_epoch": 1,
     "evaluate_every": 1,
     "keep_every": 1,
 }
@@ -130,12 +131,18 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], 
         if not all(map(_is_number, old)) or any(f"{field}.".startswith(f"{other}.") for other in given):
             continue
         scaled = [float(f"{each * length / usual:.4g}") for each in old]
-        new = sorted({each if least is None else max(least, round(each)) for each in scaled})
+        if field == "model.recast_epoch" and (not value or length == 1):
+            least = 0  # from the start; else a recast stays in the middle of the run
+        new = sorted({_rounded(each, least) for each in scaled})
         group[name] = new if isinstance(value, list) else new[0]
         if new != old:
             before, after = (", ".join(f"{each:g}" for each in lengths) for lengths in (old, new))
             changes.append(f"{field} {before} -> {after}")
     return f"{length} of {usual} {unit}, so {', '.join(changes)}" if changes else ""
+
+
+def _rounded(value: float, least: int | None) -> float:
+    return value if least is None else max(least, round(value))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

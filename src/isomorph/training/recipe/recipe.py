@@ -73,6 +73,8 @@ class Recipe(Part):
     """Device, e.g. cpu or cuda; auto takes a GPU if there is one."""
     out: fields.File | None = None
     """Folder of the run; by default runs/NAME."""
+    dataset: str = ""
+    """Data set of the published run if it is not the usual one of `data.source`; for information, and dry runs."""
     source: str = ""
     """Source of the recipe (paper, table); for information only."""
     expected: str = ""
@@ -159,7 +161,7 @@ class Recipe(Part):
         return self.out or Path("runs") / self.name
 
 
-_FREE = ("out", "device", "source", "expected", "log_every", "checkpoint_minutes", "tensorboard")
+_FREE = ("out", "device", "dataset", "source", "expected", "log_every", "checkpoint_minutes", "tensorboard")
 CHANGEABLE: dict[str, Any] = dict.fromkeys(_FREE, True) | {
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.analysis import attention_spans, branch_similarity, centres, gammas, gates, logit_stats
@@ -20,7 +21,7 @@ from isomorph.operations import count_calls, is_compiled
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import edited_names
 from isomorph.terminal_tables import chance_difference, count_of
-from isomorph.training.optim import describe_groups
+from isomorph.training.optim import describe_groups, set_weight_decay
 from isomorph.training.parallel import no_gradient_sync, unsharded
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped, StopRequest, lock_folder, stop_requests
@@ -192,6 +193,7 @@ def train_step(run: Run) -> tuple[float, Any]:
     if anneal and not since:  # later steps begin where the one before has set it
         anneal.apply(run.trained, since)
     run.scheduler.step_update(step)
+    set_weight_decay(run.optimizer, recipe.optim, step / run.iterations)
     run.optimizer.zero_grad()
     waited = 0.0
     for part in parts:
@@ -216,6 +218,7 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     """Add the gradients of one part of a batch, and its contribution to the mean loss and accuracy of the step."""
     parts = len(run.share.own)
     inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
+    inputs = _at_its_size(run, inputs)
     if run.mix:
         inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
@@ -225,6 +228,14 @@ def _train_part(run: Run, inputs: Any, targets: Any) -> None:
     run.total[0] += loss.detach()
     if run.objective.accuracy:
         run.total[1] += run.objective.accuracy(result["output"], result.get("target", targets)) / parts
+
+
+def _at_its_size(run: Run, inputs: Any) -> Any:
+    """Return the images at the size of their epoch, which is smaller at first in some recipes."""
+    side = run.recipe.augment.side_at(run.progress.step / run.order.steps)
+    if side is None:
+        return inputs
+    return F.interpolate(inputs, (side, side), mode="bilinear", antialias=True)
 
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:

@@ -53,6 +53,7 @@ from isomorph.training.classification import recipe_task
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.parallel import distribute, gathered_state_dict, prepare_model
 from isomorph.training.recipe.recipe import Recipe, changed_fields, identity_json
+from isomorph.training.task import Task
 
 _TOTALS = "progress.totals"
 
@@ -60,7 +61,7 @@ _TOTALS = "progress.totals"
 class Run:
     """A run in memory, built from its recipe in stages that check what they take; nothing is written before.
 
-    - recipe; runtime, by default the one that it asks for; task: the recipe's
+    - recipe; runtime, by default the one that it asks for; task, by default the recipe's
     - found: the snapshot that it resumes from, or None; progress
     - train, test: the training data, and the batches of this process's test images; config: the images' size and norm
     - order, share: the order of the training images, and the parts of every batch that this process trains on
@@ -71,10 +72,13 @@ class Run:
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
 
-    def __init__(self, recipe: Recipe, runtime: Runtime | None = None) -> None:
+    def __init__(self, recipe: Recipe, runtime: Runtime | None = None, task: Task | None = None) -> None:
         runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
-        self.recipe, self.runtime, self.task = recipe, runtime, recipe_task(recipe)
-        check_files(recipe)
+        self.recipe, self.runtime = recipe, runtime
+        self.task = task or recipe_task(recipe)
+        check_model_given(recipe)
+        if not self.task.rehearses:
+            check_files(recipe)
         self.found = runtime.on_main(lambda: find_snapshot(recipe))
         self.has_weights = bool(recipe.model.weights or recipe.model.pretrained or recipe.model.is_own)
         if not self.found and recipe.model.start == "weights" and not self.has_weights:
@@ -322,10 +326,14 @@ class Run:
         return load(self.recipe.folder / "model.safetensors")
 
 
-def check_files(recipe: Recipe) -> None:
-    """Raise UserError without a model, or for a file that does not exist; names the run that makes it, if known."""
+def check_model_given(recipe: Recipe) -> None:
+    """Raise UserError for a recipe without a model."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME")
+
+
+def check_files(recipe: Recipe) -> None:
+    """Raise UserError for a file that does not exist; names the run that makes it, if known."""
     files = {"model.weights": recipe.model.weights and local_file(recipe.model.weights)}
     files |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
     files |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}

@@ -1,0 +1,64 @@
+"""What parquet files of labelled images say about themselves: their columns, and the names of their classes."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isomorph.data.formats.naming import composed
+from isomorph.errors import UserError, first_line, optional_module
+
+LABEL_COLUMNS = ("label", "fine_label", "labels", "cls")
+
+
+def label_columns(columns: Iterable[str]) -> list[str]:
+    """Return the columns that may hold the labels, the one that counts first."""
+    present = set(columns)
+    return [name for name in LABEL_COLUMNS if name in present]
+
+
+def stored_classes(files: Sequence[Path]) -> list[str]:
+    """Return the names of the classes in the order of their labels, as the files store them; none if no file does.
+
+    They are in the schema's metadata, as the `datasets` library writes them.
+
+    Raises: UserError when a file cannot be read, or two files number the classes in different ways.
+    """
+    needs = "reading parquet files needs pyarrow"
+    pyarrow = optional_module("pyarrow", needs, "data")
+    parquet = optional_module("pyarrow.parquet", needs, "data")
+    names: list[str] = []
+    first = None
+    for file in files:
+        try:
+            found = _classes_of_schema(parquet.read_schema(file))
+        except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
+            raise UserError(f"cannot read {file}: {first_line(error)}") from None
+        if not found:
+            continue
+        if first is None:
+            first = file
+            names = found
+        if found != names:
+            difference = _difference(file, found, first, names)
+            raise UserError(f"{difference}; write the files with the same names in the same order")
+    return names
+
+
+def _classes_of_schema(schema: Any) -> list[str]:
+    columns = label_columns(schema.names)
+    if not columns:
+        return []
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    feature: Any = metadata
+    for key in ("info", "features", columns[0]):
+        feature = feature.get(key) if isinstance(feature, Mapping) else None
+    names = feature.get("names") if isinstance(feature, Mapping) else None
+    return [composed(str(name)) for name in names or []]
+
+
+def _difference(file: Path, names: Sequence[str], other: Path, others: Sequence[str]) -> str:
+    for number, (name, another) in enumerate(zip(names, others, strict=False)):
+        if name != another:
+            return f"class {number} is {another} in {other} and {name} in {file.name}"
+    return f"{other} names {len(others)} classes and {file.name} {len(names)}"

@@ -1,0 +1,95 @@
+"""Tiles of queries and the rectangles of keys that they attend to: what windows on large maps are computed in.
+
+t x t' queries, neighbours on the map, need the keys of one rectangle, little larger than the tile and the window, in
+which the keys outside of a query's window are masked. Work and memory are linear in the number of queries.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Queries of a tile along an axis, for a stride of 1 (measured by benchmarks/gpsa_stages.py): on any device, and for
+# the rows and columns of a CPU, where fewer keys cost less and only the rows of keys are written out.
+TILE = 4
+CPU_TILE = (4, 2)
+
+
+class AxisTiles(NamedTuple):
+    """Tiles along an axis: their number, queries, first key, step and number of keys; padding and keys of the map."""
+
+    number: int
+    size: int
+    first: int
+    step: int
+    length: int
+    padding: int
+    keys: int
+
+    @property
+    def pads(self) -> tuple[int, int]:
+        """Positions to add before and after the map, so that it has the keys of every tile, and no others."""
+        return -self.first, self.first + self.step * (self.number - 1) + self.length - self.keys
+
+    def cut(self, tile: int) -> tuple[int, int]:
+        """Return the number of keys before and after the padded map that a tile has."""
+        first = self.first + self.step * tile
+        return max(0, -self.padding - first), max(0, first + self.length - self.keys - self.padding)
+
+    def inside(self, window: int, device: torch.device) -> Tensor:
+        """Return the keys of a tile that are in the padded map and in the window of a query.
+
+        Shape: -> (number, size, length)
+        """
+        stride = self.step // self.size
+        firsts = self.first + self.step * torch.arange(self.number, device=device)
+        near = firsts[:, None] + torch.arange(self.length, device=device)  # (number, length)
+        queries = near[:, : stride * (self.size - 1) + 1 : stride] + window // 2  # (number, size)
+        in_window = (near[:, None] - queries[..., None]).abs() <= window // 2
+        in_map = (near >= -self.padding) & (near < self.keys + self.padding)
+        return in_window & in_map[:, None]
+
+
+# Rows and columns.
+Tiles = tuple[AxisTiles, AxisTiles]
+
+
+def tile_bias(tiles: Tiles, window: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 0 for keys of a tile in the window, and a very low score outside. Shape: -> (T, 1, n, m)
+
+    It is finite: a softmax over low scores only would not be.
+    """
+    rows = tiles[0].inside(window[0], device)
+    columns = tiles[1].inside(window[1], device)
+    inside = rows[:, None, :, None, :, None] & columns[None, :, None, :, None, :]  # (R, S, t, t, keys, keys)
+    outside = ~inside.flatten(4).flatten(2, 3).flatten(0, 1)[:, None]
+    return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill(outside, torch.finfo(dtype).min / 2)
+
+
+def axis_bias(tiles: AxisTiles, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the same along one axis, half as low: those of both axes are added. Shape: -> (number, size, length)"""
+    outside = ~tiles.inside(window, device)
+    return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill(outside, torch.finfo(dtype).min / 4)
+
+
+def attend_tiles(q: Tensor, keys_values: Tensor, bias: Tensor, filters: Tensor, tiles: Tiles) -> Tensor:
+    """Return the sum over heads of softmax(q k^T + bias) v filter_h for every tile, all of them at once.
+
+    Shape: q (B, nh hd, R t, S t), keys_values (B, nh hd + C, height, width), bias (T, 1, n, m),
+        filters (C_out, C / groups, nh) -> (B, C_out, R t, S t)
+    """
+    rows, columns = tiles
+    _, within, nh = filters.shape
+    size = (rows.size, columns.size)
+    near = F.unfold(keys_values, (rows.length, columns.length), stride=(rows.step, columns.step))
+    near = near.unflatten(1, (keys_values.shape[1], -1)).permute(0, 3, 1, 2)  # (B, T, nh hd + C, m)
+    k, v = near.split([q.shape[1], near.shape[2] - q.shape[1]], 2)
+    columns_of_queries = q.shape[3]
+    q = F.unfold(q, size, stride=size).unflatten(1, (nh, -1, size[0] * size[1])).permute(0, 4, 1, 3, 2)
+    maps = (q @ k.unflatten(2, (nh, -1)) + bias).softmax(-1).to(v.dtype)  # (B, T, nh, n, m)
+    read = maps.flatten(2, 3) @ v.mT  # (B, T, nh n, C)
+    patches = read.unflatten(2, (nh, -1)).permute(0, 4, 2, 1, 3).flatten(3).flatten(1, 2)  # (B, C nh, T n)
+    y = F.conv1d(patches, filters.flatten(1)[:, :, None], None, groups=v.shape[2] // within)
+    y = y.unflatten(2, (-1, columns_of_queries // size[1], *size)).transpose(3, 4)  # (B, C_out, R, t, S, t)
+    return y.flatten(4).flatten(2, 3)

@@ -1,0 +1,71 @@
+"""Whether a call of a model left a trace in it: a counter, a memory, a cache."""
+
+import gc
+from enum import Enum
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.operations.values import NOT_HELD, held_by, value_of
+
+# Objects that nothing can change.
+_CONSTANTS: tuple[type, ...] = (bool, int, float, complex, str, bytes, range, slice, type(None), type(Ellipsis), Enum)
+_CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# A model that refers to more objects than this is not looked through.
+_MOST_OBJECTS = 200_000
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Return what two states of one model have to have in common to be the same; the values of tensors are not in it.
+
+    It names every object that the attributes of modules refer to, and never equals another if one cannot be looked
+    into.
+
+    >>> from isomorph.operations import state_of
+    >>> relu = torch.nn.ReLU()
+    >>> before = state_of(relu)
+    >>> relu.calls = 1
+    >>> state_of(relu) == before
+    False
+    """
+    waiting: list[Any] = [vars(module) for module in model.modules()]
+    seen: set[int] = set()
+    found: list[Any] = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found.append(value_of(value))
+        elif isinstance(value, _CONSTANTS):
+            found.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            found.append(id(value))
+            if isinstance(value, dict):
+                waiting += [*value.keys(), *value.values()]
+            elif isinstance(value, tuple | list | set | frozenset):
+                waiting += value
+            elif isinstance(value, FunctionType) or (gc.is_tracked(value) and not isinstance(value, NOT_HELD)):
+                waiting += held_by(value)
+            elif not isinstance(value, NOT_HELD):
+                found.append(object())
+        if len(seen) > _MOST_OBJECTS:
+            found.append(object())
+            break
+    return found
+
+
+def left_no_trace(copied: nn.Module, before: list[Any], original: nn.Module) -> bool:
+    """Return True if a copy that was called is as it was before the call, with the parameters of its original."""
+    if state_of(copied) != before:
+        return False
+    tensors = (*copied.parameters(), *copied.buffers())
+    originals = (*original.parameters(), *original.buffers())
+    return all(map(_are_equal, tensors, originals))
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.is_meta:
+        return False
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)

@@ -1,0 +1,116 @@
+"""Models inside wrappers of torch, timm and compilers, their hooks, and copies of them."""
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from timm.utils.model_ema import ModelEmaV2, ModelEmaV3
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from isomorph.errors import UserError, first_line
+
+Wrappers = tuple[type[nn.Module], ...]
+
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+# Classes that keep their model as `module`; a compiled model is the `_orig_mod` of its wrapper.
+_WRAPPERS = (*_PARALLEL, AveragedModel, ModelEmaV2, ModelEmaV3)
+
+_PERMANENT_HINT = (
+    "make pruning and weight norms permanent first (prune.remove, remove_weight_norm); if a layer keeps a result of "
+    "its last call, as timm's LeViT does, call model.train(), and call it under torch.no_grad()"
+)
+
+
+def hooks_on(module: nn.Module) -> list[str]:
+    """Return the names of a module's hooks of all kinds, but for surgery's own and transformers' records."""
+    # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
+    kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
+    functions = [getattr(hook, "hook", None) or hook for hooks in kinds for hook in hooks.values()]
+    own = [hook for hook in functions if not getattr(getattr(hook, "__self__", hook), "reattached", False)]
+    return [getattr(hook, "__name__", type(hook).__name__) for hook in own if not records_outputs(hook)]
+
+
+def records_outputs(hook: Any) -> bool:
+    """True for a hook by which transformers records the outputs of layers."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def unwrap(model: Any, to_copy: bool = True) -> Any:
+    """Return the model inside the wrappers of torch.compile, DataParallel, DistributedDataParallel and averages.
+
+    To be copied or saved, submodules are unwrapped too, in a copy: they have the names that they had before. What is
+    not a model is returned as it is.
+
+    Raises: UserError if a wrapper has hooks, which would be lost; to be copied, also for weights that are divided among
+        processes (FSDP).
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> unwrap(torch.nn.DataParallel(torch.compile(cnn))) is cnn
+        True
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    model = _innermost(model, _WRAPPERS)
+    if not to_copy:
+        return model
+    if _is_sharded(model):
+        raise UserError(
+            "the weights are divided among processes (FSDP); gather them with get_model_state_dict and "
+            "StateDictOptions(full_state_dict=True) of torch.distributed.checkpoint.state_dict, and load them into a "
+            "model that is not divided"
+        )
+    if any(len(wrappers_of(module, _PARALLEL)) > 1 for module in model.modules()):
+        model = copy_module(model)
+        for parent in list(model.modules()):
+            for name, child in parent._modules.items():
+                if child is not None:
+                    parent._modules[name] = _innermost(child, _PARALLEL)
+    return model
+
+
+def wrappers_of(module: Any, kinds: Wrappers = _WRAPPERS) -> list[Any]:
+    """Return the wrappers around a model, the outermost first, and the model last."""
+    name = "module" if isinstance(module, kinds) else "_orig_mod"
+    inner = dict(module.named_children()).get(name)
+    return [module] if inner is None else [module, *wrappers_of(inner, kinds)]
+
+
+def _innermost(module: nn.Module, kinds: Wrappers) -> nn.Module:
+    *wrappers, inner = wrappers_of(module, kinds)
+    for wrapper in wrappers:
+        if hooks := hooks_on(wrapper):
+            name = type(wrapper).__name__ if isinstance(wrapper, kinds) else "compiled model"
+            raise UserError(f"the {name} has hooks ({', '.join(hooks)}); register them on the model inside")
+    return inner
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """True for both kinds of FSDP; without their module, which is slow to import, there is none."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(filter(None, (getattr(fsdp, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))))
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def is_compiled(model: Any) -> bool:
+    """True if the model or a submodule is compiled."""
+    # model.compile() sets a private attribute of torch's and wraps nothing
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)
+
+
+@torch.inference_mode(False)  # the copy can be trained
+def copy_module(model: nn.Module) -> nn.Module:
+    """Return a deep copy. Raises: UserError if torch cannot copy it, as with pruned layers."""
+    try:
+        new = copy.deepcopy(model)
+    except RuntimeError as error:
+        reason = first_line(error).partition(". ")[0]
+        raise UserError(f"the model cannot be copied ({reason}); {_PERMANENT_HINT}") from None
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, copied in new.named_modules():  # a feature extractor of torchvision is copied in train mode
+        if copied.training != (mode := modes.get(name, copied.training)):
+            copied.train(mode)
+    return new

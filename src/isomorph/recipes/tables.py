@@ -1,0 +1,234 @@
+"""The papers' tables and figures, read from published/*.yaml, with the commands of every row and the runs of them."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isomorph.errors import UserError
+from isomorph.recipes import RECIPES, load_recipe
+from isomorph.report.published_table import COLUMNS, MEASURED, RunResult, TableRow
+from isomorph.report.run_files import RunLog
+from isomorph.training.recipe.differences import count_differences, describe_differences
+
+FOLDER = Path(__file__).with_name("published")
+PAPERS = {
+    "tcnn": "T-CNN",
+    "convit": "ConViT",
+    "coatnet": "CoAtNet",
+    "tdrl": "TDRL",
+    "refiner": "Refiner",
+}
+# Steps of a row that are no recipes, as commands on a model.
+STEPS = {
+    "robustness": "isomorph robustness {model} --data imagefolder --root /data/imagenet",
+    "suites": "isomorph evaluate {model} --suite imagenet imagenet-a imagenet-r --size {argument} --root /data",
+    "suites_v2": "isomorph evaluate {model} --suite imagenet imagenet-a imagenet-r imagenet-sketch "
+    "imagenet-v2-matched-frequency imagenet-v2-threshold-0.7 imagenet-v2-top-images --root /data",
+    "rfc": "isomorph evaluate {model} --suite imagenet --rfc {argument} --rfc-fill black --root /data",
+    "evaluate": "isomorph evaluate {model} --suite imagenet --root /data {argument}",
+    "analyze": "isomorph analyze {model} --image {argument}",
+    "figure": "see docs/guides/figures.md",
+}
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """A table or figure of a paper: its rows, the columns of their values, and the charts to draw of them."""
+
+    name: str
+    """Paper and number, e.g. ConViT Table 2."""
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    charts: tuple[Mapping[str, str], ...] = ()
+    note: str = ""
+
+    def recipes(self) -> list[str]:
+        """Return the recipes whose runs are rows."""
+        return [row.recipe for row in self.rows if row.recipe]
+
+
+@cache
+def published_tables() -> dict[str, PublishedTable]:
+    """Return all tables and figures by name."""
+    tables = {}
+    for file, paper in PAPERS.items():
+        contents = yaml.safe_load((FOLDER / f"{file}.yaml").read_text(encoding="utf-8"))
+        for number, fields in contents.items():
+            name = f"{paper} {number}"
+            tables[name] = _read_table(name, fields)
+    return tables
+
+
+def _read_table(name: str, fields: Mapping[str, Any]) -> PublishedTable:
+    columns = tuple(fields["columns"])
+    rows = [_read_row(columns, values) for values in fields["rows"]]
+    for column, value in fields.get("where", {}).items():
+        rows = [row for row in rows if row.values[column] == value]
+    rows += [
+        TableRow(f"{recipe} (not in the paper)", {}, recipe, commands=commands_of(recipe))
+        for recipe in fields.get("controls", ())
+    ]
+    charts = fields.get("chart", [])
+    if isinstance(charts, Mapping):
+        charts = [charts]
+    return PublishedTable(name, fields["title"], columns, tuple(rows), tuple(charts), fields.get("note", ""))
+
+
+def _read_row(columns: Sequence[str], values: Sequence[Any]) -> TableRow:
+    label, steps, *cells = values
+    by_column = dict(zip(columns, cells, strict=True))
+    if steps in ("-", "mean"):
+        return TableRow(str(label), by_column, recipe=None if steps == "-" else "mean")
+    each = steps.split(" > ")
+    recipe = each[-1] if each[-1] in RECIPES else None
+    before = [step for step in each[:-1] if step in RECIPES]
+    return TableRow(
+        label=str(label),
+        values=by_column,
+        recipe=recipe,
+        before=before[-1] if before else None,
+        commands=commands_of(steps),
+    )
+
+
+def commands_of(steps: str) -> list[str]:
+    """Return the commands of steps like `tdrl_vit_ti_g2sd > fuse > tdrl_fused_100ep`, each on the model before it.
+
+    A step is a recipe, `fuse`, one of `STEPS` with its argument, or at the start a model with public weights.
+    """
+    commands = []
+    model = ""
+    for step in steps.split(" > "):
+        word, _, argument = step.partition(" ")
+        if step in RECIPES:
+            weights = f" --model.weights {model}" if model else ""
+            commands.append(f"isomorph train {step}{weights}")
+            model = f"runs/{step}/model.safetensors"
+        elif step == "fuse":
+            fused = f"{Path(model).parent.name}-fused.safetensors"
+            commands.append(f"isomorph fuse {model} --out {fused}")
+            model = fused
+        elif word in STEPS:
+            line = STEPS[word].format(model=model, argument=argument)
+            commands.append(line.rstrip())
+        else:
+            model = step
+    return commands
+
+
+def find_table(name: str) -> PublishedTable:
+    """Return a table by paper and number, in any case: `convit table 2`, `CoAtNet Figure 1`, `TDRL B.8`.
+
+    Raises: UserError, with the closest names, if there is none.
+    """
+    tables = published_tables()
+    wanted = _normal(name)
+    for known, table in tables.items():
+        if _normal(known) == wanted:
+            return table
+    close = difflib.get_close_matches(name, tables, n=3)
+    paper = next((known for known in PAPERS.values() if name.lower().startswith(known.lower())), "")
+    if paper:
+        numbers = [known.removeprefix(f"{paper} ") for known in tables if known.startswith(paper)]
+        raise UserError(
+            f"{paper} has no {name[len(paper) :].strip() or 'such table'!r} here; give one of {', '.join(numbers)}"
+        )
+    hint = " or ".join(close or ["ConViT Table 2"])
+    raise UserError(f"there is no table {name!r}; give a paper and its table, for example {hint}")
+
+
+def _normal(name: str) -> str:
+    short = re.sub(r"\b(figure|fig)\b\.?", "fig.", name.strip().lower())
+    short = re.sub(r"\btab\b\.?", "table", short)
+    short = re.sub(r"\bappendix ", "", short)
+    return " ".join(short.split())
+
+
+def table_with_runs(table: PublishedTable, logs: Sequence[RunLog]) -> PublishedTable:
+    """Return a table whose rows have the runs of their recipes, and the mean of the runs of a part where it prints one.
+
+    A run belongs to the row of the recipe that it names; a run of another name, such as a second seed, to a row whose
+    recipe has the same `source`, and of several to the one that it differs least from.
+    """
+    rows = list(table.rows)
+    placed: dict[int, list[RunResult]] = {}
+    for log in logs:
+        for index in _rows_of(table, log):
+            published = load_recipe(str(rows[index].recipe))
+            differs = describe_differences(log.recipe, published, _trained_epochs(log))
+            placed.setdefault(index, []).append(RunResult.of(log, table.columns, differs))
+    for index, results in placed.items():
+        rows[index] = replace(rows[index], runs=tuple(results))
+    return replace(table, rows=tuple(_with_means(rows)))
+
+
+def _rows_of(table: PublishedTable, log: RunLog) -> list[int]:
+    own = str(log.recipe.get("name"))
+    named = [i for i, row in enumerate(table.rows) if row.recipe == own]
+    if len(named) > 1:  # of runs that start from several others, the weights say which
+        weights = str((log.recipe.get("model") or {}).get("weights"))
+        named = [i for i in named if str(table.rows[i].before) in weights] or named
+    if named or own in RECIPES:
+        return named
+    source = log.recipe.get("source")
+    alike = [
+        i
+        for i, row in enumerate(table.rows)
+        if row.recipe in RECIPES and source and RECIPES[row.recipe].get("source") == source
+    ]
+    if not alike:
+        return []
+    distance: Callable[[int], int] = lambda i: count_differences(  # noqa: E731
+        log.recipe, load_recipe(str(table.rows[i].recipe))
+    )
+    return [min(alike, key=distance)]
+
+
+def _trained_epochs(log: RunLog) -> int:
+    return max((row["epoch"] for row in log.epochs if isinstance(row.get("epoch"), int)), default=0)
+
+
+def _with_means(rows: Sequence[TableRow]) -> Iterator[TableRow]:
+    """Fill the rows `mean` with the mean of what the rows of the same label measured, if all of them were."""
+    for row in rows:
+        if row.recipe != "mean":
+            yield row
+            continue
+        others = [other for other in rows if other.label == row.label and other is not row]
+        scores = [
+            result.measured["score"]
+            for other in others
+            for result in other.runs[:1]
+            if not result.differs and "score" in result.measured
+        ]
+        runs: tuple[RunResult, ...] = ()
+        if len(scores) == len(others):
+            runs = (RunResult("mean", {"score": sum(scores) / len(scores)}),)
+        yield replace(row, recipe=None, runs=runs)
+
+
+def published_rows(recipe: str) -> list[str]:
+    """Return a line for each row that a recipe has in a table, with its measurable numbers."""
+    lines = []
+    for name in tables_of(recipe):
+        for row in published_tables()[name].rows:
+            numbers = [
+                f"{COLUMNS[column]} {row.values[column]}"
+                for column in MEASURED
+                if row.recipe == recipe and row.values.get(column) is not None
+            ]
+            if numbers:
+                lines.append(f"{name}, {row.label}: {', '.join(numbers)}")
+    return lines
+
+
+def tables_of(recipe: str) -> list[str]:
+    """Return the names of the tables and figures that a recipe has a row in."""
+    return [name for name, table in published_tables().items() if recipe in table.recipes()]

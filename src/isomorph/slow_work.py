@@ -1,0 +1,34 @@
+"""A line on the terminal about work that takes longer than five seconds."""
+
+import sys
+import time
+
+# Seconds after which work is said to go on, and between two lines about it.
+PATIENCE = 5.0
+BETWEEN = 0.5
+
+
+class SlowWork:
+    """Shows on a terminal which step long work is at, in one line that its end removes."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._begun = time.monotonic()
+        self._shown = self._begun + PATIENCE - BETWEEN
+        self._is_shown = False
+
+    def step(self, text: str) -> None:
+        """Show a step, if the work has begun five seconds ago and the last step was not shown just now."""
+        now = time.monotonic()
+        if now - self._shown < BETWEEN or not sys.stderr.isatty():
+            return
+        self._shown = now
+        self._is_shown = True
+        sys.stderr.write(f"\r{self.title}: {text}, {now - self._begun:.0f} s\x1b[K")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._is_shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

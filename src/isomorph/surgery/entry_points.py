@@ -1,0 +1,142 @@
+"""The ways to call a model with one batch: its forward, flags of it, and other public methods that take the same."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from isomorph.surgery.calls import Inputs
+
+# Outputs that transformers' models add when they are asked to, also where their signature does not name them.
+_OUTPUT_FLAGS = ("output_hidden_states", "output_attentions")
+# What the names of methods begin with that change a model or write files.
+_CHANGES: tuple[str, ...] = ("configure", "dump", "export", "fit", "freeze", "init", "load", "log")
+_CHANGES += ("prune", "push", "register", "reset", "resize", "save", "set", "test", "train", "unfreeze")
+_CHANGES += ("validat", "write")
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """A method of a model that takes a batch, and further arguments by name.
+
+    `inputs`: which entries of a batch of several inputs it takes; None for all.
+    """
+
+    method: str = "forward"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    inputs: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
+        return f"{self.method}({given})" if given else self.method
+
+    def __call__(self, model: Any, batch: Inputs) -> Any:
+        method = model if self.method == "forward" else getattr(model, self.method)
+        arguments = dict(self.arguments)
+        if isinstance(batch, Tensor):
+            return method(batch, **arguments)
+        taken = batch if self.inputs is None else {name: batch[name] for name in self.inputs}
+        return method(**taken, **arguments)
+
+
+class PooledFeatures(EntryPoint):
+    """The features of a model of timm that its classifier reads."""
+
+    def __call__(self, model: Any, batch: Inputs) -> Any:
+        return model.forward_head(model.forward_features(batch), pre_logits=True)
+
+
+FORWARD = EntryPoint()
+
+
+def entry_points(model: nn.Module, batch: Inputs) -> list[EntryPoint]:
+    """Return the ways to call a model with a batch other than its plain forward; some may raise or give no numbers.
+
+    They are its forward with each flag turned, and the public methods that take the same, but for those whose names say
+    that they change the model or write files.
+    """
+    found = [*_flags(model, batch), *_methods(model, batch)]
+    if callable(getattr(model, "forward_head", None)) and isinstance(batch, Tensor):
+        found.append(PooledFeatures("forward_head"))
+    return found
+
+
+def untried_arguments(model: nn.Module, batch: Inputs) -> list[str]:
+    """Return the arguments of a model's forward that choose what it computes by something else than yes or no."""
+    untried = []
+    for name, parameter in _arguments(model.forward, batch):
+        if isinstance(parameter.default, str) or type(parameter.default) is int:
+            untried.append(name)
+    return untried
+
+
+def _arguments(method: Any, batch: Inputs) -> Iterator[tuple[str, inspect.Parameter]]:
+    """Yield the parameters of a method that a batch does not fill."""
+    try:
+        parameters = list(inspect.signature(method).parameters.items())
+    except (TypeError, ValueError):  # a method written in C
+        return
+    taken = [name for name, _ in parameters[:1]] if isinstance(batch, Tensor) else list(batch)
+    for name, parameter in parameters:
+        if name not in taken:
+            yield name, parameter
+
+
+def _flags(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
+    takes_any = False
+    seen = set()
+    for name, parameter in _arguments(model.forward, batch):
+        takes_any |= parameter.kind is parameter.VAR_KEYWORD
+        default = parameter.default
+        seen.add(name)
+        if isinstance(default, bool):
+            yield EntryPoint(arguments=((name, not default),))
+        elif default is None and "bool" in str(parameter.annotation):
+            yield EntryPoint(arguments=((name, True),))
+    if takes_any:
+        for name in _OUTPUT_FLAGS:
+            if name not in seen and hasattr(getattr(model, "config", None), name):
+                yield EntryPoint(arguments=((name, True),))
+
+
+def _methods(model: nn.Module, batch: Inputs) -> Iterator[EntryPoint]:
+    package = type(model).__module__.partition(".")[0]
+    own = [kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] == package]
+    names = dict.fromkeys(name for kind in own if kind is not nn.Module for name in vars(kind))
+    for name in names:
+        method = getattr(type(model), name, None)
+        if hasattr(nn.Module, name) or not inspect.isfunction(method):
+            continue
+        if name.startswith(("_", *_CHANGES)):
+            continue
+        if isinstance(batch, Tensor):
+            if _takes_one_tensor(method):
+                yield EntryPoint(name)
+        else:
+            taken = _inputs_of(method, batch)
+            if taken:
+                yield EntryPoint(name, inputs=taken)
+
+
+def _required(method: Any) -> list[inspect.Parameter]:
+    _, *parameters = inspect.signature(method).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each for each in parameters if each.default is each.empty and each.kind not in variable]
+
+
+def _takes_one_tensor(method: Any) -> bool:
+    required = _required(method)
+    if len(required) != 1:
+        return False
+    annotation = required[0].annotation
+    return annotation is inspect.Parameter.empty or "Tensor" in str(annotation)
+
+
+def _inputs_of(method: Any, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which entries of a batch a method takes, none if it needs others."""
+    if not all(each.name in batch for each in _required(method)):
+        return ()
+    parameters = inspect.signature(method).parameters
+    return tuple(name for name in batch if name in parameters)

@@ -1,0 +1,326 @@
+"""Two models in float32, float64 and other precisions, run on the same inputs."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from isomorph.errors import DoesNotRun, UserError
+from isomorph.surgery.calls import (
+    Inputs,
+    call_model,
+    cast,
+    cast_floats,
+    copy_inputs,
+    describe_shape,
+    largest_difference,
+    leaves,
+    map_floats,
+    noise_of,
+    relative,
+    run_model,
+)
+from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
+from isomorph.surgery.comparison import (
+    ROUNDING,
+    TensorDifference,
+    Tensors,
+    as_number,
+    compare_tensors,
+    structure_notes,
+    tensors_by_path,
+)
+from isomorph.surgery.modules import list_names
+from isomorph.surgery.recast import edited_names
+from isomorph.surgery.rule import edits
+from isomorph.surgery.verify_report import Difference
+
+# Other inputs by which it is seen whether channels are on another scale.
+_REDRAWN = 4
+
+
+class NotCompared(Exception):
+    """The original does not run on an input that was only tried, or gives no numbers to compare."""
+
+
+def normal_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return standard normal values of the shape, dtype and device of a tensor."""
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu").to(x.device)
+
+
+class _Run(NamedTuple):
+    """A model, the inputs that it gets, and the context in which it runs."""
+
+    model: nn.Module
+    inputs: Inputs
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class ModelPair:
+    """Two models in float32 and float64, and the names of the modules of the second that replaced one of the first."""
+
+    def __init__(self, original: nn.Module, recast: nn.Module, atol: float) -> None:
+        def prepared(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+            return copy.deepcopy(model)._apply(partial(cast, dtype=dtype)).eval().requires_grad_(False)
+
+        self.models = {t: (prepared(original, t), prepared(recast, t)) for t in (torch.float32, torch.float64)}
+        self.edited = edited_names(recast, len(edits(original)))
+        self.atol = atol
+        self.others: set[str] = set()
+        self.said: dict[str, None] = {}
+        self.changing: set[str] = set()
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # a caller's autocast would compute in half precision
+    @torch.autocast("cuda", enabled=False)
+    def row(self, batch: Inputs, what: str, extra: bool = False) -> Difference:
+        """Return the difference for a batch. `extra`: it is one that the user has not given."""
+        single = cast_floats(batch, torch.float32)
+        double = cast_floats(batch, torch.float64)
+        runs = [_Run(model, single) for model in self.models[torch.float32]]
+        runs += [_Run(model, double) for model in self.models[torch.float64]]
+        tensors, ties = self._compare(runs, batch, extra)
+        name = ", ".join(filter(None, (describe_shape(batch), what)))
+        return Difference.of(name, tensors, self.atol, ties=ties)
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    @torch.autocast("cuda", enabled=False)
+    def mode_row(self, batch: Inputs, mode: str) -> Difference:
+        """Return the difference in a precision or memory format, as far as the original in it is from float64."""
+        x = cast_floats(batch, torch.float32)
+        exact = _Run(self.models[torch.float64][0], cast_floats(batch, torch.float64))
+        runs = [_in_mode(model, x, mode) for model in self.models[torch.float32]]
+        tensors, ties = self._compare([*runs, exact, exact], batch, extra=True)
+        return Difference.of(describe_shape(batch), tensors, self.atol, mode=mode, ties=ties)
+
+    def _compare(
+        self, runs: Sequence[_Run], batch: Inputs, extra: bool
+    ) -> tuple[list[TensorDifference], tuple[str, ...]]:
+        """Return the differences, tensor by tensor, and where the second model would choose differently.
+
+        `runs` are those of both models in float32, or another precision, and in float64.
+        """
+        outputs = [self._output(run, first=number % 2 == 0, extra=extra) for number, run in enumerate(runs)]
+        if extra and not _has_numbers(outputs[0], outputs[2]):
+            raise NotCompared("the original's outputs are not finite")
+        self.others |= {type(leaf).__name__ for _, leaf in leaves(outputs[2]) if not _is_known(leaf)}
+        redraw = partial(self._redraw, batch)
+        o, r, exact, other = map(tensors_by_path, outputs)
+        try:
+            tensors = compare_tensors((o, r), (exact, other), self.atol, redraw)
+        except UserError:
+            chosen = self._compare_choices(runs, redraw)
+            if chosen is None:
+                raise
+            return chosen
+        self.said |= dict.fromkeys(structure_notes(outputs[0], outputs[1]))
+        if all(row.is_within(self.atol) for row in tensors):
+            return tensors, ()
+        return self._compare_choices(runs, redraw) or (tensors, ())
+
+    def _output(self, run: _Run, first: bool, extra: bool) -> Any:
+        given = copy_inputs(run.inputs)
+        try:
+            with run.around():
+                output = call_model(run.model, given)
+        except DoesNotRun as error:
+            if first and extra:
+                raise NotCompared(str(error)) from error
+            if first:
+                raise
+            raise UserError(f"{error}; the original does") from error
+        except UserError as error:
+            if extra:  # a limit that the model states
+                raise NotCompared(str(error)) from error
+            raise
+        if not _is_same(run.inputs, given):
+            self.changing.add("original" if first else "other model")
+        return output
+
+    def _compare_choices(
+        self, runs: Sequence[_Run], redraw: Callable[[], list[Tensors]]
+    ) -> tuple[list[TensorDifference], tuple[str, ...]] | None:
+        """Return the differences with the choices of the original, and those that came out differently.
+
+        None if a model does not choose among its numbers, or not at the same places.
+        """
+        exact = runs[2]
+        made = record_choices(exact.model, partial(_call, exact))
+        if not made.choices:
+            return None
+        again = [repeat_choices(run.model, partial(_call, run), made) for run in (runs[0], runs[1], runs[3])]
+        if any(call.unmatched for call in again):
+            return None
+        o, r, exact_values, other = map(_numbers_of, (again[0], again[1], made, again[2]))
+        try:
+            tensors = compare_tensors((o, r), (exact_values, other), self.atol, redraw)
+        except UserError:
+            return None
+        if not all(row.is_within(self.atol) for row in tensors):
+            return tensors, ()
+        changed = list(dict.fromkeys((*again[0].changed, *again[1].changed, *again[2].changed)))
+        self.said[f"rounding decides between almost equal numbers in {list_names(changed)}: {_REPEATED}"] = None
+        return tensors, tuple(changed)
+
+    def _redraw(self, batch: Inputs) -> list[Tensors]:
+        """Return outputs of the original for other inputs, none for inputs without floating-point numbers."""
+        generator = torch.Generator().manual_seed(0)
+        model = copy.deepcopy(self.models[torch.float64][0])  # a call may change it
+        drawn = []
+        exact = cast_floats(batch, torch.float64)
+        if not any(isinstance(x, Tensor) and x.is_floating_point() for _, x in leaves(exact)):
+            return []
+        with suppress(UserError):  # random inputs may not be any that the model takes
+            for _ in range(_REDRAWN):
+                other = map_floats(exact, partial(normal_like, generator=generator))
+                drawn.append(tensors_by_path(run_model(model, other)))
+        return drawn
+
+    def notes(self) -> Iterator[str]:
+        """Yield what differs besides values, and what was not compared."""
+        yield from self.said
+        for which in sorted(self.changing, reverse=True):
+            yield f"the {which} changes its input in place: each call got a copy of its own"
+        if self.others:
+            yield f"not compared besides tensors: {', '.join(sorted(self.others))}"
+
+    @torch.no_grad()
+    def is_random(self, batch: Inputs) -> bool:
+        model, x = self.models[torch.float32][0], cast_floats(batch, torch.float32)
+        return bool(noise_of(run_model(model, x), run_model(model, x)))
+
+    @torch.no_grad()
+    def uncalled(self, names: Sequence[str], batch: Inputs) -> tuple[tuple[str, ...], list[str]]:
+        """Return which of the modules that were not called the model reads, and a note on the others."""
+        read, x = [], cast_floats(batch, torch.float32)
+        for name in names:
+            model = copy.deepcopy(self.models[torch.float32][1])
+            before, parts = run_model(model, x), set(model.get_submodule(name).modules())
+            elsewhere = {p for part in model.modules() if part not in parts for p in part._parameters.values()}
+            for parameter in {p for part in parts for p in part.parameters()} - elsewhere:
+                parameter.fill_(math.nan)
+            if largest_difference(before, run_model(model, x))[0]:
+                read.append(name)
+        unused = list_names([name for name in names if name not in read])
+        return tuple(read), [f"{unused} was not called on these inputs, so they say nothing about it"] if unused else []
+
+    @torch.no_grad()
+    def targets(self, batch: Inputs) -> tuple[Difference, ...]:
+        original, recast = self.models[torch.float64]
+        found: dict[str, Difference] = {}
+
+        given: dict[str, list[Any]] = {}
+
+        def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given[name] = copy_inputs([args, kwargs])
+
+        def compare(name: str, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
+            module = recast.get_submodule(name)
+            args, kwargs = given.pop(name)
+            if type(module) is Attention:  # it has no use for the grid that a hook passes to gated attention
+                kwargs = {name: value for name, value in kwargs.items() if name != "grid_size"}
+            x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.zeros(1))
+            largest = x.abs().max().item()
+            row = _compare_module(name, module, output, module(*args, **kwargs), self.atol, largest)
+            found[name] = max(row, found.get(name, row), key=lambda row: relative(row.fp64, row.scale))
+
+        present = dict(original.named_modules())
+        names = [name for name in self.edited if name in present]
+        with ExitStack() as hooks:
+            for name in names:
+                module = present[name]
+                hooks.enter_context(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(compare, name), with_kwargs=True))
+            run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below
+            run_model(original, batch)
+        return tuple(found[name] for name in names if name in found)
+
+
+def _compare_module(
+    name: str, module: nn.Module, output: Any, other: Any, atol: float, largest_input: float
+) -> Difference:
+    """Return the difference of a recast module's outputs in float64, of those that both have, the first at least."""
+    kind = type(module).__name__
+    eps = torch.finfo(torch.float32).eps
+    rounding = min(atol, ROUNDING * eps * largest_input)
+    outputs = tensors_by_path(output)
+    others = tensors_by_path(other)
+    first = next(iter(outputs), "")
+    shared = [path for path in outputs if path in others and outputs[path].shape == others[path].shape]
+    if first not in shared:
+        shape = tuple(outputs[first].shape) if outputs else ()
+        row = TensorDifference(first, shape, "", math.inf, math.inf, 0.0, problem="outputs have different shapes")
+        return Difference.of(name, [row], atol, kind)
+    chosen = {path: outputs[path] for path in shared}
+    counterparts = {path: others[path] for path in shared}
+    rows = compare_tensors((chosen, counterparts), (chosen, counterparts), atol, by_channel=False)
+    return Difference.of(name, [replace(row, rounding=rounding) for row in rows], atol, kind)
+
+
+_REPEATED = "compared with the choices of the original, and so are the numbers that they are made from"
+
+
+def _call(run: _Run) -> Any:
+    with run.around():
+        return call_model(run.model, copy_inputs(run.inputs))
+
+
+def _in_mode(model: nn.Module, x: Inputs, mode: str) -> _Run:
+    """Return the run of a copy of a float32 model in another precision or memory format."""
+    model = copy.deepcopy(model)
+    if mode == "float16":
+        return _Run(model._apply(partial(cast, dtype=torch.float16)), cast_floats(x, torch.float16))
+    if mode == "channels_last":
+        inputs = map_floats(x, _to_channels_last)
+        return _Run(model.to(memory_format=torch.channels_last), inputs)
+    devices = [tensor.device.type for _, tensor in leaves(x) if isinstance(tensor, Tensor)]
+    return _Run(model, x, partial(torch.autocast, devices[0] if devices else "cpu", torch.bfloat16))
+
+
+def _to_channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def _is_same(inputs: Inputs, others: Inputs) -> bool:
+    before = [x for _, x in leaves(inputs) if isinstance(x, Tensor)]
+    after = [x for _, x in leaves(others) if isinstance(x, Tensor)]
+    return len(before) == len(after) and all(map(_is_identical, before, after))
+
+
+def _is_identical(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape:
+        return False
+    return bool(((x == y) | ((x != x) & (y != y))).all())  # NaN is not equal to itself
+
+
+def _has_numbers(output: Any, exact: Any) -> bool:
+    """True if the outputs of a model in two precisions have no NaN, and infinities, if any, at the same places."""
+    tensors = tensors_by_path(output)
+    for path, values in tensors_by_path(exact).items():
+        found = tensors.get(path, values)
+        if found.isnan().any() or values.isnan().any():
+            return False
+        if found.shape == values.shape and not torch.equal(found.isinf(), values.isinf()):
+            return False
+    return True
+
+
+def _is_known(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, str | bytes) or as_number(leaf) is not None
+
+
+def _numbers_of(call: ChosenCall) -> Tensors:
+    """Return what the choices of a call were made from, by the place of the choice, and its outputs."""
+    numbers: Tensors = {}
+    for count, choice in enumerate(call.choices):
+        for index, tensor in enumerate(choice.inputs):
+            numbers[f"what {choice.place} reads (choice {count}, input {index})"] = tensor
+    return numbers | tensors_by_path(call.output)

@@ -1,0 +1,283 @@
+"""What attention layers compute from queries and keys, seen in a trial call of a copy of the model or of the layer.
+
+A model is called with an image without values, on the meta device; a layer alone with made-up tokens on small grids.
+Models and layers that do not take such inputs are not seen.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.layers.grid import GridSize
+from isomorph.layers.modes import first_float
+from isomorph.operations import FollowMaps, FusedCall
+from isomorph.surgery.altered import copy_as
+from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
+
+# Arguments in which layers of timm receive the size of the feature map of their tokens.
+SIZE_NAMES = ("feat_size", "size", "resolution")
+
+# Grids of the trials: small, and large enough for keys that are pooled to an eighth.
+_GRIDS = ((4, 4), (16, 16))
+
+# Most tokens of a trial: the map of a layer that forms it has the square of this number of entries.
+_MOST_TOKENS = 1024
+
+# Most of the scores that the fit of a scale may leave unexplained; those of two different functions leave far more.
+_LARGEST_RESIDUE = 1e-6
+
+
+class Scores(NamedTuple):
+    """The first scores of a call: arguments of `scaled_dot_product_attention`, or the input of the layer's softmax."""
+
+    fused: FusedCall | None = None
+    logits: Tensor | None = None
+
+    @property
+    def mismatch(self) -> str | None:
+        """Why the layer is not self-attention in which each head has its own keys, or None if it is."""
+        if self.fused is not None and self.fused.is_causal:
+            return "it is causal"
+        if self.fused is not None:
+            queries, keys = self.fused.query, self.fused.key
+            same = queries.shape[:-1] == keys.shape[:-1]
+        else:
+            assert self.logits is not None
+            same = self.logits.shape[-2] == self.logits.shape[-1]
+        return None if same else "its keys are not those of its queries' tokens, one for each token and head"
+
+
+class _Seen(Exception):
+    """Ends a trial when the scores are known."""
+
+    def __init__(self, scores: Scores) -> None:
+        super().__init__()
+        self.scores = scores
+
+
+class _OfLayers(FollowMaps):
+    """Torch function mode that records the first scores of every layer, while a model runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self.found: dict[str, Scores] = {}
+
+    def enter(self, name: str, *_: Any) -> None:
+        self.running.append(name)
+
+    def leave(self, *_: Any) -> None:
+        self.running.pop()
+
+    def _record(self, scores: Scores) -> None:
+        if self.running:
+            self.found.setdefault(self.running[-1], scores)
+
+    def at_fused(self, call: FusedCall) -> Tensor:
+        self._record(Scores(fused=call))
+        return super().at_fused(call)
+
+    def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
+        self._record(Scores(logits=logits))
+
+
+class _ToScores(FollowMaps):
+    """Torch function mode that ends a call with the first scores."""
+
+    def at_fused(self, call: FusedCall) -> Tensor:
+        raise _Seen(Scores(fused=call))
+
+    def at_softmax(self, logits: Tensor, maps: Tensor) -> None:
+        raise _Seen(Scores(logits=logits))
+
+
+def _on_meta(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer on the meta device, without a copy of its values."""
+    config = getattr(layer, "config", None)
+    memo: dict[int, Any] = {id(config): config}
+    for parameter in layer.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in layer.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(layer, memo)
+
+
+def _in_float64(layer: nn.Module) -> nn.Module:
+    """Return a copy of a layer on the CPU in float64."""
+    return copy_as(layer, type(layer)).to("cpu", torch.float64)
+
+
+def _silence(layer: nn.Module) -> nn.Module:
+    """Put a copy in eval mode, without the hooks of its original, and in the form that forms its scores."""
+    for module in layer.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        module.training = False
+        facts = attention_facts(type(module))
+        if facts and facts.form:
+            module.__class__ = facts.form
+    return layer
+
+
+def _width(layer: nn.Module) -> int | None:
+    """Return the number of channels that a layer reads, from the first of its parts that says it."""
+    for module in layer.modules():
+        for name in ("embed_dim", "in_features", "in_channels"):
+            width = getattr(module, name, None)
+            if isinstance(width, int):
+                return width
+    return None
+
+
+def _further_arguments(layer: nn.Module, x: Tensor, grid: GridSize) -> dict[str, Any] | None:
+    """Return the arguments without a default after the first one, or None if one of them cannot be guessed."""
+    found: dict[str, Any] = {}
+    for parameter in list(inspect.signature(layer.forward).parameters.values())[1:]:
+        if parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        if parameter.name in SIZE_NAMES:
+            found[parameter.name] = list(grid)
+        elif parameter.name in ("key", "value"):
+            found[parameter.name] = x
+        else:
+            return None
+    return found
+
+
+def _trials(layer: nn.Module, grids: Sequence[tuple[GridSize, int]]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield inputs that a layer may take: tokens, and feature maps with the channels last and first."""
+    width, like = _width(layer), first_float(layer)
+    if width is None:
+        return
+    generator = torch.Generator().manual_seed(0)
+    for (H, W), prefix in grids:
+        for shape in ((1, prefix + H * W, width), (1, H, W, width), (1, width, H, W)):
+            x = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float64).to(like)
+            more = _further_arguments(layer, x, (H, W))
+            if more is not None:
+                yield x, more
+
+
+@torch.no_grad()
+def _run(layer: nn.Module, x: Tensor, more: dict[str, Any]) -> Scores | None:
+    try:
+        with warnings.catch_warnings(action="ignore"), _ToScores():
+            layer(x, **more)
+    except _Seen as seen:
+        return seen.scores
+    except Exception:  # of any layer, which does not take such an input
+        return None
+    return None
+
+
+def _grids_of(grids: Sequence[tuple[GridSize, int]]) -> list[tuple[GridSize, int]]:
+    """Return the grids of the trials with their prefix tokens: a layer's own, if they are small, and a few others."""
+    small = [(grid, prefix) for grid, prefix in grids if grid[0] * grid[1] <= _MOST_TOKENS]
+    return [*small, *((grid, 0) for grid in _GRIDS)]
+
+
+def observe_scores(layer: nn.Module, grids: Sequence[tuple[GridSize, int]] = ()) -> Scores | None:
+    """Return the scores of a trial call of a layer, with shapes alone where that is enough, or None.
+
+    `grids` are sizes that the tokens of the layer may have, and numbers of tokens before them.
+    """
+    makers = [_on_meta] if first_float(layer).is_meta else [_on_meta, _in_float64]
+    for make in makers:
+        try:
+            copied = _silence(make(layer))
+        except Exception:  # a layer that cannot be copied
+            return None
+        for x, more in _trials(copied, _grids_of(grids)):
+            scores = _run(copied, x, more)
+            if scores is not None:
+                return scores
+    return None
+
+
+def fused_scale(layer: Any, grids: Sequence[tuple[GridSize, int]] = ()) -> float | None:
+    """Return the scale with which the fused form of a layer of timm computes what its plain form does.
+
+    None if the layer runs fused or has no fused form, if a trial call does not tell, and if the two forms differ in
+    more than the scale.
+    """
+    if getattr(layer, "fused_attn", True) or first_float(layer).is_meta:
+        return None
+    try:
+        copied: Any = _silence(_in_float64(layer))
+    except Exception:  # a layer that cannot be copied
+        return None
+    for x, more in _trials(copied, _grids_of(grids)):
+        copied.fused_attn = False
+        plain = _run(copied, x, more)
+        copied.fused_attn = True
+        fused = _run(copied, x, more)
+        if plain and fused and plain.logits is not None and fused.fused is not None:
+            return _fit_scale(plain.logits, fused.fused)
+    return None
+
+
+def _fit_scale(logits: Tensor, call: FusedCall) -> float | None:
+    """Return the factor of q k^T by which logits come from it and the mask of a call, or None if they do not."""
+    products = call.query @ call.repeated[0].mT
+    if products.shape != logits.shape:
+        return None
+    rest = logits
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        rest = logits - call.mask
+    scale = (products * rest).sum() / products.square().sum()
+    residue = (rest - scale * products).abs().max() / rest.abs().max()
+    return scale.item() if residue < _LARGEST_RESIDUE else None
+
+
+def _image_sizes(model: Any) -> Iterator[tuple[int, ...]]:
+    """Yield shapes of images that a model may take: what it says itself, then usual ones."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    channels = config.get("input_size", (3,))[0]
+    said = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
+    said.append(config.get("input_size", (3, None))[1:])
+    owners = [getattr(module, "config", None) for module in model.modules()]
+    for owner in owners[:1]:
+        said.append(getattr(owner, "image_size", None))
+        channels = getattr(owner, "num_channels", channels)
+    for size in (*said, 224, 64, 32):
+        if isinstance(size, int):
+            yield channels, size, size
+        elif isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(n, int) for n in size):
+            yield channels, *size
+
+
+@torch.no_grad()
+def observe_calls(model: nn.Module) -> dict[nn.Module, Scores]:
+    """Return the scores of the attention layers of a model that takes images, with shapes alone, by layer."""
+    layers = {name: part for name, part in model.named_modules() if calls_fused_attention(type(part))}
+    if not layers:
+        return {}
+    try:
+        copied = _silence(_on_meta(model))
+    except Exception:  # a model that cannot be copied
+        return {}
+    for shape in _image_sizes(model):
+        mode, handles = _OfLayers(), []
+        for name in layers:
+            part = copied.get_submodule(name)
+            handles.append(part.register_forward_pre_hook(partial(mode.enter, name)))
+            handles.append(part.register_forward_hook(mode.leave, always_call=True))
+        image = torch.empty(1, *shape, device="meta", dtype=first_float(model).dtype)
+        try:
+            with warnings.catch_warnings(action="ignore"), mode:
+                copied(image)
+        except Exception:  # of any model, which does not take images of this size
+            for handle in handles:
+                handle.remove()
+            continue
+        return {layers[name]: scores for name, scores in mode.found.items()}
+    return {}

@@ -1,0 +1,261 @@
+"""The calls by which a model in float64 is compared with what surgery made of it, each on a copy of its own."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.models import get_model_input_config
+from torch import Tensor, nn
+
+from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
+from isomorph.operations import Flow, copy_module, left_no_trace, see, state_of, tensors_in
+from isomorph.slow_work import SlowWork
+from isomorph.surgery.calls import (
+    Inputs,
+    cast_floats,
+    describe_shape,
+    map_tensors,
+    other_inputs,
+    own_inputs,
+    relative_difference,
+    run_model,
+    to_model,
+)
+from isomorph.surgery.choices import ChosenCall, record_choices, repeat_choices
+from isomorph.surgery.entry_points import FORWARD, EntryPoint, entry_points, untried_arguments
+
+# Largest difference in float64, relative to the largest output, that is rounding: models may round inside.
+TOLERANCE = 1e-6
+# Sides in pixels at which a network with larger images is tried first.
+SMALL = 64
+
+
+def own_example(model: nn.Module) -> Inputs | None:
+    """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
+    if own := own_inputs(model, 1):
+        return to_model(own, model)
+    if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
+        return None
+    size = get_model_input_config(model)["input_size"]
+    generator = torch.Generator().manual_seed(0)
+    return to_model(torch.randn(1, *size, generator=generator, device="cpu"), model)
+
+
+class Call(NamedTuple):
+    """An entry point of a model, a batch, what the model gave for it, and how it chose among its numbers."""
+
+    entry: EntryPoint
+    inputs: Inputs
+    outputs: list[Tensor]
+    made: ChosenCall
+
+
+class ReferenceCalls:
+    """The calls by which a model in float64 is compared: its forward at several sizes, and its other entry points.
+
+    A model that chooses among its numbers, as detectors do, repeats the choices of the reference, so that rounding does
+    not decide between boxes that tie; the numbers that it chooses by are compared too, and the outputs of the modules
+    around code that branches on numbers. A call that leaves a trace in the model, such as a counter or a cache, runs on
+    a copy of its own.
+
+    Raises: DoesNotRun if the model does not run on the example or gives no numbers; NotFinite if they are not.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs | Sequence[Inputs], only_forward: bool = False) -> None:
+        given = [example] if isinstance(example, Tensor | Mapping) else list(example)
+        first, *others = [cast_floats(x, torch.float64) for x in given]
+        # The difference that the last comparison without a fault has found.
+        self.largest = 0.0
+        self.calls: list[Call] = []
+        self._work = SlowWork("comparing the fused model")
+        self._number_of_calls = 0
+        self._leaves_traces = False
+        self._watched: list[str] = []
+        self._watched = self._modules_around_choices(model, first)
+        others = others or [*_other_sizes(first)]
+        for inputs in others:
+            self._try(model, FORWARD, inputs)
+        if not self.calls and not given[1:]:  # it runs at one size only
+            for what, inputs in other_inputs(first):
+                if what == "another batch size":
+                    self._try(model, FORWARD, inputs)
+        self._try(model, FORWARD, first)
+        smallest = min((call.inputs for call in self.calls), key=_numbers_in, default=first)
+        self.entries = [str(FORWARD)]
+        self.only_forward = only_forward
+        for entry in [] if only_forward else entry_points(model, smallest):
+            if self._try(model, entry, smallest):
+                self.entries.append(str(entry))
+        self.untried = untried_arguments(model, first)
+        self._check(first)
+
+    def _check(self, first: Inputs) -> None:
+        numbers = [tensor for call in self.calls for tensor in call.outputs]
+        if not numbers:
+            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
+        if not all(torch.isfinite(tensor).all() for tensor in numbers):
+            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
+        self.calls = [call for call in self.calls if call.outputs]
+        self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
+        self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
+
+    def _modules_around_choices(self, model: nn.Module, first: Inputs) -> list[str]:
+        copied = copy_module(model)
+        flow = see(copied, lambda: run_model(copied, _copy(first)))
+        watched = []
+        for name in flow.deciding:
+            watched += [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
+        return watched
+
+    def _try(self, model: nn.Module, entry: EntryPoint, inputs: Inputs) -> bool:
+        """Add a call unless it raises an error: this model has other sizes, or another method of that name."""
+        copied = copy_module(model)
+        before = state_of(copied)
+        try:
+            outputs, made = self._outputs(copied, entry, inputs, record_choices)
+        except Exception:  # of any code that is called in a way it may not be meant for
+            return False
+        self._leaves_traces |= not left_no_trace(copied, before, model)
+        self.calls.append(Call(entry, inputs, outputs, made))
+        return bool(outputs)
+
+    def _count_call(self) -> None:
+        self._number_of_calls += 1
+        self._work.step(f"call {self._number_of_calls}")
+
+    def end(self) -> None:
+        """Remove the line on the terminal that says which call is run."""
+        self._work.end()
+
+    def _to_call(self, model: nn.Module) -> nn.Module:
+        """Return the model, or a copy of it if calls leave traces."""
+        return copy_module(model) if self._leaves_traces else model
+
+    @torch.no_grad()
+    def _outputs(
+        self, model: nn.Module, entry: EntryPoint, inputs: Inputs, run: Callable[..., ChosenCall]
+    ) -> tuple[list[Tensor], ChosenCall]:
+        """Return the floating-point outputs of a call, and those of the watched modules; and its choices.
+
+        `run` makes the call: it records choices, repeats those of another call, or does neither.
+        """
+        self._count_call()
+        found: list[Any] = []
+        with ExitStack() as hooks, torch.random.fork_rng():
+            for name in self._watched:
+                watched = model.get_submodule(name)
+                hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
+            torch.manual_seed(0)
+            made = run(model, partial(entry, model, _copy(inputs)))
+        return _numbers_of(found, made.output), made
+
+    def _compare(self, call: Call, model: nn.Module) -> float:
+        """Return the difference of a model's outputs in a call, infinity if it makes other choices.
+
+        Outputs that differ are compared again with the choices of the reference, and so are the numbers chosen by.
+        """
+        try:
+            outputs, _ = self._outputs(self._to_call(model), call.entry, call.inputs, _run_plainly)
+            plain = relative_difference(call.outputs, outputs)
+        except UserError:  # a detector finds another number of objects
+            plain = math.inf
+        if plain <= TOLERANCE or not call.made.choices:
+            return plain
+        repeat = partial(repeat_choices, made=call.made)
+        outputs, made = self._outputs(self._to_call(model), call.entry, call.inputs, repeat)
+        if made.unmatched:
+            return math.inf
+        read = _numbers_of(call.made.read), _numbers_of(made.read)
+        return relative_difference([call.outputs, read[0]], [outputs, read[1]])
+
+    def flows(self, model: nn.Module) -> Iterator[tuple[nn.Module, Flow]]:
+        """Yield what happens in each call, with the model or the copy of it that it ran on."""
+        for call in self.calls:
+            called = self._to_call(model)
+            self._count_call()
+            yield called, see(called, partial(call.entry, called, _copy(call.inputs)))
+
+    def difference(self, model: nn.Module, limit: float = math.inf) -> float:
+        """Return the largest difference of a model's outputs, relative to the largest value of each.
+
+        Above the limit the comparison ends with the first difference that is.
+
+        Raises: whatever a model raises that cannot be run.
+        """
+        largest = 0.0
+        for call in sorted(self.calls, key=lambda call: _numbers_in(call.inputs)):
+            largest = max(largest, self._compare(call, model))
+            if not largest <= limit:
+                break
+        return largest
+
+    def fault(self, change: Callable[[], nn.Module]) -> str | None:
+        """Return how the model that `change` gives differs, or None if it does not."""
+        try:
+            difference = self.difference(change(), TOLERANCE)
+        except Exception as error:  # of any code that meets another module than before
+            return f"the model does not run with it merged: {first_line(error)[:100]}"
+        if not difference <= TOLERANCE:
+            if math.isinf(difference):
+                return "with it merged, the model chooses among other numbers"
+            return f"with it merged, outputs differ by {difference:.1e} of the largest"
+        self.largest = difference
+        return None
+
+    def rounding(self, model: nn.Module) -> float:
+        """Return the difference of the outputs of a copy of the model in another precision, at the smallest inputs."""
+        forwards = [call for call in self.calls if call.entry == FORWARD]
+        call = min(forwards or self.calls, key=lambda call: _numbers_in(call.inputs))
+        return self._compare(call, model)
+
+
+def _run_plainly(_: nn.Module, call: Callable[[], Any]) -> ChosenCall:
+    return ChosenCall(call(), ())
+
+
+def _numbers_of(*values: Any) -> list[Tensor]:
+    """Return the floating-point tensors in values, in float64."""
+    tensors = [x if x.layout == torch.strided else x.to_dense() for x in tensors_in(*values)]
+    return [x.double() for x in tensors if x.is_floating_point() and x.numel()]
+
+
+def _copy(inputs: Inputs) -> Inputs:
+    """Return inputs that a model may change in place, each tensor one of its own."""
+    return map_tensors(inputs, torch.clone)
+
+
+def _numbers_in(inputs: Inputs) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(inputs))
+
+
+def _other_sizes(inputs: Inputs) -> list[Tensor]:
+    """Return inputs with shorter sides, of which one is odd, and one with longer sides; one more image, and one."""
+    if not isinstance(inputs, Tensor) or inputs.ndim < 2 or not len(inputs):
+        return []
+    one = inputs[-1:].flip(-1)
+    more = torch.cat([inputs[-1:], one])
+    sides = inputs.shape[2:]
+    if len(sides) == 2:
+        odd = [_shorter(side, share) | 1 for side, share in zip(sides, (3, 2), strict=True)]
+        even = [max(_shorter(side, share), 1) for side, share in zip(sides, (2, 3), strict=True)]
+        long = [side + max(side // 4, min(side // 2, SMALL // 2)) for side in sides]
+        return [more[..., : odd[0], : odd[1]], one[..., : even[0], : even[1]], _resized(one, long)]
+    others = [more, one]
+    if sides:
+        odd_side, even_side = (sides[0] * 3 // 4) | 1, max(sides[0] // 2, 1)
+        others += [more[:, :, :odd_side], one[:, :, :even_side]]
+    fewer = inputs.shape[1] // 2 + 1
+    return [*others, more[:, :fewer], torch.cat([one, one[:, : inputs.shape[1] // 2]], 1)]
+
+
+def _shorter(side: int, quarters: int) -> int:
+    """Return a number of quarters of a side; of a long side, quarters of twice `SMALL`."""
+    return min(side, 2 * SMALL) * quarters // 4
+
+
+def _resized(images: Tensor, size: list[int]) -> Tensor:
+    return F.interpolate(images, size) if images.is_floating_point() else images.repeat(1, 1, 2, 2)

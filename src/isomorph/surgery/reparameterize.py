@@ -1,0 +1,60 @@
+"""Models whose branches timm's `reparameterize_model` merges: with pyramids in them, and files of merged ones."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from timm.utils.model import reparameterize_model
+from torch import nn
+
+from isomorph.layers.pyramid.base import Pyramid
+from isomorph.surgery.fuse import fuse_pyramids
+from isomorph.surgery.rule import Rule
+
+# Methods of timm's blocks that `reparameterize_model` calls.
+_METHODS = ("fuse", "reparameterize", "switch_to_deploy")
+
+
+@dataclass(frozen=True)
+class Reparameterize(Rule):
+    """Rule that gives a model of timm the form in which its `reparameterize_model` leaves it, as a file of one has it.
+
+    `fuse` merges branches by what they compute, more of them and in float64; this is for weights of that form.
+
+    Raises: UserError from `build` for a model that is not timm's.
+
+    >>> repvgg = timm.create_model("repvgg_a0").eval()
+    >>> sum(isinstance(part, torch.nn.BatchNorm2d) for part in iso.surgery.Reparameterize().build(repvgg).modules())
+    0
+    """
+
+    atol: ClassVar[float] = 1e-4
+
+    def reason(self, module: nn.Module) -> str | None:
+        is_timm = type(module).__module__.startswith("timm.")
+        return None if is_timm else f"{type(module).__name__} is not a model of timm"
+
+    def build(self, module: nn.Module) -> nn.Module:
+        self.check(module)
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        merged: nn.Module = reparameterize_model(module)
+        first = next(module.parameters())
+        merged.to(first.device, first.dtype)  # timm makes layers without saying in which dtype and where
+        return merged.train(module.training).requires_grad_(trained)
+
+
+def guard_pyramids(model: nn.Module) -> None:
+    """Make methods of timm fuse the pyramids in their module first, since they read weights and no biases, in place."""
+    for module in model.modules():
+        held = any(isinstance(part, Pyramid) for part in module.modules())
+        for method in _METHODS:
+            own = getattr(type(module), method, None)
+            vars(module).pop(method, None)
+            if own and held and not own.__module__.startswith("isomorph."):
+                vars(module)[method] = partial(_fuse_pyramids_first, module, method)
+
+
+def _fuse_pyramids_first(module: nn.Module, method: str) -> Any:
+    vars(module).pop(method)
+    fuse_pyramids(module)
+    return getattr(module, method)()

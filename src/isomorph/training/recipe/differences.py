@@ -1,0 +1,84 @@
+"""What a run's recipe has otherwise than a published one: data, network, length, and any other field."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from isomorph.training.recipe.read import SCHEDULES
+from isomorph.training.recipe.recipe import Recipe
+
+# Fields that do not change what is trained, or say only where it is read, kept and reported.
+_WITHOUT_EFFECT = (
+    *("name", "out", "device", "seed", "amp", "dataset", "source", "expected", "log_every"),
+    *("checkpoint_minutes", "tensorboard", "evaluate_every", "keep_every", "monitor_every", "scale"),
+    *("data.root", "data.workers", "data.unreadable", "data.images", "data.draw"),
+    *("model.weights", "model.start", "distill.weights", "mask.teacher", "token_labels.maps"),
+)
+# Data sets by their names as a data source.
+_NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "camvid": "CamVid", "glue": "GLUE"}
+_NAMED_FIELDS = 3
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{path}.")
+        else:
+            flat[path] = value
+    return flat
+
+
+def _differing(own: Mapping[str, Any], published: Recipe) -> list[str]:
+    """Return the fields that differ, of those that the run's recipe has: an older one lacks the latest."""
+    mine = _flat(own)
+    theirs = _flat(published.model_dump(mode="json"))
+    fields = []
+    for name in sorted(mine.keys() | theirs.keys()):
+        ignored = any(name == each or name.startswith(f"{each}.") for each in _WITHOUT_EFFECT)
+        if ignored or (name not in mine and not name.startswith(("model.kwargs.", "model.recast."))):
+            continue
+        if mine.get(name) != theirs.get(name):
+            fields.append(name)
+    return [name for name in fields if not _follows_rate(name, mine, theirs)]
+
+
+def _follows_rate(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """True for the rate of a parameter group that is the same multiple of another `optim.lr`."""
+    if name not in ("optim.gate_lr", "optim.position_lr", "optim.gamma_lr"):
+        return False
+    ratios = [float(flat[name]) / float(flat["optim.lr"]) for flat in (mine, theirs)]
+    return math.isclose(*ratios, rel_tol=1e-9)
+
+
+def count_differences(own: Mapping[str, Any], published: Recipe) -> int:
+    """Return how many fields of a run's recipe are not the published one's."""
+    return len(_differing(own, published))
+
+
+def describe_differences(own: Mapping[str, Any], published: Recipe, trained: int | None = None) -> str:
+    """Return what a run has otherwise than a published recipe, like "CIFAR-10, 2 of 300 epochs"; empty for nothing.
+
+    `own` is the recipe that the run wrote, `trained` the number of epochs that it has finished.
+    """
+    fields = _differing(own, published)
+    parts = []
+    data = own.get("data") or {}
+    if "data.source" in fields:
+        source = str(data.get("source"))
+        parts.append(_NAMES.get(source, source))
+    for unit in ("epochs", "iterations"):
+        if unit in fields and own.get(unit) and getattr(published, unit):
+            parts.append(f"{own[unit]} of {getattr(published, unit)} {unit}")
+    shorter = bool({"epochs", "iterations"} & set(fields))
+    said = {"data.source", "epochs", "iterations", *(SCHEDULES if shorter else ())}
+    others = [name for name in fields if name not in said]
+    if others:
+        named = ", ".join(others[:_NAMED_FIELDS])
+        more = len(others) - _NAMED_FIELDS
+        parts.append(named + (f" and {more} more fields" if more > 0 else ""))
+    length = own.get("epochs")
+    if not own.get("iterations") and trained is not None and isinstance(length, int) and trained < length:
+        parts.append(f"at epoch {trained} of {length}")
+    return ", ".join(parts)
