@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
-import port_pairs
+import same_networks
 from isomorph.surgery import NotPorted
-from port_pairs import IMAGE, PAIRS, VIT, hf_vit, timm_vit
+from same_networks import IMAGE, PAIRS, VIT, hf_vit, timm_vit
 from refusals import refused
 
 DIRECTIONS = ("to the second", "to the first")
@@ -234,5 +234,5 @@ def test_images_are_required():
 
 
 def test_pairs_are_narrow():
-    assert VIT["hidden_size"] == port_pairs.WIDTH
+    assert VIT["hidden_size"] == same_networks.WIDTH
     assert hf_vit().config.image_size == IMAGE["image_size"]

@@ -5,8 +5,9 @@ entries are those of a base value plus those of parameters. So it does not matte
 table of relative positions or adds class tokens and positions.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -240,6 +241,7 @@ class Graph:
                 "the model computes something else for other weights; it cannot be followed"
             )
         self.seen = seen
+        self.__dict__.pop("all_numbers", None)
         for step in self.steps:
             for operand in (*step.operands.values(), *step.terms):
                 if operand.number is not None:
@@ -250,21 +252,22 @@ class Graph:
 
     def numbers(self, entries: Tensor) -> Tensor:
         """Return the numbers of parameters at global entries, 0 for none."""
-        out = torch.zeros(entries.shape, dtype=torch.float64)
-        for number, inside in self.owners(entries):
-            flat = self.seen.values[number].detach().flatten().double()
-            out[inside] = flat[entries[inside] - self.first[number]]
-        return out
+        found = self.all_numbers[entries]  # -1 is any number
+        return found.masked_fill_(entries < 0, 0.0)
 
-    def owners(self, entries: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the parameters that global entries belong to, by number, and where they stand among the entries."""
-        numbers = list(self.first)
+    @cached_property
+    def all_numbers(self) -> Tensor:
+        """The numbers of all parameters, by global entry."""
+        flat = [self.seen.values[number].detach().flatten().double() for number in self.first]
+        return torch.cat([*flat, torch.zeros(0, dtype=torch.float64)])
+
+    def owners(self, entries: Tensor) -> list[int]:
+        """Return the parameters that global entries belong to, by number."""
+        given = entries[entries >= 0]
         firsts = torch.tensor(list(self.first.values()))
-        owner = torch.searchsorted(firsts, entries.contiguous(), right=True) - 1
-        owner = owner.masked_fill(entries < 0, -1)
-        for each in owner.unique().tolist():
-            if each >= 0:
-                yield numbers[each], owner == each
+        counts = torch.searchsorted(firsts, given, right=True).bincount(minlength=1)
+        numbers = list(self.first)
+        return [numbers[place - 1] for place in counts.nonzero().flatten().tolist()]
 
     def _step(self, call: Call) -> bool:
         """Add the step of a call that reads parameters, or that is a layer; False for another call."""

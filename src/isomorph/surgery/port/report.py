@@ -165,9 +165,9 @@ def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay
         origins = solution.origins[first : first + value.numel()]
         if not len(origins) or bool((origins == OWN).all()):
             continue
-        parts = list(source.owners(origins))
-        names = tuple(source.seen.names[each][0] for each, _ in parts)
-        how = _how(source, [each for each, _ in parts], origins, value)
+        parts = source.owners(origins)
+        names = tuple(source.seen.names[each][0] for each in parts)
+        how = _how(source, parts, origins, value)
         for name in target.seen.names[number]:
             ways.append(TensorWay(name, names, how))
     return tuple(ways)
@@ -200,7 +200,7 @@ def _how(source: Graph, numbers: list[int], origins: Tensor, value: Tensor) -> s
 
 def names_left(source: Graph, solution: Solution) -> tuple[str, ...]:
     """Return the names of the source's tensors that no tensor of the target has numbers of."""
-    used = {number for number, _ in source.owners(solution.origins)}
+    used = source.owners(solution.origins)
     return tuple(source.seen.names[each][0] for each in source.first if each not in used)
 
 

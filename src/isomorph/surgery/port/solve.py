@@ -43,6 +43,8 @@ class Tensors:
     @classmethod
     def cat(cls, parts: "list[Tensors]") -> "Tensors":
         """Return several along their first axis."""
+        if len(parts) == 1:
+            return parts[0]
         return cls(torch.cat([x.value for x in parts]), torch.cat([x.entries for x in parts]))
 
     def __getitem__(self, where: Any) -> "Tensors":
@@ -67,9 +69,6 @@ class Solution:
     lost: list[str] = field(default_factory=list)
     """What the source has and the target has no parameter for."""
 
-    conflicts: list[str] = field(default_factory=list)
-    """Where two steps of the source give one parameter of the target different numbers."""
-
     unplaced: list[Tensor] = field(default_factory=list)
     """The source's entries that the target has no place for."""
 
@@ -86,14 +85,18 @@ class Solution:
         value = given.value.reshape(-1)
         origins = given.entries.reshape(-1)
         inside = entries >= 0
-        if bool(value[~inside].any()):
-            self.lose(Tensors(value, origins)[~inside], f"{module}: the target has a constant 0")
-        entries = entries[inside]
+        if not bool(inside.all()):
+            if bool(value[~inside].any()):
+                what = f"{module}: the target has a constant 0"
+                self.lose(Tensors(value, origins)[~inside], what)
+            entries = entries[inside]
+            value = value[inside]
+            origins = origins[inside]
         known = self.origins[entries] != OWN
-        if bool((known & (self.numbers[entries] != value[inside])).any()):
-            self.conflicts.append(module)
-        self.numbers[entries] = value[inside]
-        self.origins[entries] = origins[inside]
+        if bool(known.any()) and bool((known & (self.numbers[entries] != value)).any()):
+            self.lost.append(f"{module}: the target reads one tensor where the source has two")
+        self.numbers[entries] = value
+        self.origins[entries] = origins
 
 
 def solve(
@@ -108,8 +111,7 @@ def solve(
     `orders`: which order of its parts (`part_orders`) a layer of the source takes, by its joint. With `neutral`, scales
     and shifts that only the target has become 1 and 0.
     """
-    entries = torch.arange(target.count)
-    solution = Solution(target.numbers(entries), torch.full((target.count,), OWN))
+    solution = Solution(target.all_numbers.clone(), torch.full((target.count,), OWN))
     for one, other in pairing.pairs:
         if one.first.kind == "layer":
             gain = _gain_after(one, pairing)
@@ -137,6 +139,8 @@ def _rows(part: Part, role: str) -> Tensors | None:
         elif columns is not None and part.step.weight.shape[1] == len(columns):
             shape = part.step.weight.shape
             given = given.reshape(*shape)[:, columns].reshape(part.step.rows, -1)
+    if torch.equal(part.rows, torch.arange(part.step.rows)):
+        return given
     return given[part.rows]
 
 
@@ -310,7 +314,7 @@ def draw(graph: Graph, seed: int = 0) -> Tensor:
     Fresh weights hide faults: a LayerScale of 0, a bias of 0, statistics of 0 and 1.
     """
     generator = torch.Generator().manual_seed(seed)
-    numbers = graph.numbers(torch.arange(graph.count))
+    numbers = graph.all_numbers.clone()
 
     def normal(shape: Any) -> Tensor:
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
