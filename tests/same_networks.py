@@ -140,9 +140,6 @@ def of_timm(name, **kwargs):
     return timm.create_model(name, num_classes=5, **kwargs)
 
 
-BOTTLENECKS = dict(channels=(8, 16, 24, 32), stem_width=64)
-
-
 def hf_resnet(kind="basic"):
     sizes = [64, 128, 256, 512]
     given = dict(embedding_size=64, hidden_sizes=sizes, depths=[1, 1, 1, 1], layer_type=kind)
@@ -172,7 +169,7 @@ def timm_bottleneck():
     return timm_resnet("resnet50", channels=(16, 16, 32, 32))
 
 
-def hf_regnet(kind="y"):
+def hf_regnet():
     given = dict(embedding_size=32, hidden_sizes=[48, 104, 208, 440], depths=[1, 3, 6, 6])
     given |= dict(groups_width=8, layer_type="y", num_labels=5)
     return hf.RegNetForImageClassification(hf.RegNetConfig(**given))
@@ -188,16 +185,8 @@ def timm_hiera():
 
 
 def hf_efficientnet():
-    given = dict(width_coefficient=0.25, depth_coefficient=0.4, hidden_dim=320, num_labels=5)
+    given = dict(width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, num_labels=5)
     return hf.EfficientNetForImageClassification(hf.EfficientNetConfig(**given))
-
-
-def timm_efficientnet(name="tf_efficientnet_b0"):
-    return of_timm(name, channel_multiplier=0.25)
-
-
-def tv_efficientnet(name="efficientnet_b0"):
-    return tv(name)
 
 
 def hf_mobilenet2():
@@ -206,7 +195,7 @@ def hf_mobilenet2():
 
 
 def hf_mobilenet1():
-    config = hf.MobileNetV1Config(depth_multiplier=0.25, num_labels=5)
+    config = hf.MobileNetV1Config(tf_padding=False, layer_norm_eps=1e-5, num_labels=5)
     return hf.MobileNetV1ForImageClassification(config)
 
 
@@ -218,8 +207,10 @@ def hf_bit():
 
 def timm_bit():
     norm = partial(timm.layers.GroupNormAct, num_groups=4)
-    given = dict(channels=(32, 64, 64, 128), layers=(1, 1, 1, 1), stem_chs=32, norm_layer=norm)
-    return of_timm("resnetv2_50x1_bit", **given)
+    conv = partial(timm.layers.StdConv2d, eps=1e-8)
+    given = dict(channels=(32, 64, 64, 128), stem_chs=32, norm_layer=norm, conv_layer=conv)
+    given |= dict(layers=(1, 1, 1, 1), stem_type="fixed", num_classes=5)
+    return timm.models.resnetv2.ResNetV2(**given)
 
 
 def hf_levit():
@@ -251,7 +242,10 @@ def hf_poolformer():
 
 
 def timm_poolformer():
-    return of_timm("poolformer_s12", dims=(8, 16, 24, 32), depths=(1, 1, 1, 1))
+    given = dict(dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), layer_scale_init_values=1e-5)
+    given |= dict(downsample_norm=None, mlp_act=nn.GELU, mlp_bias=True, use_mlp_head=False)
+    given |= dict(norm_layers=timm.layers.GroupNorm1, res_scale_init_values=None)
+    return timm.models.metaformer.MetaFormer(**given, num_classes=5)
 
 
 def hf_focalnet():
@@ -261,12 +255,12 @@ def hf_focalnet():
 
 
 def timm_focalnet():
-    return of_timm("focalnet_tiny_srf", embed_dim=8, depths=(1, 1, 1, 1))
+    return timm.models.focalnet.FocalNet(embed_dim=8, depths=(1, 1, 1, 1), num_classes=5)
 
 
 def hf_mobilevit():
-    given = dict(hidden_sizes=[16, 24, 32], neck_hidden_sizes=[16, 16, 24, 48, 64, 80, 320])
-    given |= dict(expand_ratio=2.0, num_labels=5, image_size=64)
+    given = dict(neck_hidden_sizes=[16, 16, 24, 48, 64, 80, 320])
+    given |= dict(hidden_sizes=[64, 80, 96], expand_ratio=2.0, num_labels=5, image_size=64)
     return hf.MobileViTForImageClassification(hf.MobileViTConfig(**given))
 
 
@@ -360,12 +354,12 @@ def timm_coatnet():
 
 
 def timm_convit():
-    given = dict(embed_dim=24, num_heads=3, depth=3, local_up_to_layer=2, mlp_ratio=2.0)
+    given = dict(embed_dim=24, num_heads=4, depth=3, local_up_to_layer=2, mlp_ratio=2.0)
     return of_timm("convit_tiny", img_size=32, patch_size=8, **given)
 
 
 def own_convit():
-    given = dict(embed_dim=24, num_heads=3, depth=3, local_up_to_layer=2, mlp_ratio=2.0)
+    given = dict(embed_dim=24, num_heads=4, depth=3, local_up_to_layer=2, mlp_ratio=2.0)
     return of_timm("convit_ti", img_size=32, patch_size=8, **given)
 
 
@@ -517,9 +511,9 @@ PAIRS = {
         32,
     ),
     "MobileNetV1, timm and transformers": (
-        lambda: of_timm("mobilenetv1_100", channel_multiplier=0.25, pad_type="same"),
+        lambda: of_timm("mobilenetv1_100"),
         hf_mobilenet1,
-        33,
+        32,
     ),
     "MobileNetV2, timm and torchvision": (
         lambda: of_timm("mobilenetv2_050"),
@@ -551,9 +545,9 @@ PAIRS = {
         lambda: tv("efficientnet_b0"),
         32,
     ),
-    "EfficientNet, timm and transformers": (timm_efficientnet, hf_efficientnet, 33),
+    "EfficientNet, timm and transformers": (lambda: of_timm("tf_efficientnet_b0"), hf_efficientnet, 64),
     "EfficientNetV2, timm and torchvision": (
-        lambda: of_timm("efficientnetv2_rw_s"),
+        lambda: of_timm("efficientnetv2_s"),
         lambda: tv("efficientnet_v2_s"),
         32,
     ),

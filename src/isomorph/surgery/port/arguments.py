@@ -22,10 +22,7 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
 # The values that torch takes where code gives none.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gelu": {"approximate": "none"},
-    **{
-        f"conv{n}d": {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "bias": None}
-        for n in (1, 2, 3)
-    },
+    **{f"conv{n}d": {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "bias": None} for n in (1, 2, 3)},
 }
 _NUMBERED = ("first", "second", "third", "fourth")
 

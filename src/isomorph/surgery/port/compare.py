@@ -174,9 +174,7 @@ def compare_steps(
     return places, run
 
 
-def _place(
-    source: Graph, target: Graph, one: Step, other: Step, side: str, difference: float
-) -> Place:
+def _place(source: Graph, target: Graph, one: Step, other: Step, side: str, difference: float) -> Place:
     if side == "output":
         settings = differing(one.settings, other.settings)
         what = f"the {other.kind} gives another result on the same values"
@@ -194,16 +192,28 @@ def _place(
 
 
 def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
-    """True if operations read constants of the code that are numbers of float32, such as angles of rotations."""
-    for call in calls:
-        for number in call.inputs:
-            value = graph.seen.values[number]
-            is_constant = number not in graph.live and not graph.content(number).terms
-            if not is_constant or not value.is_floating_point():
-                continue
-            if torch.equal(value, value.float().double()) and bool((value != value.round()).any()):
-                return True
+    """True if operations read constants that the code computes in float32, such as angles of rotations."""
+    waiting = [number for call in calls for number in call.inputs]
+    visited: set[int] = set()
+    while waiting:
+        number = waiting.pop()
+        if number in visited or number in graph.live or graph.content(number).terms:
+            continue
+        visited.add(number)
+        if _is_rounded(graph.seen.values[number]):
+            return True
+        maker = graph.seen.makers.get(number)
+        if maker is not None:
+            waiting += maker.inputs
     return False
+
+
+def _is_rounded(value: Tensor) -> bool:
+    """True for numbers of float32 that use all of its digits."""
+    if not value.is_floating_point() or not torch.equal(value, value.float().to(value.dtype)):
+        return False
+    last_digits = value.float().contiguous().view(torch.int32) & 0xFF
+    return bool((last_digits != 0).any())
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:

@@ -24,7 +24,7 @@ from isomorph.surgery.port.report import (
     settings_in,
     ways_of,
 )
-from isomorph.surgery.port.solve import Solution, draw, part_orders, solve, write
+from isomorph.surgery.port.solve import Solution, clear_caches, draw, part_orders, solve, write
 from isomorph.surgery.port.watch import watch
 from isomorph.surgery.recast import check_model
 
@@ -32,9 +32,7 @@ from isomorph.surgery.recast import check_model
 _TRIALS = 12
 
 
-def port_weights(
-    source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False
-) -> PortReport:
+def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False) -> PortReport:
     """Give a copy of the target the weights of the source, which computes the same function in other code.
 
     Names play no part: the operations that read parameters are found in one run of each model, and brought together by
@@ -110,6 +108,7 @@ class _Port:
         for model in (self.source, self.target):  # which may keep what it computes in a first call
             with torch.no_grad():
                 run_model(model, self.image)
+            clear_caches(model)
         _perturb(self.source)
         _perturb(self.target)
         self.a = Graph(watch(self.source, self.image))
@@ -124,6 +123,7 @@ class _Port:
         self._draw()
         drawn = self._try_all()
         self.source.load_state_dict(self.own)
+        clear_caches(self.source)
         self.a.refresh(watch(self.source, self.image))
         final = self._trial()
         equal = self._is_equal(drawn) and self._is_equal(final)

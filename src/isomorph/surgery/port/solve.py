@@ -175,9 +175,7 @@ def _gain_after(one: Joint, pairing: Pairing) -> Tensor | None:
     return None
 
 
-def _solve_layer(
-    one: Joint, other: Joint, solution: Solution, choice: int, gain: Tensor | None
-) -> None:
+def _solve_layer(one: Joint, other: Joint, solution: Solution, choice: int, gain: Tensor | None) -> None:
     orders = part_orders(one, other)
     parts = [one.parts[i] for i in orders[choice]] if orders else one.parts
     given = Tensors.cat([rows for part in parts if (rows := _rows(part, "weight"))])
@@ -357,3 +355,12 @@ def write(graph: Graph, model: torch.nn.Module, numbers: Tensor) -> None:
         tensor = state[graph.seen.names[number][0]]
         own = numbers[first : first + tensor.numel()]
         tensor.copy_(own.reshape(tensor.shape).to(tensor))
+    clear_caches(model)
+
+
+def clear_caches(model: torch.nn.Module) -> None:
+    """Let modules drop what they keep in eval mode, such as tables of positions read from parameters."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    for module, mode in modes.items():
+        module.train(mode)
