@@ -18,6 +18,18 @@ SMALL = dict(embed_dim=WIDTH, depth=2, num_heads=HEADS, mlp_ratio=2.0, num_class
 IMAGE = dict(image_size=32, patch_size=8)
 
 
+def give_random_weights(model):
+    """Draw all weights and statistics: fresh ones hide faults, a bias of 0, a LayerScale of 0."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for x in model.parameters():
+            x += 0.05 * torch.randn(x.shape, generator=generator)
+        for name, x in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                x += 0.05 * torch.rand(x.shape, generator=generator)
+    return model.eval()
+
+
 def timm_vit(name="vit_tiny_patch16_224", **kwargs):
     return timm.create_model(name, **{**SMALL, "img_size": 32, "patch_size": 8, **kwargs})
 
@@ -350,7 +362,24 @@ def tv_inception():
 
 
 def timm_coatnet():
-    return of_timm("coatnet_0_224")
+    sizes = dict(embed_dim=(8, 16, 32, 64), depths=(1, 1, 1, 1), stem_width=(8, 8))
+    return of_timm("coatnet_0_224", img_size=64, **sizes)
+
+
+def own_coatnet():
+    sizes = dict(depths=(1, 1, 1, 1, 1), widths=(8, 8, 16, 32, 64))
+    return of_timm("coatnet_0", img_size=64, **sizes)
+
+
+def timm_maxvit():
+    sizes = dict(embed_dim=(32, 64), depths=(1, 1), stem_width=16, block_type=("M", "M"))
+    return of_timm("maxvit_tiny_tf_224", img_size=64, **sizes)
+
+
+def tv_maxvit():
+    given = dict(input_size=(64, 64), stem_channels=16, partition_size=2, head_dim=32)
+    given |= dict(block_channels=[32, 64], block_layers=[1, 1], stochastic_depth_prob=0.0)
+    return torchvision.models.MaxVit(**given, num_classes=5)
 
 
 def timm_convit():
@@ -561,6 +590,6 @@ PAIRS = {
         96,
     ),
     "ConViT, timm and isomorph": (timm_convit, own_convit, 32),
-    "CoAtNet, timm and isomorph": (timm_coatnet, lambda: of_timm("coatnet_0"), 224),
-    "MaxViT, timm and torchvision": (lambda: of_timm("maxvit_tiny_tf_224"), lambda: tv("maxvit_t"), 224),
+    "CoAtNet, timm and isomorph": (timm_coatnet, own_coatnet, 64),
+    "MaxViT, timm and torchvision": (timm_maxvit, tv_maxvit, 64),
 }

@@ -10,8 +10,8 @@ from torch import nn
 import isomorph as iso
 import same_networks
 from isomorph.surgery import NotPorted
-from same_networks import IMAGE, PAIRS, VIT, hf_vit, timm_vit
 from refusals import refused
+from same_networks import IMAGE, PAIRS, VIT, OwnViT, give_random_weights, hf_vit, timm_vit
 
 DIRECTIONS = ("to the second", "to the first")
 FULL_WIDTH = ("ConvNeXt", "ResNet", "RegNet", "Mobile", "Efficient", "Dense", "VGG", "Swin")
@@ -31,18 +31,6 @@ ROWS = [
 
 def images(side=32):
     return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
-
-
-def give_random_weights(model):
-    """Draw all weights and statistics: fresh ones hide faults, a bias of 0, a LayerScale of 0."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for x in model.parameters():
-            x += 0.05 * torch.randn(x.shape, generator=generator)
-        for name, x in model.named_buffers():
-            if name.endswith(("running_mean", "running_var")):
-                x += 0.05 * torch.rand(x.shape, generator=generator)
-    return model.eval()
 
 
 def make(name, way="to the second"):
@@ -75,48 +63,6 @@ def test_the_result_computes_what_the_source_computes():
     ways = {way.target: way for way in report.tensors}
     assert ways["vit.layers.0.attention.k_proj.weight"].sources == ("blocks.0.attn.qkv.weight",)
     assert "a part" in ways["vit.layers.0.attention.k_proj.weight"].how
-
-
-class OwnViT(nn.Module):
-    """A ViT in one's own code: patches by unfold and a linear layer, einsum, queries, keys, values in any order."""
-
-    def __init__(self, order="qkv", heads_first=True, eps=1e-6, act=F.gelu, shuffle=False):
-        super().__init__()
-        self.patches = nn.Linear(192, 24)
-        self.token = nn.Parameter(torch.zeros(1, 1, 24))
-        self.places = nn.Parameter(torch.zeros(1, 17, 24))
-        self.layers = nn.ModuleList(self.make_layer(eps) for _ in range(2))
-        self.last = nn.LayerNorm(24, eps)
-        self.classes = nn.Linear(24, 5)
-        self.order = order
-        self.heads_first = heads_first
-        self.act = act
-        self.shuffle = torch.randperm(24) if shuffle else torch.arange(24)
-
-    @staticmethod
-    def make_layer(eps):
-        parts = {"a": nn.LayerNorm(24, eps), "b": nn.LayerNorm(24, eps)}
-        parts |= {"joint": nn.Linear(24, 72), "out": nn.Linear(24, 24)}
-        return nn.ModuleDict(parts | {"up": nn.Linear(24, 48), "down": nn.Linear(48, 24)})
-
-    def attend(self, layer, x):
-        joint = layer["joint"](x)
-        if self.heads_first:
-            parts = joint.unflatten(-1, (3, 3, 8)).unbind(2)
-        else:
-            parts = joint.unflatten(-1, (3, 8, 3)).unbind(-1)
-        named = dict(zip(self.order, parts, strict=True))
-        scores = torch.einsum("bihd,bjhd->bhij", named["q"], named["k"]) / 8**0.5
-        out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), named["v"])
-        return layer["out"](out.flatten(2))
-
-    def forward(self, x):
-        x = x.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 4, 5, 1).reshape(len(x), 16, 192)
-        x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], 1) + self.places
-        for layer in self.layers:
-            x = x + self.attend(layer, layer["a"](x))
-            x = x + layer["down"](self.act(layer["up"](layer["b"](x))))
-        return self.classes(self.last(x)[:, 0, self.shuffle])
 
 
 OWN = {

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ConvToGPSA,
         LinearToPyramid,
         Rule,
+        absorb,
         edits,
         fuse,
         insert,
@@ -61,7 +62,7 @@ _HOMES = {
     "process": "keep_freed_memory",
     "recipes": "load_recipe",
     "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
-    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert port_weights prune "
+    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule absorb edits fuse insert port_weights prune "
     "recalibrate recast revert targets unstride verify",
     "tasks.evaluate": "evaluate",
     "tasks.robustness": "robustness",
@@ -78,7 +79,7 @@ __all__ += [
     "AttentionToWindow",
 ]
 __all__ += ["ConvToConvNorm", "ConvToGPSA"]
-__all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "attention_maps", "cka", "cost_table", "edits"]
+__all__ += ["LinearToPyramid", "Recipe", "Rule", "UserError", "absorb", "attention_maps", "cka", "cost_table", "edits"]
 __all__ += ["evaluate", "export", "fuse", "gates", "insert", "keep_freed_memory", "load", "load_recipe", "load_weights"]
 __all__ += ["nonlocality", "port_weights", "prune", "push", "quantize", "recalibrate", "recast", "revert", "robustness"]
 __all__ += ["save", "save_for_hub", "targets", "train", "unstride", "verify"]

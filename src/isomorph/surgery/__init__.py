@@ -2,6 +2,7 @@
 
 from collections import ChainMap
 
+from isomorph.surgery.absorb import Absorb, absorb
 from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
 from isomorph.surgery.insert import Insert, insert, register_block
@@ -30,6 +31,7 @@ from isomorph.surgery.verify_report import NotEqual, VerifyReport
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
     RULES,
     {
+        "Absorb": Absorb,
         "Fuse": Fuse,
         "Insert": Insert,
         "Merge": Merge,
@@ -42,6 +44,7 @@ EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
 
 __all__ = [
     "RULES",
+    "Absorb",
     "Acceptance",
     "Anneal",
     "AttentionToGPSA",
@@ -66,6 +69,7 @@ __all__ = [
     "Rule",
     "Unstride",
     "VerifyReport",
+    "absorb",
     "acceptance",
     "apply_edit",
     "build_rule",

@@ -137,6 +137,9 @@ class _Port:
         if equal and not is_equal(worst.rows, "target"):
             relevant = "source"
         rows = [row for row in worst.rows if row.own == relevant]
+        more = []
+        if relevant == "source":
+            more = [_not_compared(row) for row in worst.rows if row.other == "nothing"]
         settings = settings_in(drawn.places)
         explained = not equal and drawn.explained and final.explained and bool(settings)
         explained = explained and not solution.lost and self._is_paired()
@@ -152,7 +155,7 @@ class _Port:
             explained=explained,
             places=tuple(drawn.places),
             ambiguous=tuple(self.tried),
-            notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal)),
+            notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal), *more),
         )
 
     def _without_counterpart(self, equal: bool) -> Iterator[str]:
@@ -229,9 +232,13 @@ class _Port:
         if is_equal(trial.rows, "target"):
             inner = any(not row.other.startswith("output") for row in trial.rows)
             return not inner or self._are_heads(self.a, self.pairing.only_source)
+        if not is_equal(trial.rows, "source"):
+            return False
+        if _are_outputs(trial.rows):
+            return True
         only = self.pairing.only_target
         has_head = any(joint.first.kind == "layer" for joint in only)
-        return is_equal(trial.rows, "source") and has_head and self._are_heads(self.b, only)
+        return has_head and self._are_heads(self.b, only)
 
     def _are_heads(self, graph: Graph, joints: list[Joint]) -> bool:
         """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
@@ -277,6 +284,16 @@ class _Exchange:
             pairs[here] = pairs[here][0], port.pairing.pairs[there][1]
         port.pairing = replace(port.pairing, pairs=pairs)
         return f"which of the steps like {pairs[self.group[0]][0].module} are which"
+
+
+def _not_compared(row: OutputRow) -> str:
+    return f"the source does not compute the target's output {row.name}, which is not compared"
+
+
+def _are_outputs(rows: list[OutputRow]) -> bool:
+    """True if every output of the source is one of the target's, which may have more."""
+    mine = [row for row in rows if row.own == "source"]
+    return bool(mine) and all(row.other.startswith("output") for row in mine)
 
 
 def _largest(rows: list[OutputRow]) -> float:
