@@ -367,7 +367,7 @@ def timm_coatnet():
 
 
 def own_coatnet():
-    sizes = dict(depths=(1, 1, 1, 1, 1), widths=(8, 8, 16, 32, 64))
+    sizes = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 64))
     return of_timm("coatnet_0", img_size=64, **sizes)
 
 
@@ -383,7 +383,7 @@ def tv_maxvit():
 
 
 def timm_convit():
-    given = dict(embed_dim=24, num_heads=4, depth=3, local_up_to_layer=2, mlp_ratio=2.0)
+    given = dict(embed_dim=6, num_heads=4, depth=3, local_up_to_layer=2, mlp_ratio=2.0)
     return of_timm("convit_tiny", img_size=32, patch_size=8, **given)
 
 
@@ -583,7 +583,6 @@ PAIRS = {
     "DenseNet, timm and torchvision": (timm_densenet, tv_densenet, 32),
     "VGG, own code and torchvision": (ConvVGG, tv_vgg, 224),
     "VGG with norms, own code and torchvision": (lambda: ConvVGG(True), lambda: tv_vgg(True), 224),
-    "VGG, timm and torchvision": (lambda: of_timm("vgg11_bn"), lambda: tv("vgg11_bn"), 224),
     "Inception v3, timm and torchvision": (
         lambda: of_timm("inception_v3", aux_logits=False),
         tv_inception,

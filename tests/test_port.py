@@ -1,31 +1,43 @@
 """Weights from one implementation to another: both directions of a table, and targets of another function."""
 
 import copy
+import json
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
 import same_networks
+from command_line import isomorph
 from isomorph.surgery import NotPorted
 from refusals import refused
 from same_networks import IMAGE, PAIRS, VIT, OwnViT, give_random_weights, hf_vit, timm_vit
 
 DIRECTIONS = ("to the second", "to the first")
-FULL_WIDTH = ("ConvNeXt", "ResNet", "RegNet", "Mobile", "Efficient", "Dense", "VGG", "Swin")
+# Pairs of full width, which take seconds: benchmarks/port_pairs.py runs all of them.
+FULL_WIDTH = ("ResNet,", "ResNeXt", "RegNet", "Mobile", "Efficient", "MNASNet", "Inception", "Swin", "VGG")
 # Pairs that differ in a setting that is not a weight: its name.
 SETTINGS = {
+    "ViT with eps 1e-12, timm and transformers": "eps",
     "DINOv3, timm and transformers": "constants rounded to",
     "SigLIP, timm and transformers": "gelu approximate",
+    "PVT v2, timm and transformers": "eps",
     "ConvNeXt, timm and transformers": "eps",
+    "ConvNeXt, torchvision and transformers": "eps",
     "ConvNeXt V2, timm and transformers": "eps",
+    "MobileNetV3 large, timm and torchvision": "eps",
+    "MobileNetV3 small, timm and torchvision": "eps",
 }
+# Pairs of functions that differ, in at least one direction: where a norm stands, softmax or not, strides, padding.
+DIFFERENT = ("PoolFormer", "SwiftFormer", "nanoGPT", "MaxViT", "CoAtNet")
 ROWS = [
     pytest.param(name, way, marks=[pytest.mark.slow] if name.startswith(FULL_WIDTH) else [])
     for name in PAIRS
     for way in DIRECTIONS
+    if not name.startswith(DIFFERENT)
 ]
 
 
@@ -182,3 +194,63 @@ def test_images_are_required():
 def test_pairs_are_narrow():
     assert VIT["hidden_size"] == same_networks.WIDTH
     assert hf_vit().config.image_size == IMAGE["image_size"]
+
+
+@pytest.mark.parametrize("name", ["PoolFormer, timm and transformers", "MaxViT, timm and torchvision"])
+def test_implementations_of_other_functions_are_named(name):
+    source, target, batch = make(name)
+    report = iso.port_weights(source, target, batch, partial=True)
+    assert not report.equal
+    assert not report.explained
+    assert report.places
+
+
+def test_outputs_that_the_source_does_not_compute_are_said():
+    source, target, batch = make("DINOv3 ConvNeXt, timm and transformers")
+    report = iso.port_weights(source, target, batch)
+    assert any("last_hidden_state, which is not compared" in note for note in report.notes)
+
+
+class Cached(nn.Module):
+    """A model that keeps a table that it reads from a parameter, until it is trained again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.zeros(8))
+        self.kept = {}
+
+    def train(self, mode=True):
+        self.kept.clear()
+        return super().train(mode)
+
+    def forward(self, x):
+        if "table" not in self.kept:
+            self.kept["table"] = self.table.exp()
+        return self.layer(x) * self.kept["table"]
+
+
+def test_caches_of_eval_mode_do_not_hide_weights():
+    source = give_random_weights(Cached())
+    batch = torch.randn(2, 8)
+    target = Cached().eval()
+    target(batch)
+    report = iso.port_weights(source, target, batch)
+    torch.testing.assert_close(report.model(batch), source(batch))
+
+
+def test_the_command_writes_a_model_and_its_report(tmp_path):
+    out = tmp_path / "new.safetensors"
+    source = tmp_path / "old.safetensors"
+    cnn = timm.create_model("cifar_resnet20").eval()
+    iso.save(cnn, source)
+    done = isomorph("port", source, "cifar_resnet20", "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["report"]["equal"]
+    x = images()
+    torch.testing.assert_close(iso.load(out).eval()(x), cnn(x))
+    other = isomorph("port", source, "cifar_resnet32", "--out", tmp_path / "other.safetensors")
+    assert other.returncode == 2
+    assert "NOT equal" in other.stderr
+    assert "partial" in other.stderr
+    assert not (tmp_path / "other.safetensors").exists()
