@@ -83,7 +83,7 @@ class Absorb(Rule):
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Return the normalised image of a raw one. Shape: (B, C', H, W) -> (B, C, H, W)"""
-        like = {"dtype": raw.dtype, "device": raw.device}
+        like: dict[str, Any] = {"dtype": raw.dtype, "device": raw.device}
         mean = torch.tensor(self.mean, **like).reshape(-1, 1, 1)
         std = torch.tensor(self.std, **like).reshape(-1, 1, 1)
         if not self.is_grey:
@@ -129,7 +129,7 @@ class Absorb(Rule):
 
     def _for_raw_images(self, conv: nn.Conv2d) -> tuple[Tensor, list[float]]:
         """Return filters for raw channels in float64, and the mean of each channel."""
-        like = {"dtype": torch.float64, "device": conv.weight.device}
+        like: dict[str, Any] = {"dtype": torch.float64, "device": conv.weight.device}
         gain = 1 / (self.scale * torch.tensor(self.std, **like))
         mean = [self.scale * each for each in self.mean]
         width = conv.in_channels // conv.groups
@@ -156,17 +156,15 @@ def pads_with_zeros(module: nn.Module) -> bool:
 
 def _like(conv: nn.Conv2d, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
     """Return a convolution with other filters, in the precision of the first."""
+    window: dict[str, Any] = {
+        name: getattr(conv, name) for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    }
     new = nn.Conv2d(
         weight.shape[1] * conv.groups,
         conv.out_channels,
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        conv.groups,
-        bias is not None,
-        conv.padding_mode,
+        bias=bias is not None,
         device="meta",
+        **window,
     )
     new.weight = nn.Parameter(weight.to(conv.weight), conv.weight.requires_grad)
     if bias is not None:

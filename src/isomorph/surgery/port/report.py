@@ -72,7 +72,7 @@ class PortReport:
     """Settings that are not weights, and differ: eps, a kind of activation, a scale."""
 
     explained: bool = False
-    """True if the models are not equal, and would be with the source's settings."""
+    """True if the models are not equal, and a setting differs at every place where they part on the same values."""
 
     places: tuple[Place, ...] = ()
     """Every place where the models part, the first one first, each on the source's values."""
@@ -92,7 +92,7 @@ class PortReport:
         apart = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
         if self.explained:
             names = "; ".join(map(str, self.settings))
-            return f"{apart}; equal with the source's settings: {names}"
+            return f"{apart}; a setting differs at every place where they part: {names}"
         if self.places:
             return f"{apart}, first at {self.places[0]}"
         alone = [note for note in self.notes if "alone" in note]
