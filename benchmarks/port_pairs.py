@@ -1,7 +1,7 @@
 """Carry random weights between two implementations of a network, for every pair of tests/same_networks.py.
 
-Both directions, in float64. `equal`: the outputs are equal. `named`: they are not, and at
-every place where they part on the same values a setting differs that the report names, such as eps. `different`: the report says where the functions part.
+In float64, both ways. `equal`: the outputs are equal. `named`: they are not, and at every place where they part on
+the same values a setting differs that the report names, such as eps. `different`: the report says where they part.
 
     python benchmarks/port_pairs.py                     # all pairs
     python benchmarks/port_pairs.py ViT Swin            # those with one of these words in the name

@@ -32,6 +32,8 @@ class SubtractMean(nn.Module):
     Shape: x (B, C, H, W) or (B, 1, H, W) -> (B, C, H, W)
     """
 
+    mean: Tensor
+
     def __init__(self, mean: Sequence[float]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float64).reshape(1, -1, 1, 1))

@@ -120,12 +120,13 @@ class _Forced(Watch):
         forced = self.forced.get(len(self.calls))
         if forced is None or forced.name != name or forced.wanted is None:
             return args, kwargs
+        wanted = forced.wanted
         key = "input", len(self.calls)
 
         def put(tensor: Tensor) -> Tensor:
             if self.number_of(tensor) != forced.reads:
                 return tensor
-            return self._compare(key, forced.wanted, tensor)
+            return self._compare(key, wanted, tensor)
 
         return tree_map_only(Tensor, put, (args, kwargs))
 
@@ -160,8 +161,8 @@ def compare_steps(
         output = source.seen.values[a.output] if alone else None
         wanted = None
         reordered = a.columns is not None or b.columns is not None
-        has_input = a.input is not None and b.input is not None
-        if b.kind != "shift" and has_input and not reordered:
+        is_read = b.kind != "shift" and b.input is not None and not reordered
+        if a.input is not None and is_read:
             wanted = source.seen.values[a.input]
         forced[b.call.index] = _Step(b.call.name, b.input, wanted, output)
         steps[b.call.index] = a, b
@@ -179,13 +180,13 @@ def _place(source: Graph, target: Graph, one: Step, other: Step, side: str, diff
         settings = differing(one.settings, other.settings)
         what = f"the {other.kind} gives another result on the same values"
     else:
-        between = [_between(source, one), _between(target, other)]
+        between = _between(source, one), _between(target, other)
         maps = partial(_count_maps, source), partial(_count_maps, target)
-        settings = _differing_calls(*between, maps)
+        settings = _differing_calls(between[0], between[1], maps)
         rounded = tuple(map(_has_rounded_constants, (source, target), between))
         if difference < _SINGLE and any(rounded):
             kinds = ["float32" if each else "float64" for each in rounded]
-            settings = (("constants rounded to", *kinds),)
+            settings = (("constants rounded to", kinds[0], kinds[1]),)
         shown = [", ".join(_described(call) for call in calls) or "nothing" for calls in between]
         what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
     return Place(one.module, other.module, difference, what, settings)

@@ -256,8 +256,8 @@ def _solve_operands(one: Step, other: Step, solution: Solution) -> None:
     roles = list(one.operands)
     if set(roles) != set(other.operands) and one.kind not in NORMS:
         matched = list(zip(one.operands.values(), other.operands.values(), strict=False))
-        for given, place in matched:
-            _put(given, place, solution, other.module)
+        for operand, place in matched:
+            _put(operand, place, solution, other.module)
         return
     for role, place in other.operands.items():
         given = one.operands.get(role)

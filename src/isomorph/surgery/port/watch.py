@@ -126,7 +126,7 @@ class Watch(TorchFunctionMode):
 
     def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
         """Record that a part of a tensor was written to through another view of it."""
-        function = partial(_written_through, write=write, start=tensor.storage_offset())
+        function = partial(_written_through, write=write, start=int(tensor.storage_offset()))
         new = self._add(tensor)
         before = self.values[number]
         self.values[new] = function(before, self.values[write.number])
@@ -185,8 +185,9 @@ class Watch(TorchFunctionMode):
                 self.values[number] = self.values[number].clone()
 
     def _note_write(self, tensor: Tensor, number: int) -> None:
-        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._writes[_storage(tensor)].append(_Write(tensor._version, number, *layout))
+        start = int(tensor.storage_offset())
+        write = _Write(tensor._version, number, tensor.size(), tensor.stride(), start)
+        self._writes[_storage(tensor)].append(write)
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that a call gets."""
