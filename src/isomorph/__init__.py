@@ -39,9 +39,11 @@ if TYPE_CHECKING:
         ConvToGPSA,
         LinearToPyramid,
         Rule,
+        absorb,
         edits,
         fuse,
         insert,
+        port_weights,
         prune,
         recalibrate,
         recast,
@@ -62,7 +64,7 @@ _NAMES = {
     "errors": "UserError",
     "process": "keep_freed_memory",
     "surgery": "Anneal AttentionToGPSA AttentionToLinears AttentionToRefined AttentionToRelative "
-    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule edits fuse insert prune "
+    "AttentionToWindow ConvToConvNorm ConvToGPSA LinearToPyramid Rule absorb edits fuse insert port_weights prune "
     "recalibrate recast revert targets unstride verify",
     "lab.recipes": "load_recipe",
     "lab.tasks.evaluate": "evaluate",
@@ -83,6 +85,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "UserError",
+    "absorb",
     "analysis",
     "attention_maps",
     "cka",
@@ -103,6 +106,7 @@ __all__ = [
     "load_weights",
     "models",
     "nonlocality",
+    "port_weights",
     "prune",
     "push",
     "quantize",

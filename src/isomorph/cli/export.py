@@ -30,6 +30,7 @@ def export(
     size: opt.Size = None,
     dynamic: Dynamic = "batch",
     atol: opt.Atol = 1e-5,
+    raw_images: opt.Flag = False,
     opening: opt.OpenOptions = opt.OpenOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     overwrite: opt.Overwrite = False,
     json_: opt.Json = False,
@@ -48,14 +49,20 @@ def export(
         torch.export.load).
     atol
         Largest difference of a tensor from the model's, relative to its largest value.
+    raw_images
+        The file takes pixels from 0 to 255 as they are: the normalisation goes into the first layer.
     """
     opt.check_out(out, overwrite, Path(model), opt.EXPORTED)
     with opt.loading():
         from isomorph.cli.open_models import open_deployable
+        from isomorph.models.input_sizes import evaluation_config
         from isomorph.surgery import NotEqual
     with spinner("export") as show_step:
         show_step(f"loading {model}")
         net = open_deployable(model, opening)
+        if raw_images:
+            prepared = evaluation_config(net)
+            net = iso.absorb(net, prepared["mean"], prepared["std"])
         try:
             report = iso.export(
                 net, out, dynamic=dynamic, size=size, atol=atol, overwrite=overwrite, progress=show_step

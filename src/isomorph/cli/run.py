@@ -16,6 +16,7 @@ from isomorph.cli import (  # noqa: F401 (add commands)
     evaluate,
     export,
     listing,
+    port,
     robustness,
     sample,
     surgery,

@@ -2,10 +2,13 @@
 
 from collections import ChainMap
 
+from isomorph.surgery.absorb import Absorb, absorb
 from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.fuse import Fuse, fuse, fuse_with_report, fusible_modules
 from isomorph.surgery.insert import Insert, insert, register_block
 from isomorph.surgery.merge import FuseReport, Merge
+from isomorph.surgery.port.port import port_weights
+from isomorph.surgery.port.report import NotPorted, PortReport
 from isomorph.surgery.prune import Prune, prunable_layers, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Acceptance, acceptance, apply_edit, recast, targets
@@ -28,6 +31,7 @@ from isomorph.surgery.verify_report import NotEqual, VerifyReport
 EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
     RULES,
     {
+        "Absorb": Absorb,
         "Fuse": Fuse,
         "Insert": Insert,
         "Merge": Merge,
@@ -40,6 +44,7 @@ EDIT_RULES: ChainMap[str, type[Rule]] = ChainMap(
 
 __all__ = [
     "RULES",
+    "Absorb",
     "Acceptance",
     "Anneal",
     "AttentionToGPSA",
@@ -56,12 +61,15 @@ __all__ = [
     "LinearToPyramid",
     "Merge",
     "NotEqual",
+    "NotPorted",
+    "PortReport",
     "Prune",
     "Reparameterize",
     "Revert",
     "Rule",
     "Unstride",
     "VerifyReport",
+    "absorb",
     "acceptance",
     "apply_edit",
     "build_rule",
@@ -73,6 +81,7 @@ __all__ = [
     "fusible_modules",
     "insert",
     "notes",
+    "port_weights",
     "prunable_layers",
     "prune",
     "recalibrate",

@@ -1,0 +1,97 @@
+"""Carry random weights between two implementations of a network, for every pair of tests/same_networks.py.
+
+In float64, both ways. `equal`: the outputs are equal. `named`: they are not, and at every place where they part on
+the same values a setting differs that the report names, such as eps. `different`: the report says where they part.
+
+    python benchmarks/port_pairs.py                     # all pairs
+    python benchmarks/port_pairs.py ViT Swin            # those with one of these words in the name
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import isomorph as iso
+from interleave import RESULTS
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from same_networks import PAIRS, give_random_weights
+
+OUT = RESULTS / "port_pairs.json"
+
+
+def images(side):
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def time_forward(model, batch):
+    """Return the seconds of a call in float32, the shortest of three."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        model(batch)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def carry(make_source, make_target, side):
+    """Return a row of the table: the verdict, the difference, settings, and the time in forward passes."""
+    torch.manual_seed(0)
+    source = give_random_weights(make_source())
+    target = make_target().eval()
+    batch = images(side)
+    start = time.perf_counter()
+    report = iso.port_weights(source, target, batch, partial=True)
+    seconds = time.perf_counter() - start
+    verdict = "different"
+    if report.equal:
+        verdict = "equal"
+    elif report.explained:
+        verdict = "named"
+    return {
+        "verdict": verdict,
+        "difference": report.difference,
+        "tensors": len(report.tensors),
+        "settings": [str(setting) for setting in report.settings],
+        "said": report.verdict,
+        "seconds": round(seconds, 2),
+        "forward_passes": round(seconds / time_forward(source, batch), 1),
+    }
+
+
+def write(rows):
+    """Write the table; pairs that are not run again keep their rows."""
+    names = [f"{name}, {way}" for name in PAIRS for way in ("there", "back")]
+    rows = {name: rows[name] for name in names if name in rows}
+    counts = Counter(row["verdict"] for row in rows.values())
+    table = {"command": "python benchmarks/port_pairs.py", "counts": counts, "rows": rows}
+    OUT.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*")
+    words = parser.parse_args().words
+    torch.set_num_threads(1)
+    rows = json.loads(OUT.read_text())["rows"] if OUT.exists() else {}
+    for name, (first, second, side) in PAIRS.items():
+        if words and not any(word in name for word in words):
+            continue
+        for way, pair in {"there": (first, second), "back": (second, first)}.items():
+            with warnings.catch_warnings(action="ignore"):
+                row = carry(*pair, side)
+            rows[f"{name}, {way}"] = row
+            print(f"{name}, {way}: {row['verdict']} {row['difference']:.1e} {row['seconds']} s", flush=True)
+        write(rows)
+    print(dict(Counter(row["verdict"] for row in rows.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""Where two models part: their steps side by side in float64, each on what the source's step reads.
+
+The target's steps get the values of the source's, so that each difference is found where it begins.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from isomorph.surgery.calls import Inputs, leaves
+from isomorph.surgery.port.arguments import settings_of
+from isomorph.surgery.port.graph import ADDS, Graph, Step
+from isomorph.surgery.port.pair import Pairing
+from isomorph.surgery.port.watch import Call, Watch
+
+# Relative differences in float64 up to which values are equal.
+TOLERANCE = 1e-10
+# Relative differences that constants of the code explain which were computed in float32.
+_SINGLE = 1e-6
+# Values with more axes are not tried in another order.
+_MOST_AXES = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where the models part: modules of both, the relative difference, and what differs there.
+
+    `settings`: arguments that are not weights, by name, of the source and of the target.
+    """
+
+    source: str
+    target: str
+    difference: float
+    what: str
+    settings: tuple[tuple[str, Any, Any], ...] = ()
+
+    def __str__(self) -> str:
+        target = self.target or "the model"
+        source = self.source or "the model"
+        return f"{target} (source: {source}), by {self.difference:.2g}: {self.what}"
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """An output of one model and the value of the other that equals it, with their relative difference in float64.
+
+    `own`: whose output it is, the target's or the source's; `name`: its name; `other`: the value that it equals.
+    """
+
+    own: str
+    name: str
+    other: str
+    difference: float
+
+    def __str__(self) -> str:
+        return f"{self.own}'s {self.name or 'output'} = {self.other}: relative difference {self.difference:.2g}"
+
+
+def relative(value: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors relative to the largest number, infinity for NaN."""
+    if not value.numel():
+        return 0.0
+    scale = value.abs().max().item()
+    difference = (value - other).abs().max().item()
+    if math.isnan(difference):
+        return math.inf
+    return difference / scale if scale else difference
+
+
+def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
+    """Return a value with its axes in the order of another, and their relative difference; None if there is none."""
+    best: Tensor | None = None
+    smallest = math.inf
+    for candidate in _layouts(value, like):
+        difference = relative(candidate, like)
+        if best is None or difference < smallest:
+            best = candidate
+            smallest = difference
+        if smallest <= TOLERANCE:
+            break
+    return best, smallest
+
+
+def _layouts(value: Tensor, like: Tensor) -> Iterator[Tensor]:
+    if value.numel() != like.numel():
+        return
+    if value.shape == like.shape:
+        yield value
+    squeezed = value.squeeze()
+    if squeezed.ndim <= _MOST_AXES:
+        for order in permutations(range(squeezed.ndim)):
+            yield squeezed.permute(order).reshape(like.shape)
+
+
+class _Step(NamedTuple):
+    """A call of the target: its name, the number of the value that it reads, and the source's values."""
+
+    name: str
+    reads: int | None
+    wanted: Tensor | None
+    made: Tensor | None
+
+
+class _Forced(Watch):
+    """A run of the target in which steps read and make the values of the source's."""
+
+    def __init__(self, model: nn.Module, forced: dict[int, _Step]) -> None:
+        super().__init__(model)
+        self.forced = forced  # by index of the call
+        self.differences: dict[tuple[str, int], float] = {}
+
+    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        forced = self.forced.get(len(self.calls))
+        if forced is None or forced.name != name or forced.wanted is None:
+            return args, kwargs
+        wanted = forced.wanted
+        key = "input", len(self.calls)
+
+        def put(tensor: Tensor) -> Tensor:
+            if self.number_of(tensor) != forced.reads:
+                return tensor
+            return self._compare(key, wanted, tensor)
+
+        return tree_map_only(Tensor, put, (args, kwargs))
+
+    def after(self, name: str, out: Any) -> Any:
+        forced = self.forced.get(len(self.calls))
+        if forced is None or forced.name != name or forced.made is None:
+            return out
+        if not isinstance(out, Tensor):
+            return out
+        return self._compare(("output", len(self.calls)), forced.made, out)
+
+    def _compare(self, key: tuple[str, int], wanted: Tensor, tensor: Tensor) -> Tensor:
+        fitting, difference = in_layout(wanted, tensor)
+        self.differences[key] = difference
+        if fitting is None or difference <= TOLERANCE:
+            return tensor
+        return torch.empty_like(tensor).copy_(fitting)
+
+
+def compare_steps(
+    source: Graph, target: Graph, pairing: Pairing, model: nn.Module, inputs: Inputs
+) -> tuple[list[Place], Watch]:
+    """Return where the steps of both part, each on the source's values, and the target's run with these values."""
+    forced: dict[int, _Step] = {}
+    steps: dict[int, tuple[Step, Step]] = {}
+    for one, other in pairing.pairs:
+        alone = len(one.steps) == len(other.steps) == 1
+        a = one.first
+        b = other.first
+        if b.call is None:
+            continue
+        output = source.seen.values[a.output] if alone else None
+        wanted = None
+        reordered = a.columns is not None or b.columns is not None
+        is_read = b.kind != "shift" and b.input is not None and not reordered
+        if a.input is not None and is_read:
+            wanted = source.seen.values[a.input]
+        forced[b.call.index] = _Step(b.call.name, b.input, wanted, output)
+        steps[b.call.index] = a, b
+    run = _Forced(model, forced)
+    run.watch(inputs)
+    places = []
+    for (side, index), difference in sorted(run.differences.items(), key=lambda item: item[0][1]):
+        if difference > TOLERANCE:
+            places.append(_place(source, target, *steps[index], side, difference))
+    return places, run
+
+
+def _place(source: Graph, target: Graph, one: Step, other: Step, side: str, difference: float) -> Place:
+    if side == "output":
+        settings = differing(one.settings, other.settings)
+        what = f"the {other.kind} gives another result on the same values"
+    else:
+        between = _between(source, one), _between(target, other)
+        maps = partial(_count_maps, source), partial(_count_maps, target)
+        settings = _differing_calls(between[0], between[1], maps)
+        rounded = tuple(map(_has_rounded_constants, (source, target), between))
+        if difference < _SINGLE and any(rounded):
+            kinds = ["float32" if each else "float64" for each in rounded]
+            settings = (("constants rounded to", kinds[0], kinds[1]),)
+        shown = [", ".join(_described(call) for call in calls) or "nothing" for calls in between]
+        what = f"what the {other.kind} reads: {shown[0]} in the source, {shown[1]} in the target"
+    return Place(one.module, other.module, difference, what, settings)
+
+
+def _has_rounded_constants(graph: Graph, calls: list[Call]) -> bool:
+    """True if operations read constants that the code computes in float32, such as angles of rotations."""
+    waiting = [number for call in calls for number in call.inputs]
+    visited: set[int] = set()
+    while waiting:
+        number = waiting.pop()
+        if number in visited or number in graph.live or graph.content(number).terms:
+            continue
+        visited.add(number)
+        if _is_rounded(graph.seen.values[number]):
+            return True
+        maker = graph.seen.makers.get(number)
+        if maker is not None:
+            waiting += maker.inputs
+    return False
+
+
+def _is_rounded(value: Tensor) -> bool:
+    """True for numbers of float32 that use all of its digits."""
+    if not value.is_floating_point() or not torch.equal(value, value.float().to(value.dtype)):
+        return False
+    last_digits = value.float().contiguous().view(torch.int32) & 0xFF
+    return bool((last_digits != 0).any())
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+    """Return the settings that both have with another value."""
+    both = [name for name in one if name in other]
+    return tuple((name, one[name], other[name]) for name in both if one[name] != other[name])
+
+
+def _between(graph: Graph, step: Step) -> list[Call]:
+    """Return the operations between the steps before and what a step reads, without those that only move numbers."""
+    ends = {each.output for each in graph.steps} | set(graph.seen.inputs)
+    waiting = [] if step.input is None else [step.input]
+    found: dict[int, Call] = {}
+    visited: set[int] = set()
+    while waiting:
+        number = waiting.pop()
+        call = graph.seen.makers.get(number)
+        if number in ends or call is None or call.index in visited or number not in graph.live:
+            continue
+        visited.add(call.index)
+        content = graph.content(number)
+        if content.base == number and call.name not in ADDS:
+            found[call.index] = call
+        waiting += call.inputs
+    return [found[index] for index in sorted(found)][-8:]
+
+
+def _described(call: Call) -> str:
+    name = call.name.strip("_")
+    given = {key: value for key, value in settings_of(call).items() if _is_plain(value)}
+    shown = ", ".join(f"{key}={value}" for key, value in given.items())
+    return f"{name}({shown})"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _count_maps(graph: Graph, call: Call) -> int:
+    """Return how many matrices a softmax is taken of."""
+    return graph.seen.values[call.outputs[0]].shape[:-2].numel()
+
+
+def _differing_calls(
+    one: list[Call],
+    other: list[Call],
+    maps: tuple[Callable[[Call], int], Callable[[Call], int]],
+) -> tuple[tuple[str, Any, Any], ...]:
+    """Return the settings by which operations of the same names differ, or the names of those that do."""
+    names = [call.name.strip("_") for call in one]
+    others = [call.name.strip("_") for call in other]
+    if names != others:
+        return (("operations", ", ".join(names), ", ".join(others)),)
+    found: list[tuple[str, Any, Any]] = []
+    for a, b in zip(one, other, strict=True):
+        if a.name == "softmax" and maps[0](a) != maps[1](b):
+            return (("heads or windows of attention", maps[0](a), maps[1](b)),)
+        for name, mine, theirs in differing(settings_of(a), settings_of(b)):
+            if _is_plain(mine) and _is_plain(theirs):
+                found.append((f"{a.name.strip('_')} {name}", mine, theirs))
+    return tuple(found)
+
+
+def compare_outputs(source: Graph, target: Graph, run: Watch) -> list[OutputRow]:
+    """Return for every output the value of the other model that equals it most.
+
+    Those of the target first: they are outputs of the source, or values on the way to one where only the source has a
+    head. If one of them is none of these, those of the source follow, as values of the target.
+    """
+    rows = _rows_of("target", target, run, source.seen)
+    if all(row.difference <= TOLERANCE for row in rows):
+        return rows
+    return rows + _rows_of("source", source, source.seen, run)
+
+
+def _rows_of(own: str, graph: Graph, one: Watch, other: Watch) -> list[OutputRow]:
+    rows = []
+    theirs = [x for x in leaves(other.result) if isinstance(x[1], Tensor)]
+    for name, value in leaves(one.result):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        path = name.lstrip(".")
+        named = [(f"output {each.lstrip('.')}".strip(), x) for each, x in theirs]
+        found = [_nearest(own, path, value, named)]
+        if found[0].difference > TOLERANCE and not _is_constant(value):
+            found.append(_nearest(own, path, value, _inner(other)))
+            whole = _taken_from(graph, one, value)
+            if whole is not None:
+                part = _nearest(own, path, whole, _inner(other))
+                found.append(replace(part, other=f"a part of {part.other}"))
+        rows.append(min(found, key=lambda row: row.difference))
+    return rows
+
+
+def _is_constant(value: Tensor) -> bool:
+    return value.numel() > 1 and bool((value == value.flatten()[0]).all())
+
+
+def _taken_from(graph: Graph, run: Watch, value: Tensor) -> Tensor | None:
+    """Return the value that an output is a moved part of, such as the tokens of which it is the first, or None."""
+    content = graph.content(run.number_of(value))
+    is_part = content.base is not None and not content.terms and content.ids is not None
+    if not is_part or content.base in run.inputs:
+        return None
+    whole = run.values[content.base]  # type: ignore[index]
+    return whole if whole.numel() > value.numel() else None
+
+
+def _inner(seen: Watch) -> Iterator[tuple[str, Tensor]]:
+    for call in seen.calls[::-1]:
+        for number in call.outputs:
+            yield (
+                f"the result of {call.name.strip('_')} in {call.module or 'the model'}",
+                seen.values[number],
+            )
+
+
+def _nearest(own: str, name: str, value: Tensor, named: Any) -> OutputRow:
+    best = OutputRow(own, name, "nothing", math.inf)
+    for other, candidate in named:
+        if candidate.numel() != value.numel() or not candidate.is_floating_point():
+            continue
+        _, difference = in_layout(candidate.double(), value.double())
+        if difference < best.difference:
+            best = OutputRow(own, name, other, difference)
+        if best.difference <= TOLERANCE:
+            break
+    return best

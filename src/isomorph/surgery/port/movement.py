@@ -1,0 +1,100 @@
+"""Whether an operation only moves numbers, found by running it on numbers that say where they come from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from isomorph.surgery.port.watch import Call, Watch
+
+# Operations that compute, of which there are many and large ones: not tried.
+_COMPUTES = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "__matmul__", "bmm", "softmax"}
+_COMPUTES |= {"layer_norm", "batch_norm", "group_norm", "einsum", "gelu", "relu", "silu"}
+# How many numbers of an output are looked for in the inputs before the operation is run again.
+_SAMPLE = 4
+# Entries are named by numbers of at most this size, which no activation leaves as they are.
+_LARGEST = 2.0**-2
+_COUNT = 2.0**40
+# An interpolation to the same size moves numbers up to this.
+_ROUNDING = 1e-12
+
+
+def _encode(first: int, tensor: Tensor) -> Tensor:
+    """Return small numbers that name the entries of a tensor, of which there are `first` before it."""
+    names = torch.arange(first + 1, first + 1 + tensor.numel(), dtype=torch.float64)
+    names[first % 2 :: 2] *= -1  # those of odd names
+    return names.mul_(_LARGEST / _COUNT).reshape(tensor.shape)
+
+
+def positions(call: Call, seen: Watch) -> list[Tensor] | None:
+    """Return where each entry of a call's outputs comes from, or None if the call computes something.
+
+    An entry is its position among those of all floating-point inputs, one after the other, or -1 for a zero.
+    """
+    if call.name in _COMPUTES:
+        return None
+    floating = [n for n in dict.fromkeys(call.inputs) if seen.values[n].is_floating_point()]
+    if not floating or not _sample_is_known(call, seen, floating):
+        return None
+    encoded: dict[int, Tensor] = {}
+    count = 0
+    for number in floating:
+        encoded[number] = _encode(count, seen.values[number])
+        count += encoded[number].numel()
+
+    def value_of(number: int) -> Tensor:
+        return encoded.get(number, seen.values[number])
+
+    try:
+        with torch.no_grad():
+            out: Any = call.run(value_of)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    made = tree_leaves(out)
+    if len(made) != len(call.outputs):
+        return None
+    numbers = torch.cat([seen.values[n].flatten().double() for n in floating])
+    numbers = torch.cat([numbers, numbers.new_zeros(1)])
+    found = []
+    for each, number in zip(made, call.outputs, strict=True):
+        entries = _decode(each, count)
+        if entries is None:
+            return None
+        made_of = seen.values[number].double()
+        if not torch.allclose(numbers[entries], made_of, rtol=_ROUNDING, atol=_ROUNDING):
+            return None
+        found.append(entries)
+    return found
+
+
+def _sample_is_known(call: Call, seen: Watch, floating: list[int]) -> bool:
+    """True if a few numbers of the outputs are among those of the inputs."""
+    for number in call.outputs:
+        made = seen.values[number]
+        if not made.is_floating_point() or not made.numel():
+            return False
+        flat = made.flatten()
+        for place in torch.linspace(0, len(flat) - 1, _SAMPLE).long().tolist():
+            wanted = flat[place]
+            bound = _ROUNDING * wanted.abs()
+            apart = ((seen.values[each] - wanted).abs() for each in floating)
+            known = any(bool((difference <= bound).any()) for difference in apart)
+            if not known and bool(wanted != 0):
+                return False
+    return True
+
+
+def _decode(numbers: Any, count: int) -> Tensor | None:
+    """Return the entries that numbers name, -1 for 0, or None if one of them names none."""
+    if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
+        return None
+    names = numbers.double() * (_COUNT / _LARGEST)
+    if not bool(names.isfinite().all()):
+        return None
+    whole = names.abs().round()
+    entries = whole.long()
+    if bool((names.abs() - whole).abs().gt(1e-3).any()) or bool((entries > count).any()):
+        return None
+    is_negative = (names < 0) == ((entries & 1) == 1)
+    return entries.sub_(1) if bool((is_negative | (entries == 0)).all()) else None

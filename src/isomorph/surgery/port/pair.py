@@ -1,0 +1,307 @@
+"""Which steps of two models belong together: by what they are, what they read, and what reads them."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isomorph.surgery.port.graph import PRODUCTS, Graph, Step
+from isomorph.surgery.port.watch import Call
+
+# How many operations are followed from a layer to the product that reads what it makes.
+_FAR = 24
+
+
+@dataclass(eq=False)
+class Part:
+    """Outputs of a layer that go one way, such as queries: the step, its rows in the order in which they are read."""
+
+    step: Step
+    rows: Tensor
+    read_by: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Joint:
+    """Layers of one kind that read one value, taken together; or one other step."""
+
+    index: int
+    steps: list[Step]
+    label: tuple[Any, ...]
+    sources: frozenset[int] = frozenset()
+    readers: set[int] = field(default_factory=set)
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def first(self) -> Step:
+        return self.steps[0]
+
+    @property
+    def module(self) -> str:
+        return self.first.module
+
+    @property
+    def start(self) -> int:
+        """The first position of its base that it reads, which tells the class token's head from another's."""
+        return self.first.start
+
+
+def joints_of(graph: Graph) -> list[Joint]:
+    """Return the steps of a model, layers side by side as one."""
+    joints: list[Joint] = []
+    by_key: dict[Any, Joint] = {}
+    owner: dict[int, int] = {}
+    for step in graph.steps:
+        key = _key(step)
+        joint = by_key.get(key)
+        if joint is None:
+            joint = Joint(len(joints), [], ())
+            joints.append(joint)
+            by_key[key] = joint
+        joint.steps.append(step)
+        owner[step.index] = joint.index
+    for joint in joints:
+        joint.label = _label(joint)
+        read = {owner[each] for step in joint.steps for each in step.sources}
+        joint.sources = frozenset(read - {joint.index})
+        for each in joint.sources:
+            joints[each].readers.add(joint.index)
+        if joint.first.kind == "layer":
+            joint.parts = [part for step in joint.steps for part in _parts(graph, step)]
+    return joints
+
+
+def _key(step: Step) -> Any:
+    if step.kind != "layer" or step.reads is None:
+        return step.index
+    window = tuple(sorted(step.settings.items(), key=lambda item: item[0]))
+    return step.reads, tuple(step.weight.shape[1:]), repr(window), "input" in step.operands
+
+
+def _label(joint: Joint) -> tuple[Any, ...]:
+    step = joint.first
+    if step.kind == "layer":
+        rows = sum(each.rows for each in joint.steps)
+        return "layer", step.weight[0].numel(), rows, "input" in step.operands
+    if step.kind == "shift":
+        return ("shift",)
+    sizes = sorted({operand.value.numel() for operand in step.operands.values()})
+    return step.kind, *sizes
+
+
+def _parts(graph: Graph, step: Step) -> Iterator[Part]:
+    """Yield the outputs of a layer in parts that are read apart."""
+    count = step.rows
+    value = graph.seen.values[step.output]
+    assert step.call is not None
+    axis = value.ndim - 1
+    if step.call.name.startswith("conv"):
+        axis = value.ndim - (step.weight.ndim - 1)
+    stride = 1
+    for side in value.shape[axis + 1 :]:
+        stride *= side
+    views: list[tuple[Tensor, Call, int]] = []
+    for number, call, place in graph.leaves.get(step.output, []):
+        if number == step.output:
+            views.append((torch.arange(count), call, place))
+            continue
+        ids = graph.content(number).ids
+        assert ids is not None
+        entries = ids.flatten()
+        channels = entries[entries >= 0] // stride % count
+        views.append((_in_order(channels, count), call, place))
+    left = torch.ones(count, dtype=torch.bool)
+    views.sort(key=lambda view: -len(view[0]))
+    found: list[tuple[Tensor, tuple[Any, ...]]] = []
+    for rows, _, _ in views:
+        if bool(left[rows].all()):
+            left[rows] = False
+            own = set(rows.tolist())
+            reading = [view for view in views if own.issuperset(view[0].tolist())]
+            found.append((rows, _signature(graph, reading)))
+    rest = left.nonzero().flatten()
+    if len(rest):
+        found.append((rest, ()))
+    found.sort(key=lambda part: int(part[0].min()))
+    for rows, signature in found:
+        yield Part(step, rows, signature)
+
+
+def _in_order(channels: Tensor, count: int) -> Tensor:
+    """Return different channels in the order of their first appearance."""
+    first = torch.full((count,), len(channels))
+    first.scatter_reduce_(0, channels, torch.arange(len(channels)), "amin")
+    order = first.argsort()
+    return order[: int((first < len(channels)).sum())]
+
+
+def _signature(graph: Graph, reading: Sequence[tuple[Tensor, Call, int]]) -> tuple[Any, ...]:
+    """Return the products that a part reaches: its place in them, and whether a softmax follows."""
+    found = set()
+    waiting = [(call, place) for _, call, place in reading]
+    seen: set[tuple[int, int]] = set()
+    while waiting and len(seen) < _FAR * len(reading):
+        call, place = waiting.pop(0)
+        if (call.index, place) in seen:
+            continue
+        seen.add((call.index, place))
+        if call.name in PRODUCTS:
+            found.add((place, _reaches_softmax(graph, call)))
+            continue
+        if call.name in ("linear", "conv2d", "conv1d", "softmax"):
+            continue
+        for output in call.outputs:
+            for reader in graph.seen.readers.get(output, []):
+                waiting.append((reader, reader.inputs.index(output)))
+    return tuple(sorted(found))
+
+
+def _reaches_softmax(graph: Graph, product: Call) -> bool:
+    waiting = [product]
+    for _ in range(_FAR):
+        if not waiting:
+            return False
+        call = waiting.pop(0)
+        if call.name == "softmax":
+            return True
+        if call is not product and call.name in PRODUCTS:
+            continue
+        for output in call.outputs:
+            waiting += graph.seen.readers.get(output, [])
+    return False
+
+
+@dataclass(eq=False)
+class Pairing:
+    """Joints of a source and a target that belong together, and groups of which order alone decided."""
+
+    pairs: list[tuple[Joint, Joint]]
+    alike: list[list[int]]
+    """Groups of positions in `pairs` whose targets could be exchanged."""
+
+    only_source: list[Joint]
+    only_target: list[Joint]
+
+
+def pair(source: list[Joint], target: list[Joint]) -> Pairing:
+    """Return which joints belong together.
+
+    First by colours of the whole graph; what those leave by colours of what lies before, then of what lies after, then
+    by matched neighbours, and last by order.
+    """
+    found: dict[int, int] = {}
+    alike: list[list[int]] = []
+    for before, after in ((True, True), (True, False), (False, True)):
+        colours = _colours(source, target, before, after)
+        _match_classes(source, target, colours, found, alike)
+        if len(found) == len(source) == len(target):
+            break
+    _match_neighbours(source, target, found)
+    _match_in_order(source, target, found)
+    pairs = [(source[one], target[other]) for one, other in sorted(found.items())]
+    place = {one.index: i for i, (one, _) in enumerate(pairs)}
+    taken = set(found.values())
+    return Pairing(
+        pairs,
+        [[place[each] for each in group] for group in alike],
+        [each for each in source if each.index not in found],
+        [each for each in target if each.index not in taken],
+    )
+
+
+def _colours(source: list[Joint], target: list[Joint], before: bool, after: bool) -> tuple[list[int], list[int]]:
+    """Return a colour for every joint of both: equal where neither labels nor neighbours tell them apart."""
+    names: dict[Any, int] = {}
+
+    def colour(description: Any) -> int:
+        return names.setdefault(description, len(names))
+
+    both = [source, target]
+    colours = [[colour(joint.label) for joint in each] for each in both]
+    for _ in range(len(source) + len(target)):
+        names = {}
+        new = []
+        for joints, old in zip(both, colours, strict=True):
+            described = []
+            for joint in joints:
+                read = _sorted_colours(old, joint.sources) if before else ()
+                readers = _sorted_colours(old, joint.readers) if after else ()
+                described.append(colour((old[joint.index], read, readers)))
+            new.append(described)
+        is_stable = len({*new[0], *new[1]}) == len({*colours[0], *colours[1]})
+        colours = new
+        if is_stable:
+            break
+    return colours[0], colours[1]
+
+
+def _sorted_colours(colours: list[int], joints: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(colours[each] for each in joints))
+
+
+def _match_classes(
+    source: list[Joint],
+    target: list[Joint],
+    colours: tuple[list[int], list[int]],
+    found: dict[int, int],
+    alike: list[list[int]],
+) -> None:
+    """Match the joints of a colour that both have equally often, in order."""
+    taken = set(found.values())
+    classes: dict[int, tuple[list[Joint], list[Joint]]] = defaultdict(lambda: ([], []))
+    for joint in source:
+        if joint.index not in found:
+            classes[colours[0][joint.index]][0].append(joint)
+    for joint in target:
+        if joint.index not in taken:
+            classes[colours[1][joint.index]][1].append(joint)
+    for ones, others in classes.values():
+        if len(ones) != len(others):
+            continue
+        ones.sort(key=lambda joint: joint.start)
+        others.sort(key=lambda joint: joint.start)
+        found.update((one.index, other.index) for one, other in zip(ones, others, strict=True))
+        if len(ones) > 1:
+            alike.append([one.index for one in ones])
+
+
+def _match_neighbours(source: list[Joint], target: list[Joint], found: dict[int, int]) -> None:
+    """Match joints of one label that alone have matched neighbours in common."""
+    is_new = True
+    while is_new:
+        is_new = False
+        taken = set(found.values())
+        free = [joint for joint in target if joint.index not in taken]
+        for one in source:
+            if one.index in found:
+                continue
+            fitting = [other for other in free if _are_neighbours(one, other, found)]
+            if len(fitting) == 1:
+                found[one.index] = fitting[0].index
+                free.remove(fitting[0])
+                is_new = True
+
+
+def _are_neighbours(one: Joint, other: Joint, found: dict[int, int]) -> bool:
+    if one.label != other.label:
+        return False
+    read = {found[each] for each in one.sources if each in found}
+    readers = {found[each] for each in one.readers if each in found}
+    same_sources = bool(read) and read == {each for each in other.sources if each in read}
+    same_readers = bool(readers) and readers == {each for each in other.readers if each in readers}
+    return same_sources and same_readers
+
+
+def _match_in_order(source: list[Joint], target: list[Joint], found: dict[int, int]) -> None:
+    taken = set(found.values())
+    ones = [joint for joint in source if joint.index not in found]
+    others = [joint for joint in target if joint.index not in taken]
+    labels = [[joint.label for joint in each] for each in (ones, others)]
+    matcher = SequenceMatcher(None, labels[0], labels[1], autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for i in range(block.size):
+            found[ones[block.a + i].index] = others[block.b + i].index

@@ -1,0 +1,300 @@
+"""Carry the weights of a model to another implementation of the same function, and prove that both are equal."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from isomorph.operations import copy_module, unwrap
+from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model
+from isomorph.surgery.modules import list_names
+from isomorph.surgery.port.compare import OutputRow, Place, compare_outputs, compare_steps
+from isomorph.surgery.port.graph import Graph
+from isomorph.surgery.port.pair import Joint, joints_of, pair
+from isomorph.surgery.port.report import (
+    NotPorted,
+    PortReport,
+    is_equal,
+    names_kept,
+    names_left,
+    settings_in,
+    ways_of,
+)
+from isomorph.surgery.port.solve import Solution, clear_caches, draw, part_orders, solve, write
+from isomorph.surgery.port.watch import watch
+from isomorph.surgery.recast import check_model
+
+# Most runs of the target in which layers are exchanged that structure cannot tell apart.
+_TRIALS = 12
+
+
+def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False) -> PortReport:
+    """Give a copy of the target the weights of the source, which computes the same function in other code.
+
+    Names play no part: the operations that read parameters are found in one run of each model, and brought together by
+    what they are, what they read and what reads them. Packed and separate queries, keys and values, linear layers and
+    1 x 1 convolutions, attention as one operation or as several, class tokens, positions and tables of relative
+    positions are the same for it. Both models are then compared in float64, step by step and by their outputs, with
+    random weights (fresh ones hide faults: a LayerScale of 0, statistics of 0 and 1), and with the source's own.
+
+    Args:
+        source: the model with the weights.
+        target: the model that gets them; it is unchanged.
+        images: a batch (B, C, H, W) that both models take, or a dict of the tensors that they take by name.
+        partial: return the report, with a model that has what could be carried, where the models are not equal.
+
+    Raises: NotPorted (a UserError with the report) if the outputs differ and not `partial`; UserError for what is not a
+        model, or no batch.
+
+    Example:
+        >>> theirs = torchvision.models.resnet18(num_classes=10).eval()
+        >>> ours = timm.create_model("resnet18", num_classes=10)
+        >>> report = iso.port_weights(theirs, ours, torch.randn(1, 3, 64, 64))
+        >>> report.equal, report.tensors[0].target, report.tensors[0].sources
+        (True, 'conv1.weight', ('conv1.weight',))
+    """
+    check_not_empty(images)
+    pair_of_models = _Port(check_model(source), check_model(target), images)
+    report = pair_of_models.report()
+    if not report.equal and not partial:
+        raise NotPorted(report)
+    return report
+
+
+def _exact_copy(model: nn.Module) -> nn.Module:
+    exact = copy_module(unwrap(model)).eval().requires_grad_(False)
+    exact = exact.to(torch.device("cpu")).double()
+    for module in exact.modules():
+        if getattr(module, "inplace", None) is True:
+            module.inplace = False  # type: ignore[assignment]
+    return exact
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module) -> None:
+    """Give all numbers of a model other values, so that a value says where it comes from."""
+    generator = torch.Generator().manual_seed(1)
+    for tensor in model.parameters():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            tensor.add_(noise.mul_(0.01).abs_())
+
+
+@dataclass
+class _Trial:
+    """Numbers for the target, and what a run with them showed."""
+
+    solution: Solution
+    places: list[Place]
+    rows: list[OutputRow]
+    explained: bool = True
+
+
+class _Port:
+    """Two models in float64 on one image, their graphs, and which steps belong together."""
+
+    def __init__(self, source: nn.Module, target: nn.Module, images: Inputs) -> None:
+        self.given = source
+        self.wanted = target
+        self.images = cast_floats(tree_map_only(Tensor, lambda x: x.cpu(), images), torch.float64)
+        self.image = tree_map_only(Tensor, lambda x: x[:1], self.images)
+        self.source = _exact_copy(source)
+        self.target = _exact_copy(target)
+        own = copy.deepcopy(self.source.state_dict())
+        for model in (self.source, self.target):  # which may keep what it computes in a first call
+            with torch.no_grad():
+                run_model(model, self.image)
+            clear_caches(model)
+        _perturb(self.source)
+        _perturb(self.target)
+        self.a = Graph(watch(self.source, self.image))
+        self.b = Graph(watch(self.target, self.image))
+        self.own = own
+        self.pairing = pair(joints_of(self.a), joints_of(self.b))
+        self.orders: dict[int, int] = {}
+        self.tried: list[str] = []
+
+    def report(self) -> PortReport:
+        """Return the target with the source's weights, and what was found."""
+        self._draw()
+        drawn = self._try_all()
+        self.source.load_state_dict(self.own)
+        clear_caches(self.source)
+        self.a.refresh(watch(self.source, self.image))
+        final = self._trial()
+        equal = self._is_equal(drawn) and self._is_equal(final)
+        solution = final.solution
+        if not equal and self.pairing.only_target:
+            solution = solve(self.a, self.b, self.pairing, self.orders, neutral=False)
+        model = copy_module(unwrap(self.wanted))
+        write(self.b, model, solution.numbers)
+        worst = max(drawn, final, key=lambda trial: _largest(trial.rows))
+        relevant = "target"
+        if equal and not is_equal(worst.rows, "target"):
+            relevant = "source"
+        rows = [row for row in worst.rows if row.own == relevant]
+        more = []
+        if relevant == "source":
+            more = [_not_compared(row) for row in worst.rows if row.other == "nothing"]
+        settings = settings_in(drawn.places)
+        explained = not equal and drawn.explained and final.explained and bool(settings)
+        explained = explained and not solution.lost and self._is_paired()
+        return PortReport(
+            model=model,
+            equal=equal,
+            difference=_largest(rows),
+            outputs=tuple(rows),
+            tensors=ways_of(self.a, self.b, solution),
+            left=names_left(self.a, solution),
+            kept=names_kept(self.b, solution),
+            settings=settings,
+            explained=explained,
+            places=tuple(drawn.places),
+            ambiguous=tuple(self.tried),
+            notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal), *more),
+        )
+
+    def _without_counterpart(self, equal: bool) -> Iterator[str]:
+        sides = ("source", self.pairing.only_source), ("target", self.pairing.only_target)
+        for name, joints in sides if not equal else ():
+            modules = list(dict.fromkeys(joint.module or "the model" for joint in joints))
+            if modules:
+                yield f"of the {name} alone: {list_names(modules)}"
+
+    def _draw(self) -> None:
+        """Give the source random weights; its own stay where the target has no place for them."""
+        own = self._own_numbers()
+        numbers = draw(self.a)
+        write(self.a, self.source, numbers)
+        self.a.refresh(watch(self.source, self.image))
+        unplaced = solve(self.a, self.b, self.pairing).unplaced
+        if unplaced:
+            entries = torch.cat(unplaced)
+            numbers[entries] = own[entries]
+            write(self.a, self.source, numbers)
+            self.a.refresh(watch(self.source, self.image))
+
+    def _own_numbers(self) -> Tensor:
+        names = [self.a.seen.names[number][0] for number in self.a.first]
+        flat = [self.own[name].flatten() for name in names]
+        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+
+    def _trial(self) -> _Trial:
+        """Run the target with the source's numbers and compare."""
+        solution = solve(self.a, self.b, self.pairing, self.orders)
+        write(self.b, self.target, solution.numbers)
+        places, run = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
+        rows = compare_outputs(self.a, self.b, run)
+        if not places:
+            return _Trial(solution, places, rows)
+        explained = is_equal(rows, "target") and all(place.settings for place in places)
+        rows = compare_outputs(self.a, self.b, watch(self.target, self.image))
+        return _Trial(solution, places, rows, explained)
+
+    def _try_all(self) -> _Trial:
+        """Return the best trial; layers that structure cannot tell apart are exchanged where the first is not equal."""
+        best = self._trial()
+        for choice in self._choices() if not self._is_equal(best) else ():
+            if self._is_equal(best) or len(self.tried) == _TRIALS:
+                break
+            before = dict(self.orders), self.pairing
+            self.tried.append(choice.take(self))
+            trial = self._trial()
+            if len(trial.places) < len(best.places) or self._is_equal(trial):
+                best = trial
+            else:
+                self.orders, self.pairing = before
+        return best
+
+    def _choices(self) -> "Iterator[_Parts | _Exchange]":
+        """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
+        labels: dict[tuple[object, ...], list[int]] = {}
+        counts: dict[tuple[object, ...], int] = {}
+        for one, other in self.pairing.pairs:
+            signs = [part.read_by for part in one.parts], [part.read_by for part in other.parts]
+            is_clear = len(set(signs[0])) == len(signs[0]) and set(signs[0]) == set(signs[1])
+            if len(one.parts) > 1 and not is_clear:
+                labels.setdefault(one.label, []).append(one.index)
+                counts[one.label] = len(part_orders(one, other))
+        for label, joints in labels.items():
+            for choice in range(1, counts[label]):
+                yield _Parts(tuple(joints), choice)
+        for group in self.pairing.alike:
+            for order in list(permutations(group))[1:6]:
+                yield _Exchange(tuple(group), order)
+
+    def _is_equal(self, trial: _Trial) -> bool:
+        """True if all outputs are equal; a head that only one side has is no part of the other's function."""
+        if is_equal(trial.rows, "target"):
+            inner = any(not row.other.startswith("output") for row in trial.rows)
+            return not inner or self._are_heads(self.a, self.pairing.only_source)
+        if not is_equal(trial.rows, "source"):
+            return False
+        if _are_outputs(trial.rows):
+            return True
+        only = self.pairing.only_target
+        has_head = any(joint.first.kind == "layer" for joint in only)
+        return has_head and self._are_heads(self.b, only)
+
+    def _are_heads(self, graph: Graph, joints: list[Joint]) -> bool:
+        """True if steps that one model alone has are heads: at most one layer deep, with one vector an image."""
+        alone = {joint.index for joint in joints}
+        for joint in joints:
+            if joint.first.kind == "layer" and graph.seen.values[joint.first.output].ndim != 2:
+                return False
+            if joint.readers - alone:
+                return False
+        layers = [joint for joint in joints if joint.first.kind == "layer"]
+        inner = {joint.index for joint in layers}
+        return not any(joint.sources & inner for joint in layers)
+
+    def _is_paired(self) -> bool:
+        """True if neither model has a step that the other has not, apart from heads."""
+        mine = self._are_heads(self.a, self.pairing.only_source)
+        return mine and not self.pairing.only_target
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Another order of the parts of some layers, such as queries and keys."""
+
+    joints: tuple[int, ...]
+    choice: int
+
+    def take(self, port: _Port) -> str:
+        port.orders = {**port.orders, **dict.fromkeys(self.joints, self.choice)}
+        first = next(one for one, _ in port.pairing.pairs if one.index == self.joints[0])
+        return f"the order of the parts of {first.module}"
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Another order of the targets of pairs that look alike."""
+
+    group: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def take(self, port: _Port) -> str:
+        pairs = list(port.pairing.pairs)
+        for here, there in zip(self.group, self.order, strict=True):
+            pairs[here] = pairs[here][0], port.pairing.pairs[there][1]
+        port.pairing = replace(port.pairing, pairs=pairs)
+        return f"which of the steps like {pairs[self.group[0]][0].module} are which"
+
+
+def _not_compared(row: OutputRow) -> str:
+    return f"the source does not compute the target's output {row.name}, which is not compared"
+
+
+def _are_outputs(rows: list[OutputRow]) -> bool:
+    """True if every output of the source is one of the target's, which may have more."""
+    mine = [row for row in rows if row.own == "source"]
+    return bool(mine) and all(row.other.startswith("output") for row in mine)
+
+
+def _largest(rows: list[OutputRow]) -> float:
+    return max((row.difference for row in rows), default=0.0)

@@ -1,0 +1,220 @@
+"""What was carried from one model to another, how, and whether both are equal."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.surgery.port.compare import TOLERANCE, OutputRow, Place
+from isomorph.surgery.port.graph import Graph
+from isomorph.surgery.port.solve import COMPUTED, NEUTRAL, OWN, Solution
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class TensorWay:
+    """A tensor of the target, the source's tensors that its numbers come from, and how."""
+
+    target: str
+    sources: tuple[str, ...]
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.target} <- {', '.join(self.sources) or 'no tensor'} ({self.how})"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that is not a weight and differs: its name, its values in source and target, and where."""
+
+    name: str
+    source: Any
+    target: Any
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = _listed(self.modules)
+        return f"{self.name}: {self.source} in the source, {self.target} in the target ({where})"
+
+
+@dataclass(frozen=True, repr=False)
+class PortReport:
+    """Result of `port_weights`: the model with the weights, and what was found.
+
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> report = iso.port_weights(cnn, timm.create_model("cifar_resnet20"), torch.randn(1, 3, 32, 32))
+    >>> report.equal, report.difference, len(report.kept)
+    (True, 0.0, 0)
+    """
+
+    model: nn.Module = field(compare=False)
+    equal: bool
+    """True if the outputs are equal in float64, with the source's weights and with random ones."""
+
+    difference: float
+    """Largest relative difference of an output in float64."""
+
+    outputs: tuple[OutputRow, ...]
+    tensors: tuple[TensorWay, ...]
+    """The way of every tensor of the target that has the source's numbers."""
+
+    left: tuple[str, ...]
+    """Tensors of the source that the target has no place for."""
+
+    kept: tuple[str, ...]
+    """Tensors of the target that keep their own numbers."""
+
+    settings: tuple[Setting, ...] = ()
+    """Settings that are not weights, and differ: eps, a kind of activation, a scale."""
+
+    explained: bool = False
+    """True if the models are not equal, and a setting differs at every place where they part on the same values."""
+
+    places: tuple[Place, ...] = ()
+    """Every place where the models part, the first one first, each on the source's values."""
+
+    ambiguous: tuple[str, ...] = ()
+    """Layers that structure alone could not tell apart, and that were tried in float64."""
+
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: equal or not, by how much, and which setting would make the models equal."""
+        count = f"{len(self.tensors)} tensors carried"
+        if self.equal:
+            own = f", {len(self.kept)} keep their own numbers" if self.kept else ""
+            return f"equal in float64 (relative difference {self.difference:.2g}): {count}{own}"
+        apart = f"NOT equal: the outputs differ by {self.difference:.2g} in float64"
+        if self.explained:
+            names = "; ".join(map(str, self.settings))
+            return f"{apart}; a setting differs at every place where they part: {names}"
+        if self.places:
+            return f"{apart}, first at {self.places[0]}"
+        alone = [note for note in self.notes if "alone" in note]
+        return "; ".join(["NOT equal: one model computes more than the other", *alone])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON, without the model."""
+        fields = {name: value for name, value in vars(self).items() if name != "model"}
+        rows = ("outputs", "tensors", "settings", "places")
+        plain = {name: [asdict(each) for each in fields[name]] for name in rows}
+        return {**fields, **plain}
+
+    def __str__(self) -> str:
+        lines = [self.verdict]
+        lines += [f"  {row}" for row in self.outputs]
+        lines += [f"  setting: {each}" for each in self.settings]
+        lines += [f"  parts at {each}" for each in self.places[:_SHOWN]]
+        if len(self.places) > _SHOWN:
+            lines.append(f"  parts at {len(self.places) - _SHOWN} more places")
+        if self.left:
+            lines.append(f"  not carried: {_listed(self.left)}")
+        if self.kept:
+            lines.append(f"  the target keeps its own: {_listed(self.kept)}")
+        if self.ambiguous:
+            lines.append(f"  tried in float64: {_listed(self.ambiguous)}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+class NotPorted(UserError):
+    """Error of `port_weights` for models that are not equal; its text is the report, also its attribute `report`.
+
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> try:
+    ...     iso.port_weights(cnn, timm.create_model("cifar_resnet32"), torch.randn(1, 3, 32, 32))
+    ... except iso.surgery.NotPorted as error:
+    ...     print(error.report.equal)
+    False
+    """
+
+    def __init__(self, report: PortReport) -> None:
+        super().__init__(f"{report}\npartial=True returns the target with what could be carried")
+        self.report = report
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name or "the model" for name in names[:_SHOWN]]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(shown) + more
+
+
+def settings_in(places: Sequence[Place]) -> tuple[Setting, ...]:
+    """Return the settings that differ, each once, with the modules where they do."""
+    modules: dict[str, list[str]] = {}
+    values: dict[str, tuple[str, Any, Any]] = {}
+    for place in places:
+        for setting in place.settings:
+            values[repr(setting)] = setting
+            modules.setdefault(repr(setting), []).append(place.target)
+    return tuple(Setting(*values[key], tuple(dict.fromkeys(modules[key]))) for key in values)
+
+
+def ways_of(source: Graph, target: Graph, solution: Solution) -> tuple[TensorWay, ...]:
+    """Return the way of every tensor of the target that gets numbers."""
+    ways = []
+    for number, first in target.first.items():
+        value = target.seen.values[number]
+        origins = solution.origins[first : first + value.numel()]
+        if not len(origins) or bool((origins == OWN).all()):
+            continue
+        parts = source.owners(origins)
+        names = tuple(source.seen.names[each][0] for each in parts)
+        how = _how(source, parts, origins, value)
+        for name in target.seen.names[number]:
+            ways.append(TensorWay(name, names, how))
+    return tuple(ways)
+
+
+def _how(source: Graph, numbers: list[int], origins: Tensor, value: Tensor) -> str:
+    steps = []
+    if bool((origins == COMPUTED).any()):
+        steps.append("computed")
+    if bool((origins == NEUTRAL).all()):
+        return "a number that changes nothing, as the source has none"
+    if bool((origins == NEUTRAL).any()):
+        steps.append("zeros where the source has none")
+    if bool((origins == OWN).any()):
+        steps.append("in part its own")
+    if len(numbers) > 1:
+        steps.append(f"joined from {len(numbers)}")
+    if len(numbers) == 1:
+        given = source.seen.values[numbers[0]]
+        first = source.first[numbers[0]]
+        own = torch.arange(first, first + given.numel())
+        if given.numel() > len(origins):
+            steps.append("a part of it")
+        elif len(own) == len(origins) and not torch.equal(own, origins):
+            steps.append("in another order")
+        elif given.shape != value.shape:
+            steps.append(f"{tuple(given.shape)} as {tuple(value.shape)}")
+    return ", ".join(steps) or "unchanged"
+
+
+def names_left(source: Graph, solution: Solution) -> tuple[str, ...]:
+    """Return the names of the source's tensors that no tensor of the target has numbers of."""
+    used = source.owners(solution.origins)
+    return tuple(source.seen.names[each][0] for each in source.first if each not in used)
+
+
+def names_kept(target: Graph, solution: Solution) -> tuple[str, ...]:
+    """Return the names of the target's tensors that keep their own numbers."""
+    kept = []
+    for number, first in target.first.items():
+        origins = solution.origins[first : first + target.seen.values[number].numel()]
+        if len(origins) and bool((origins == OWN).all()):
+            kept.append(target.seen.names[number][0])
+    return tuple(kept)
+
+
+def is_equal(rows: Sequence[OutputRow], own: str) -> bool:
+    """True if all outputs of a model are values of the other."""
+    mine = [row for row in rows if row.own == own]
+    return bool(mine) and all(row.difference <= TOLERANCE for row in mine)

@@ -1,0 +1,315 @@
+"""Every call of a torch function in one run of a model, with its values as they were at that time.
+
+Attention that is one operation is run as the operations that it stands for, so that models which differ in this alone
+are watched alike.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from isomorph.operations import FusedCall, tensors_in
+from isomorph.surgery.calls import Inputs, run_model
+
+# Operations whose outputs have the shape of their input and none of its numbers.
+SHAPES_ALONE = {"zeros_like", "ones_like", "empty_like", "full_like"}
+SHAPES_ALONE |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+# Operations that read of their second tensor its shape or dtype alone.
+LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of a call: the number of its value."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a torch function: the module that runs it, and the numbers of the values that it reads and makes."""
+
+    index: int
+    name: str
+    function: Callable[..., Any]
+    module: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def run(self, value_of: Callable[[int], Tensor]) -> Any:
+        """Run the function again, on other values."""
+        put = partial(tree_map_only, Ref, lambda ref: value_of(ref.number))
+        return self.function(*put(list(self.args)), **put(self.kwargs))
+
+
+class _Write(NamedTuple):
+    """What was written to a memory: the version after it, the number of the value, and where it is."""
+
+    version: int
+    number: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+
+def _written_through(before: Tensor, written: Tensor, write: _Write, start: int) -> Tensor:
+    """Return a tensor of which a view was written to."""
+    after = before.clone(memory_format=torch.contiguous_format)
+    if after.stride() != before.stride():
+        after = torch.empty_strided(before.size(), before.stride(), dtype=before.dtype).copy_(before)
+    after.as_strided(write.size, write.stride, max(write.start - start, 0)).copy_(written)
+    return after
+
+
+def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    new = tensor.clone()
+    new[index] = value
+    return new
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Watch(TorchFunctionMode):
+    """Context that records calls, and values by number: those of the model's tensors first, then as they are made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.calls: list[Call] = []
+        self.values: list[Tensor] = []
+        self.makers: dict[int, Call] = {}
+        self.readers: dict[int, list[Call]] = defaultdict(list)
+        self.running = [""]
+        # The names of every parameter and buffer, by the number of its value.
+        self.names: dict[int, list[str]] = defaultdict(list)
+        self.inputs: list[int] = []
+        self.result: Any = None
+        self._numbers: dict[int, tuple[int, int]] = {}
+        # Values by the memory in which they are, and what was written to it.
+        self._sharing: dict[int, list[int]] = defaultdict(list)
+        self._writes: dict[int, list[_Write]] = defaultdict(list)
+        self._alive: list[Tensor] = []  # the identity of a tensor is its own only while it lives
+        # Which of these are buffers.
+        self.buffers: set[int] = set()
+        for name, tensor in entries_of(model).items():
+            number = self.number_of(tensor)
+            self.names[number].append(name)
+            if not isinstance(tensor, nn.Parameter):
+                self.buffers.add(number)
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of a value: of a tensor at its version."""
+        known = self._numbers.get(id(tensor))
+        if known is None:
+            return self._add(tensor)
+        number, version = known
+        if version == tensor._version:
+            return number
+        writes = [x for x in self._writes.get(_storage(tensor), []) if x.version > version]
+        for write in writes:
+            number = self._write(tensor, number, write)
+        return number if writes else self._add(tensor)
+
+    def _write(self, tensor: Tensor, number: int, write: "_Write") -> int:
+        """Record that a part of a tensor was written to through another view of it."""
+        function = partial(_written_through, write=write, start=int(tensor.storage_offset()))
+        new = self._add(tensor)
+        before = self.values[number]
+        self.values[new] = function(before, self.values[write.number])
+        args = Ref(number), Ref(write.number)
+        read = number, write.number
+        module = self.running[-1]
+        self._record(Call(len(self.calls), "write", function, module, args, {}, read, (new,)))
+        return new
+
+    def _add(self, tensor: Tensor) -> int:
+        number = len(self.values)
+        self._sharing[_storage(tensor)].append(number)
+        self.values.append(tensor.detach())
+        self._alive.append(tensor)
+        self._numbers[id(tensor)] = (number, tensor._version)
+        return number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        explicit = EXPLICIT.get(func)
+        if explicit and (form := explicit(*args, **given)):
+            with self:
+                return form()
+        name = _name_of(func)
+        read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
+        inputs = tuple(map(self.number_of, read))
+        kept = tree_map_only(Tensor, lambda x: Ref(self.number_of(x)), (list(args), given))
+        writes = bool(read) and _writes(name, args, given)
+        if writes:
+            self._keep(read[0])
+        args, given = self.before(name, args, given)
+        out = self.after(name, func(*args, **given))
+        made = [args[0]] if name == "__setitem__" else tensors_in(out)
+        is_new = bool(made) and name not in SHAPES_ALONE
+        if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
+            outputs = tuple(map(self._add, made))
+            function = _set_item if name == "__setitem__" else func
+            module = self.running[-1]
+            call = Call(len(self.calls), name, function, module, *_tuple(kept), inputs, outputs)
+            self._record(call)
+            if writes and made[0] is read[0]:
+                self._note_write(made[0], outputs[0])
+        return out
+
+    def _record(self, call: Call) -> None:
+        self.calls.append(call)
+        for number in dict.fromkeys(call.inputs):
+            self.readers[number].append(call)
+        self.makers |= dict.fromkeys(call.outputs, call)
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Keep the numbers of all values in the memory of a tensor that is written to."""
+        storage = _storage(tensor)
+        for number in self._sharing.pop(storage, []):
+            if _storage(self.values[number]) == storage:
+                self.values[number] = self.values[number].clone()
+
+    def _note_write(self, tensor: Tensor, number: int) -> None:
+        start = int(tensor.storage_offset())
+        write = _Write(tensor._version, number, tensor.size(), tensor.stride(), start)
+        self._writes[_storage(tensor)].append(write)
+
+    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments that a call gets."""
+        return args, kwargs
+
+    def after(self, name: str, out: Any) -> Any:
+        """Return what a call gives."""
+        return out
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        known = self._numbers.get(id(tensor))
+        return known is not None and known[1] == tensor._version
+
+    def watch(self, inputs: Inputs) -> None:
+        """Run the model and record what happens."""
+        self.inputs = [self.number_of(x) for x in tensors_in(inputs)]
+
+        def enter(name: str, *_: Any) -> None:
+            self.running.append(name)
+
+        def leave(*_: Any) -> None:
+            self.running.pop()
+
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave))
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), self:
+                self.result = run_model(self.model, inputs)
+
+
+def _tuple(kept: tuple[list[Any], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(kept[0]), kept[1]
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":  # a property, such as Tensor.mT
+        return func.__self__.__name__
+    return name
+
+
+def _writes(name: str, args: Any, kwargs: Any) -> bool:
+    """True for an operation that may write into its first tensor."""
+    if name == "__setitem__" or (name.startswith("__i") and name != "__invert__"):
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    return bool(kwargs.get("inplace")) or any(each is True for each in args[1:])
+
+
+def _attend(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+    call = FusedCall(*args, **kwargs)
+
+    def form() -> Tensor:
+        key, value = call.repeated
+        scores = call.scaled_query @ key.mT  # (..., Nq, Nk)
+        mask = call.mask
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores = scores + mask
+        return scores.softmax(-1) @ value
+
+    return form
+
+
+def _add_product(input: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: float = 1) -> Callable[[], Any]:
+    def form() -> Tensor:
+        product = tensor1 * tensor2
+        return input + (product if value == 1 else value * product)
+
+    return form
+
+
+def _multi_head(*args: Any, **kwargs: Any) -> Callable[[], Any] | None:
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    unusual = ("bias_k", "bias_v", "attn_mask", "key_padding_mask", "static_k", "static_v")
+    if any(given[name] is not None for name in unusual) or given["add_zero_attn"]:
+        return None
+    if given["query"].ndim != 3:
+        return None
+    return partial(_explicit_multi_head, given)
+
+
+def _explicit_multi_head(given: dict[str, Any]) -> tuple[Tensor, None]:
+    """Shape: query (Nq, B, C), key and value (Nk, B, C) -> (Nq, B, C)"""
+    if given["use_separate_proj_weight"]:
+        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = given["in_proj_weight"].chunk(3)
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    tokens = (given["query"], given["key"], given["value"])
+    heads = []
+    for x, weight, bias in zip(tokens, weights, biases, strict=True):
+        y = F.linear(x, weight, bias)  # (N, B, C)
+        y = y.unflatten(-1, (given["num_heads"], -1))  # (N, B, nh, hd)
+        heads.append(y.permute(1, 2, 0, 3))  # (B, nh, N, hd)
+    out = F.scaled_dot_product_attention(*heads)
+    out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, C)
+    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
+
+
+# Functions that are run as the operations that they stand for, where these are known for their arguments.
+EXPLICIT: dict[Any, Callable[..., Callable[[], Any] | None]] = {
+    F.scaled_dot_product_attention: _attend,
+    F.multi_head_attention_forward: _multi_head,
+    torch.addcmul: _add_product,
+    Tensor.addcmul: _add_product,
+}
+
+
+def entries_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model that a file of it has, by name, also by the second name of a tied one."""
+    state = model.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if x.is_floating_point()}
+
+
+def watch(model: nn.Module, inputs: Inputs) -> Watch:
+    """Return what happens in a call of a model, in the mode that it is in."""
+    seen = Watch(model)
+    seen.watch(inputs)
+    return seen

@@ -1,0 +1,259 @@
+"""Weights from one implementation to another: both directions of a table, and targets of another function."""
+
+import copy
+import json
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import isomorph as iso
+import same_networks
+from command_line import isomorph
+from isomorph.surgery import NotPorted
+from refusals import refused
+from same_networks import IMAGE, PAIRS, VIT, OwnViT, give_random_weights, hf_vit, timm_vit
+
+DIRECTIONS = ("to the second", "to the first")
+# Pairs of full width, which take seconds: benchmarks/port_pairs.py runs all of them.
+FULL_WIDTH = ("ResNet,", "ResNeXt", "RegNet", "Mobile", "Efficient", "MNASNet", "Inception", "Swin", "VGG")
+# Pairs that differ in a setting that is not a weight: its name.
+SETTINGS = {
+    "ViT with eps 1e-12, timm and transformers": "eps",
+    "DINOv3, timm and transformers": "constants rounded to",
+    "SigLIP, timm and transformers": "gelu approximate",
+    "PVT v2, timm and transformers": "eps",
+    "ConvNeXt, timm and transformers": "eps",
+    "ConvNeXt, torchvision and transformers": "eps",
+    "ConvNeXt V2, timm and transformers": "eps",
+    "MobileNetV3 large, timm and torchvision": "eps",
+    "MobileNetV3 small, timm and torchvision": "eps",
+}
+# Pairs of functions that differ, in at least one direction: where a norm stands, softmax or not, strides, padding, a
+# bias that one side has not, positions in another form.
+DIFFERENT = ("PoolFormer", "SwiftFormer", "nanoGPT", "MaxViT", "CoAtNet", "ConViT")
+ROWS = [
+    pytest.param(name, way, marks=[pytest.mark.slow] if name.startswith(FULL_WIDTH) else [])
+    for name in PAIRS
+    for way in DIRECTIONS
+    if not name.startswith(DIFFERENT)
+]
+
+
+def images(side=32):
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def make(name, way="to the second"):
+    first, second, side = PAIRS[name]
+    torch.manual_seed(0)
+    pair = [first(), second()] if way == DIRECTIONS[0] else [second(), first()]
+    return give_random_weights(pair[0]), pair[1].eval(), images(side)
+
+
+@pytest.mark.parametrize(("name", "way"), ROWS)
+def test_weights_are_carried_in_both_directions(name, way):
+    source, target, batch = make(name, way)
+    before = copy.deepcopy(target.state_dict())
+    report = iso.port_weights(source, target, batch, partial=True)
+    assert all(torch.equal(x, before[key]) for key, x in target.state_dict().items())
+    if name in SETTINGS:
+        assert not report.equal
+        assert report.explained
+        assert {setting.name for setting in report.settings} == {SETTINGS[name]}
+        return
+    assert report.equal, str(report)
+    assert report.difference < 1e-12
+
+
+def test_the_result_computes_what_the_source_computes():
+    source, target, batch = make("ViT, timm and transformers")
+    report = iso.port_weights(source, target, batch)
+    with torch.no_grad():
+        torch.testing.assert_close(report.model(batch).logits, source(batch), atol=1e-5, rtol=1e-5)
+    ways = {way.target: way for way in report.tensors}
+    assert ways["vit.layers.0.attention.k_proj.weight"].sources == ("blocks.0.attn.qkv.weight",)
+    assert "a part" in ways["vit.layers.0.attention.k_proj.weight"].how
+
+
+OWN = {
+    "queries, keys, values": dict(),
+    "keys first": dict(order="kqv"),
+    "values first": dict(order="vkq"),
+    "interleaved": dict(heads_first=False),
+    "permuted channels": dict(shuffle=True),
+}
+
+
+@pytest.mark.parametrize("form", OWN)
+@pytest.mark.parametrize("way", DIRECTIONS)
+def test_own_code_gets_and_gives_weights(form, way):
+    pair = [timm_vit(), OwnViT(**OWN[form])]
+    source, target = pair if way == DIRECTIONS[0] else pair[::-1]
+    assert iso.port_weights(give_random_weights(source), target, images()).difference < 1e-12
+
+
+class BatchNormBefore(nn.Module):
+    """Two blocks in the order norm, activation, convolution, or another."""
+
+    def __init__(self, last=False):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1, bias=False) for c in (3, 8))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+        self.last = last
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(x).relu()) if self.last else norm(conv(x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+OTHER_FUNCTIONS = {
+    "one more block": (timm_vit, lambda: timm_vit(depth=3)),
+    "one block less": (timm_vit, lambda: timm_vit(depth=1)),
+    "one block less, no head": (
+        lambda: timm_vit(num_classes=0),
+        lambda: timm_vit(depth=1, num_classes=0),
+    ),
+    "another activation": (timm_vit, lambda: OwnViT(act=F.silu)),
+    "another number of heads": (timm_vit, lambda: timm_vit(num_heads=4)),
+    "norms of queries and keys": (timm_vit, lambda: timm_vit(qk_norm=True)),
+    "norm after the activation": (BatchNormBefore, lambda: BatchNormBefore(last=True)),
+    "another eps": (timm_vit, lambda: OwnViT(eps=1e-3)),
+    "patches read in another order": (timm_vit, lambda: Transposed(timm_vit())),
+}
+
+
+class Transposed(nn.Module):
+    """A model that reads its images turned, and rows of patches as columns."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.mT.flip(1) * 1.1)
+
+
+@pytest.mark.parametrize("case", OTHER_FUNCTIONS)
+def test_another_function_is_never_called_equal(case):
+    first, second = OTHER_FUNCTIONS[case]
+    source = give_random_weights(first())
+    with pytest.raises(NotPorted) as error:
+        iso.port_weights(source, second(), images())
+    report = error.value.report
+    assert not report.equal
+    assert "NOT equal" in str(report)
+
+
+NAMED = {
+    "gelu": (lambda: OwnViT(act=F.silu), "operations", "silu"),
+    "eps": (lambda: OwnViT(eps=1e-3), "eps", 1e-3),
+    "heads": (lambda: timm_vit(num_heads=4), "heads or windows of attention", 4),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_settings_that_are_not_weights_are_named(case):
+    make_target, name, value = NAMED[case]
+    report = iso.port_weights(give_random_weights(timm_vit()), make_target(), images(), True)
+    assert report.explained
+    assert [(setting.name, setting.target) for setting in report.settings] == [(name, value)]
+
+
+def test_heads_that_one_side_has_are_said():
+    source = give_random_weights(timm_vit(num_classes=0))
+    report = iso.port_weights(source, timm_vit(), images())
+    assert report.kept == ("head.weight", "head.bias")
+    back = iso.port_weights(give_random_weights(timm_vit()), timm_vit(num_classes=0), images())
+    assert back.left == ("head.weight", "head.bias")
+
+
+def test_a_scale_that_one_side_has_is_merged_or_one():
+    scaled = timm_vit(init_values=0.1)
+    assert iso.port_weights(give_random_weights(scaled), timm_vit(), images()).equal
+    report = iso.port_weights(give_random_weights(timm_vit()), scaled, images())
+    assert bool((report.model.blocks[0].ls1.gamma == 1).all())
+
+
+def test_a_bias_that_the_target_lacks_is_never_lost_silently():
+    source, target = timm_vit(), timm_vit(qkv_bias=False)
+    nn.init.zeros_(source.blocks[0].attn.qkv.bias)
+    nn.init.zeros_(source.blocks[1].attn.qkv.bias)
+    assert iso.port_weights(source, target, images()).equal
+    with pytest.raises(NotPorted, match=r"blocks\.0\.attn\.qkv: the target has no bias there"):
+        iso.port_weights(give_random_weights(source), target, images())
+
+
+def test_images_are_required():
+    refused("empty", iso.port_weights, timm_vit(), timm_vit(), torch.zeros(0, 3, 32, 32))
+
+
+def test_pairs_are_narrow():
+    assert VIT["hidden_size"] == same_networks.WIDTH
+    assert hf_vit().config.image_size == IMAGE["image_size"]
+
+
+@pytest.mark.parametrize("name", ["PoolFormer, timm and transformers", "MaxViT, timm and torchvision"])
+def test_implementations_of_other_functions_are_named(name):
+    source, target, batch = make(name)
+    report = iso.port_weights(source, target, batch, partial=True)
+    assert not report.equal
+    assert not report.explained
+    assert report.places
+
+
+def test_outputs_that_the_source_does_not_compute_are_said():
+    source, target, batch = make("DINOv3 ConvNeXt, timm and transformers")
+    report = iso.port_weights(source, target, batch)
+    assert any("last_hidden_state, which is not compared" in note for note in report.notes)
+
+
+class Cached(nn.Module):
+    """A model that keeps a table that it reads from a parameter, until it is trained again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.zeros(8))
+        self.kept = {}
+
+    def train(self, mode=True):
+        self.kept.clear()
+        return super().train(mode)
+
+    def forward(self, x):
+        if "table" not in self.kept:
+            self.kept["table"] = self.table.exp()
+        return self.layer(x) * self.kept["table"]
+
+
+def test_caches_of_eval_mode_do_not_hide_weights():
+    source = give_random_weights(Cached())
+    batch = torch.randn(2, 8)
+    target = Cached().eval()
+    with torch.no_grad():
+        target(batch)
+    report = iso.port_weights(source, target, batch)
+    torch.testing.assert_close(report.model(batch), source(batch))
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_model_and_its_report(tmp_path):
+    out = tmp_path / "new.safetensors"
+    source = tmp_path / "old.safetensors"
+    cnn = timm.create_model("cifar_resnet20").eval()
+    iso.save(cnn, source)
+    done = isomorph("port", source, "cifar_resnet20", "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["report"]["equal"]
+    x = images()
+    torch.testing.assert_close(iso.load(out).eval()(x), cnn(x))
+    other = isomorph("port", source, "cifar_resnet32", "--out", tmp_path / "other.safetensors")
+    assert other.returncode == 2
+    assert "NOT equal" in other.stderr
+    assert "partial" in other.stderr
+    assert not (tmp_path / "other.safetensors").exists()
