@@ -21,7 +21,7 @@ Change = tuple[str, str]
 class Summand(NamedTuple):
     """A summand of a value: gain * layer(source), or gain * source if there is no layer. Shape: gain (C,)
 
-    `stays`: the model's own code adds `factor` times the source, or multiplies the layer by it, and goes on to.
+    `stays`: the model's own code adds `factor` times the source, or multiplies the layer by it, and still does.
     `after`: a pointwise layer that reads the first, so that the summand is gain * after(layer(source)).
     """
 
