@@ -44,7 +44,12 @@ class SubtractMean(nn.Module):
 
 @dataclass(frozen=True)
 class Absorb(Rule):
-    """Rule that lets a convolution of normalised images read raw ones; see `absorb`."""
+    """Rule that lets a convolution of normalised images read raw ones; see `absorb`.
+
+    >>> rule = iso.surgery.Absorb((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    >>> rule.build(torch.nn.Conv2d(3, 4, 3, bias=False)).bias.shape
+    torch.Size([4])
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

@@ -51,6 +51,7 @@ def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: 
         model, or no batch.
 
     Example:
+        >>> import torchvision
         >>> theirs = torchvision.models.resnet18(num_classes=10).eval()
         >>> ours = timm.create_model("resnet18", num_classes=10)
         >>> report = iso.port_weights(theirs, ours, torch.randn(1, 3, 64, 64))
