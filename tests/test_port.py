@@ -28,6 +28,7 @@ SETTINGS = {
     "ConvNeXt, timm and transformers": "eps",
     "ConvNeXt, torchvision and transformers": "eps",
     "ConvNeXt V2, timm and transformers": "eps",
+    "EfficientNetV2, timm and torchvision": "eps",
     "MobileNetV3 large, timm and torchvision": "eps",
     "MobileNetV3 small, timm and torchvision": "eps",
 }
