@@ -37,33 +37,43 @@ class Window(NamedTuple):
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
     def output_size(self, x: Tensor) -> tuple[int, int]:
-        sizes = zip(x.shape[-2:], *self[:4], strict=True)
-        height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
-        return height, width
+        """Return the height and width of the map that the convolution gives."""
+        sizes = []
+        for size, k, s, p, d in zip(x.shape[-2:], *self[:4], strict=True):
+            sizes.append((size + 2 * p - d * (k - 1) - 1) // s + 1)
+        return sizes[0], sizes[1]
 
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     """Shape: x (*, C) -> (1, M, C); with a window x (B, C, H, W) -> (G, M, C k k / G)"""
     if window is None:
         return x.flatten(0, -2).unsqueeze(0)
-    kernel_size, stride, padding, dilation, _ = window
-    patches = x.flatten(2) if window.is_pointwise else F.unfold(x, kernel_size, dilation, padding, stride)
-    return patches.permute(1, 0, 2).flatten(1).unflatten(0, (window.groups, -1)).mT
+    if window.is_pointwise:
+        patches = x.flatten(2)
+    else:
+        patches = F.unfold(x, window.kernel_size, window.dilation, window.padding, window.stride)
+    by_channel = patches.permute(1, 0, 2).flatten(1)  # (C k k, M)
+    return by_channel.unflatten(0, (window.groups, -1)).mT
 
 
 def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
     """Add every token's values where they were read: the adjoint of `read_tokens`."""
     if window is None:
         return tokens.view(shape)
-    patches = tokens.mT.flatten(0, 1).unflatten(1, (shape[0], -1 if shape[0] else 0)).permute(1, 0, 2)  # (B, C k k, L)
-    if window.is_pointwise or not shape[0]:
+    images = shape[0]
+    by_channel = tokens.mT.flatten(0, 1)  # (C k k, M)
+    by_image = by_channel.unflatten(1, (images, -1 if images else 0))
+    patches = by_image.permute(1, 0, 2)  # (B, C k k, L)
+    if window.is_pointwise or not images:
         return patches.reshape(shape)  # torch's fold does not accept an empty batch
     return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
 
 
 def count_tokens(x: Tensor, window: Window | None) -> int:
     """Return the number of tokens that `read_tokens` gives in each group."""
-    return x.shape[:-1].numel() if window is None else len(x) * math.prod(window.output_size(x))
+    if window is None:
+        return x.shape[:-1].numel()
+    return len(x) * math.prod(window.output_size(x))
 
 
 # Least variance of a tap, in rounding units of the largest sum of squares of its channel. A tap that reads almost only
@@ -84,32 +94,48 @@ def is_summed_by_lag(x: Tensor, window: Window) -> bool:
 
 def _border_strips(x: Tensor, window: Window) -> list[tuple[Tensor, tuple[Any, ...], Window]]:
     """Return the strips of a map that are read from positions that are no outputs, with the taps and the window."""
-    (h, w), (top, side), groups, every = window.kernel_size, window.padding, window.groups, slice(None)
+    h, w = window.kernel_size
+    top, side = window.padding
+    every = slice(None)
     strips = []
     for n in range(1, h - top):  # n rows of a patch are inside the map
-        across = Window((n, w), (1, 1), (0, w - 1), (1, 1), groups)
-        strips += [(x[:, :, :n], (slice(h - n, h), every), across), (x[:, :, -n:], (slice(n), every), across)]
+        across = Window((n, w), (1, 1), (0, w - 1), (1, 1), window.groups)
+        strips.append((x[:, :, :n], (slice(h - n, h), every), across))
+        strips.append((x[:, :, -n:], (slice(n), every), across))
     for n in range(1, w - side):
-        along = Window((h, n), (1, 1), (top, 0), (1, 1), groups)
-        strips += [(x[..., :n], (every, slice(w - n, w)), along), (x[..., -n:], (every, slice(n)), along)]
+        along = Window((h, n), (1, 1), (top, 0), (1, 1), window.groups)
+        strips.append((x[..., :n], (every, slice(w - n, w)), along))
+        strips.append((x[..., -n:], (every, slice(n)), along))
     return strips
 
 
 def sum_products(x: Tensor, window: Window) -> Tensor:
     """Return the sum of p p^T over all patches p. Shape: x (B, C, H, W) -> (G, c h w, c h w)"""
-    (h, w), groups, channels = window.kernel_size, window.groups, x.shape[1]
-    size = (channels, channels // groups, h, 2 * w - 1)
-    chunk = max(1, min(-(-len(x) // 16), 8192 // x.shape[-2:].numel()))  # images at a time: long sums lose digits
-    padded = F.pad(x, (w - 1, w - 1, 0, h - 1)).split(chunk)
-    parts = (conv2d_weight(p, size, own, groups=groups) for p, own in zip(padded, x.split(chunk), strict=True))
-    half = reduce(torch.add, parts).unflatten(0, (groups, -1))
+    h, w = window.kernel_size
+    half = _sum_by_lag(x, window)
     lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # T[-d] = T[d]^T
     pairs = lags.unfold(-2, h, 1).unfold(-2, w, 1).flip(3, 4)  # T[b - a]: (G, c, c, a, b)
     sums = pairs.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, a, c, b), taps a and b (h, w)
     for strip, (rows, columns), strip_window in _border_strips(x, window):
-        tokens, block = read_tokens(strip, strip_window), sums[:, :, rows, columns, :, rows, columns]
+        tokens = read_tokens(strip, strip_window)
+        block = sums[:, :, rows, columns, :, rows, columns]
         block -= torch.bmm(tokens.mT, tokens).view(block.shape)
     return sums.flatten(4).flatten(1, 3)
+
+
+def _sum_by_lag(x: Tensor, window: Window) -> Tensor:
+    """Return T[d] for lags d of 0 to h - 1 rows and of 1 - w to w - 1 columns. Shape: -> (G, c, c, h, 2 w - 1)"""
+    h, w = window.kernel_size
+    groups = window.groups
+    channels = x.shape[1]
+    size = (channels, channels // groups, h, 2 * w - 1)
+    sixteenth = -(-len(x) // 16)
+    chunk = max(1, min(sixteenth, 8192 // x.shape[-2:].numel()))  # images at a time: long sums lose digits
+    padded = F.pad(x, (w - 1, w - 1, 0, h - 1))
+    parts = []
+    for around, own in zip(padded.split(chunk), x.split(chunk), strict=True):
+        parts.append(conv2d_weight(around, size, own, groups=groups))
+    return reduce(torch.add, parts).unflatten(0, (groups, -1))
 
 
 def apply_to_patches(x: Tensor, slope: Tensor, window: Window) -> Tensor:
@@ -119,16 +145,20 @@ def apply_to_patches(x: Tensor, slope: Tensor, window: Window) -> Tensor:
 
     Shape: x (B, C, H, W), slope (G, c h w, c h w) -> (B, C, H, W)
     """
-    (h, w), groups = window.kernel_size, window.groups
+    h, w = window.kernel_size
     pairs = slope.unflatten(2, (-1, h, w)).unflatten(1, (-1, h, w))
-    taps = ((i, j) for i in range(h) for j in range(w))
-    lags = reduce(torch.add, (F.pad(pairs[:, :, i, j], (w - 1 - j, j, h - 1 - i, i)) for i, j in taps))
-    added = F.conv2d(x, lags.flatten(0, 1), padding=(h - 1, w - 1), groups=groups)
+    by_tap = []
+    for i in range(h):
+        for j in range(w):
+            by_tap.append(F.pad(pairs[:, :, i, j], (w - 1 - j, j, h - 1 - i, i)))
+    lags = reduce(torch.add, by_tap)
+    added = F.conv2d(x, lags.flatten(0, 1), padding=(h - 1, w - 1), groups=window.groups)
     strips = zip(_border_strips(x, window), _border_strips(added, window), strict=True)
     for (strip, (rows, columns), strip_window), (part, *_) in strips:
         block = pairs[:, :, rows, columns, :, rows, columns].flatten(4).flatten(1, 3)
         if max(window.kernel_size) > 3:
-            part -= scatter_tokens(torch.bmm(read_tokens(strip, strip_window), block), strip.shape, strip_window)
+            tokens = torch.bmm(read_tokens(strip, strip_window), block)
+            part -= scatter_tokens(tokens, strip.shape, strip_window)
         else:  # nine small convolutions in all
             part -= apply_to_patches(strip, block, strip_window)
     return added
@@ -143,14 +173,22 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     """
     average = x.mean(0, keepdim=True)
     level = average.mean((2, 3), keepdim=True)
+    one_patch = level.expand(-1, -1, *window.kernel_size)
+    levels = read_tokens(one_patch, window._replace(padding=(0, 0)))  # (G, 1, c h w)
     inside = read_tokens(average - level, window)  # (G, L, c h w): 0 outside the map
-    levels = read_tokens(level.expand(-1, -1, *window.kernel_size), window._replace(padding=(0, 0)))  # (G, 1, c h w)
     patches = read_tokens(average, window) - levels
-    mean, positions = patches.mean(1, keepdim=True), patches.shape[1]
+    positions = patches.shape[1]
+    mean = patches.mean(1, keepdim=True)
     border = (torch.bmm(patches.mT, patches) - torch.bmm(inside.mT, inside)) / positions
-    products, taps = sum_products(x - level, window) / (len(x) * positions), math.prod(window.kernel_size)
+    products = sum_products(x - level, window) / (len(x) * positions)
     covariance = products + border - mean.mT * mean
-    largest = products.diagonal(dim1=1, dim2=2).unflatten(1, (-1, taps)).amax(2).repeat_interleave(taps, 1)
-    least = (largest + patches.square().mean(1)) * (FLOOR_ULPS * torch.finfo(x.dtype).eps)
-    covariance.diagonal(dim1=1, dim2=2).clamp_(min=least)
+    covariance.diagonal(dim1=1, dim2=2).clamp_(min=_least_variance(products, patches, window))
     return (mean + levels).squeeze(1), covariance
+
+
+def _least_variance(products: Tensor, patches: Tensor, window: Window) -> Tensor:
+    """Return what rounding leaves of the variance of each tap. Shape: -> (G, c h w)"""
+    taps = math.prod(window.kernel_size)
+    squares = products.diagonal(dim1=1, dim2=2).unflatten(1, (-1, taps))  # (G, c, h w)
+    largest = squares.amax(2).repeat_interleave(taps, 1)
+    return (largest + patches.square().mean(1)) * (FLOOR_ULPS * torch.finfo(products.dtype).eps)
