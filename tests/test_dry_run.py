@@ -68,7 +68,9 @@ def test_every_recipe_steps_on_the_meta_device(name):
 def test_texts_and_schedules_do_not_change_a_step(name):
     """So that one case stands for recipes that differ in nothing else."""
     other = ["epochs=77", "evaluate_every=7", "optim.lr=1e-5", "optim.weight_decay=0.3", "optim.min_lr=0"]
-    other += ["optim.warmup_epochs=0.1", "source=x", "expected=y", "augment.color_jitter=0.3"]
+    other += ["optim.warmup_epochs=0.1", "source=x", "expected=y"]
+    if name != "ddpm_digits":
+        other.append("augment.color_jitter=0.3")
     first, second = plan_of(name), plan_of(name, *other)
     assert (first.parameters, first.memory, first.h100) == (second.parameters, second.memory, second.h100)
 
