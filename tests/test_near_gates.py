@@ -35,7 +35,7 @@ def test_near_is_equal_within_its_tolerance_and_its_gates_move(name):
     make, rule, where = CASES[name]
     model = make()
     exact, near = (iso.recast(model, rule(init=init), where) for init in ("exact", "near"))
-    assert rule(init="near").tolerance == 0.05 > rule().tolerance == rule.atol
+    assert rule(init="near").accepted_difference == 0.05 > rule().accepted_difference == rule.atol
     x = torch.randn(2, 3, 32, 32)
     assert iso.verify(model, near, x).atol == 0.05
     assert iso.verify(model, exact, x).atol == rule.atol

@@ -51,7 +51,7 @@ class Rule:
     """False if a replacement computes something else than its module, and only the model computes the same."""
 
     @property
-    def tolerance(self) -> float:
+    def accepted_difference(self) -> float:
         """Largest difference that `verify` accepts by default with the rule's options."""
         return self.atol
 

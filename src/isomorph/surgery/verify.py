@@ -105,7 +105,7 @@ def compare_outputs(
     if atol is None and getattr(recast, "fidelity", None) is not None:
         return _compare_int8(original, recast, batches)
     if atol is None:
-        atol = max([edit.rule.tolerance for edit in edits_since(recast, original)], default=ATOL)
+        atol = max([edit.rule.accepted_difference for edit in edits_since(recast, original)], default=ATOL)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         redraw = partial(normal_like, generator=torch.Generator().manual_seed(seed))

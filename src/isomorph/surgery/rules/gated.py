@@ -61,7 +61,7 @@ class GatedRule(Rule):
         return self.init != "paper" and self.locality is None and self.gate is None
 
     @property
-    def tolerance(self) -> float:
+    def accepted_difference(self) -> float:
         return NEAR_TOLERANCE if self.init == "near" else self.atol
 
     def gating(self) -> tuple[float, float]:
