@@ -49,7 +49,7 @@ def test_wheel_has_every_file_of_the_package_and_its_metadata(built):
     assert description.startswith("# isomorph")
     targets = re.findall(r"\]\(([^)]+)\)", description)
     assert all(target.startswith("https://") for target in targets)  # PyPI shows relative links broken
-    assert f"{source}/raw/v{iso.__version__}/docs/pictures/heads.png" in targets
+    assert f"{source}/raw/v{iso.__version__}/docs/pictures/analyze.png" in targets
     for page in ("README.md", "docs/start/install.md"):
         assert f"git clone {source} " in (ROOT / page).read_text()
 
