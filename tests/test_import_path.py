@@ -16,7 +16,7 @@ CONFIG = dict(input_size=(3, 8, 8), mean=(0, 0, 0), std=(1, 1, 1), interpolation
 if __name__ == "__main__":
     import os, subprocess, sys
     import isomorph
-    four = isomorph.lab.data.open_source("digits", "test").subset(range(4))
+    four = isomorph.data.open_source("digits", "test").subset(range(4))
     loader = isomorph.lab.data.eval_loader(four, CONFIG, 2, workers=1)
     loader.multiprocessing_context = "forkserver"
     print(len(list(loader)))
