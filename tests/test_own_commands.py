@@ -159,7 +159,10 @@ def test_a_model_of_a_function_from_its_weights_to_the_compared_runs(folder, mon
         patched.setattr("isomorph.checkpoints.snapshot._checksum", None)
         assert [needs_options(str(folder / f"runs/{name}")) for name in ("own", "plain")] == [True, True]
     answer(folder, "fuse net:build --size 16 --out merged.safetensors")
-    assert "its weights are those that the function returns; images are prepared as for ImageNet: own size 224 x 224" in notes
+    assert (
+        "its weights are those that the function returns; images are prepared as for ImageNet: own size 224 x 224"
+        in notes
+    )
 
 
 def test_weights_that_are_not_finite_are_said(folder):
