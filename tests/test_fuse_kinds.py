@@ -320,6 +320,23 @@ def test_numbers_that_reach_python_are_seen_whatever_the_operation(name):
     assert equal(new(X), model(X))
 
 
+@torch.no_grad()
+def test_a_tensor_that_views_have_written_to_never_left_torch():
+    """As detectors put images of several sizes into one batch."""
+
+    def compute(m, x):
+        whole = x.new_zeros(x.shape)
+        for image, place in zip(x, whole, strict=True):
+            place[:, : image.shape[1]].copy_(image)
+        return m.norm(m.conv(whole))
+
+    model = made(Net(compute, conv=nn.Conv2d(4, 6, 3), norm=nn.BatchNorm2d(6)))
+    assert see(model, lambda: model(X)).deciding == set()
+    new, report = fuse_with_report(model, X)
+    assert list(report.merged) == ["norm"]
+    assert equal(new(X), model(X))
+
+
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x * 2 - 1

@@ -84,9 +84,13 @@ class Flow(TorchFunctionMode):
         return out
 
     def _find_shared_memory(self, read: list[Tensor]) -> None:
-        """Note a tensor that no operation made, in the memory of one that came before: it left torch, and came back."""
+        """Note a tensor that no operation made, in the memory of one that came before: it left torch, and came back.
+
+        A tensor that was seen at an earlier version did not: a view of it was written to.
+        """
         for tensor in read:
-            if value_of(tensor) not in self.tensors:
+            identity, version = value_of(tensor)
+            if not any((identity, earlier) in self.tensors for earlier in range(version + 1)):
                 memory = _memory_of(tensor)
                 if memory and memory in self._memories:
                     self.kernels.values_decide = True
