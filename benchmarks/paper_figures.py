@@ -24,6 +24,7 @@ from isomorph.analysis import branch_similarity, logit_stats, nonlocality
 from isomorph.lab.data.formats.registry import open_source
 from isomorph.lab.data.loaders import eval_loader
 from isomorph.lab.recipes.tables import find_table
+from isomorph.lab.training.run.log import read_log
 
 GRID = (14, 14)
 # A ViT of TDRL that digits train in seconds.
@@ -53,6 +54,12 @@ def digits(count: int = 256) -> torch.Tensor:
     config |= dict(crop_mode="squash", interpolation="bicubic")
     batch, *_ = next(iter(eval_loader(open_source("digits", "test", None, None), config, count)))
     return batch
+
+
+def with_grids(figure: Any) -> Any:
+    for axes in figure.axes:
+        axes.grid()
+    return figure
 
 
 def by_epoch(cell: Any, history: Mapping[str, Any], epochs: Sequence[int], title: str) -> None:
@@ -152,7 +159,7 @@ def convit_7(runs: Path) -> Any:
 
 def last_top1(folder: Path) -> float:
     """Return the last test accuracy of a run."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = read_log(folder / "log.jsonl")
     return next(row["top1"] for row in reversed(rows) if "top1" in row)
 
 
@@ -211,16 +218,14 @@ def tdrl_3(runs: Path) -> Any:
         blocks = range(1, len(stats) + 1)
         axes[0].plot(blocks, [each.max_logit.mean() for each in stats.values()], "o-", ms=3, label=name)
         axes[1].plot(blocks, [each.max_attention.mean() for each in stats.values()], "o-", ms=3)
-        rows = [json.loads(line) for line in (folder / "monitor.jsonl").read_text().splitlines()]
+        rows = read_log(folder / "monitor.jsonl")
         tops = [max(row["max_logit"].values()) for row in rows]
         axes[2].plot([row["step"] for row in rows], tops)
     axes[0].set(title="a) largest logit", xlabel="block")
     axes[1].set(title="b) largest attention", xlabel="block")
     axes[2].set(title="c) largest logit of all blocks", xlabel="step")
     axes[0].legend(fontsize=7)
-    for cell in axes:
-        cell.grid()
-    return figure
+    return with_grids(figure)
 
 
 SHAPES: dict[str, tuple[str, list[int], list[int]]] = {
@@ -240,7 +245,7 @@ def coatnet_1(runs: Path) -> Any:
     for title, (name, depths, widths) in SHAPES.items():
         shape = [f"model.kwargs.depths={depths}", f"model.kwargs.widths={widths}"]
         folder = run_of(runs, f"coatnet_{name}", f"coatnet_layout_{name}", *small, *shape)
-        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        rows = read_log(folder / "log.jsonl")
         rows = [row for row in rows if row["epoch"]]
         epochs = [row["epoch"] for row in rows]
         axes[0].plot(epochs, [row["loss"] for row in rows], "o-", ms=3, label=title)
@@ -248,9 +253,7 @@ def coatnet_1(runs: Path) -> Any:
     axes[0].set(xlabel="epoch", ylabel="training loss")
     axes[1].set(xlabel="epoch", ylabel="test top-1 (%)")
     axes[0].legend(fontsize=7)
-    for cell in axes:
-        cell.grid()
-    return figure
+    return with_grids(figure)
 
 
 FIGURES: dict[str, Callable[[Path], Any]] = {

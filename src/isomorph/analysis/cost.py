@@ -38,7 +38,7 @@ class MacCount(NamedTuple):
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters; shared ones count once.
 
-    >>> from isomorph.lab.evaluation import count_parameters
+    >>> from isomorph.analysis.cost import count_parameters
     >>> count_parameters(timm.create_model("cifar_resnet20"))
     269722
     """
@@ -50,7 +50,7 @@ def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
 
     Shape: input_size is (channels, height, width)
 
-    >>> from isomorph.lab.evaluation import count_macs
+    >>> from isomorph.analysis.cost import count_macs
     >>> count_macs(timm.create_model("cifar_resnet20"), (3, 32, 32))
     40551040
     """
@@ -109,7 +109,7 @@ def saved_bytes(model: nn.Module, input_size: tuple[int, ...], batch_size: int =
 
     Shape: input_size is (channels, height, width)
 
-    >>> from isomorph.lab.evaluation import saved_bytes
+    >>> from isomorph.analysis.cost import saved_bytes
     >>> saved_bytes(timm.create_model("cifar_resnet20"), (3, 32, 32), batch_size=2) > 0
     True
     """
@@ -143,7 +143,7 @@ def peak_bytes(
     Shape: input_size is (channels, height, width)
     Raises: UserError when the pass fails (a batch too small for BatchNorm), or there is too little memory for it.
 
-    >>> from isomorph.lab.evaluation import peak_bytes
+    >>> from isomorph.analysis.cost import peak_bytes
     >>> peak_bytes(torch.nn.Conv2d(3, 8, 1), (3, 10, 10), batch_size=2)  # of the output, (2, 8, 10, 10) in float32
     6400
     """

@@ -26,7 +26,7 @@ Step = Literal["inference", "train", "pretrain"]
 class Speed(NamedTuple):
     """Images per second: median and quartiles over passes, and the number of passes.
 
-    >>> from isomorph.lab.evaluation import Speed
+    >>> from isomorph.analysis.speed import Speed
     >>> Speed(median=100.0, low=90.0, high=110.0, runs=5).median
     100.0
     """
@@ -113,7 +113,7 @@ def measure_speeds(
 
     Raises: UserError when a batch has no image, there is no model, or the time is negative or not finite.
 
-    >>> from isomorph.lab.evaluation import measure_speeds
+    >>> from isomorph.analysis.speed import measure_speeds
     >>> model = timm.create_model("cifar_resnet20")
     >>> speeds = measure_speeds({"a": model, "b": model}, (3, 32, 32), batch_size=1, seconds=0)
     >>> list(speeds), speeds["a"].runs
@@ -157,7 +157,7 @@ def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 
 
     Shape: input_size is (channels, height, width)
 
-    >>> from isomorph.lab.evaluation import throughput
+    >>> from isomorph.analysis.speed import throughput
     >>> throughput(timm.create_model("cifar_resnet20"), (3, 32, 32), batch_size=1, seconds=0) > 0
     True
     """

@@ -142,10 +142,10 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 
     The working folder is searched last. Raises: UserError when it cannot be imported or called, or is not a module.
     """
-    with _working_folder_last():
-        model = import_own(name, "build a model by")
+    model = import_own(name, "build a model by")
+    if not isinstance(model, nn.Module):
         try:
-            if not isinstance(model, nn.Module):
+            with _working_folder_last():
                 model = model(**arguments)
         except Exception as error:  # whatever the user's code raises
             reason = f"{type(error).__name__}: {short_reason(error)}"

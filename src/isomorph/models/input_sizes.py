@@ -28,7 +28,7 @@ def evaluation_config(model: nn.Module, size: int | ImageSize | None = None) -> 
 
     Raises: UserError for a size below 1.
 
-    >>> from isomorph.lab.evaluation import evaluation_config
+    >>> from isomorph.models.input_sizes import evaluation_config
     >>> evaluation_config(timm.create_model("cifar_resnet20"))["input_size"]
     (3, 32, 32)
     """
@@ -45,7 +45,7 @@ def training_config(
 
     Raises: UserError for a size below 1.
 
-    >>> from isomorph.lab.evaluation import training_config
+    >>> from isomorph.models.input_sizes import training_config
     >>> training_config(timm.create_model("cifar_resnet20"), size=(48, 48))["input_size"]
     (3, 48, 48)
     """
@@ -132,7 +132,7 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
 
     Raises: UserError when the model does not take such images, or its patches would leave out an edge of them.
 
-    >>> from isomorph.lab.evaluation import fit_to_size
+    >>> from isomorph.models.input_sizes import fit_to_size
     >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
     >>> fit_to_size(vit, (64, 64))(torch.zeros(1, 3, 64, 64)).shape
     torch.Size([1, 1000])

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 from isomorph.operations.values import Value, leaves_in, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
-_AS = {"reshape_as", "view_as", "expand_as", "type_as"}
+LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
 # Operations that read the shape of their tensor alone.
-_SHAPES = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
+SHAPES_ALONE = {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty", "new_full", "full_like"}
 
 
 class Operation(NamedTuple):
@@ -65,8 +65,8 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = _name_of(func)
-        read = tensors_in(args[:1] if name in _AS else (args, kwargs))
+        name = name_of(func)
+        read = tensors_in(args[:1] if name in LIKE_SECOND else (args, kwargs))
         inputs = tuple(map(value_of, read))
         self._find_shared_memory(read)
         with self.kernels.within_a_function():
@@ -106,7 +106,7 @@ class Flow(TorchFunctionMode):
                 self.numbers = True
             else:
                 self.deciding.add(operation.module)
-        if not outputs or name in _SHAPES or set(outputs) <= set(inputs):  # its input again
+        if not outputs or name in SHAPES_ALONE or set(outputs) <= set(inputs):  # its input again
             return
         self.operations.append(operation)
         for value in dict.fromkeys(inputs):
@@ -166,7 +166,7 @@ def _values_in(*given: Any) -> tuple[Value, ...]:
         return tuple(map(value_of, tensors_in(*given)))
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name
 

@@ -19,7 +19,7 @@ from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.merge import NOT_CALLED, FuseReport, find_faults, merge
 from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
-from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part
+from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
 from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
@@ -220,7 +220,7 @@ def _check_eval(model: nn.Module) -> None:
     Quantised layers say that they are in train mode, whatever the model is.
     """
     for name, module in model.named_modules():
-        if callable(getattr(module, "weight", None)):
+        if is_quantised(module):
             raise UserError(f"{name or 'the model'} {describe_stand_in(module)}")
     for name, module in model.named_modules():
         if module.training and not acts_alike_in_both_modes(module):

@@ -226,12 +226,14 @@ def _is_called_alone(model: nn.Module, name: str, as_slice: bool) -> bool:
 
     `as_slice`: for a norm that goes, whose place is asked for only as the end of a slice of an nn.Sequential.
     """
-    parents = name.split(".")[:-1]
-    kinds = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    holders = [model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents))]
-    if as_slice and not isinstance([model, *holders][-1], nn.Sequential):
+    path = name.rpartition(".")[0]
+    if as_slice and not isinstance(model.get_submodule(path), nn.Sequential):
         return False
-    return all(isinstance(holder, kinds) for holder in holders)
+    while path:
+        if not isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            return False
+        path = path.rpartition(".")[0]
+    return True
 
 
 class _Trials:

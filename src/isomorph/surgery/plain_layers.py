@@ -88,12 +88,17 @@ def class_name(module: nn.Module, others: Sequence[str] = ()) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def is_quantised(module: nn.Module) -> bool:
+    """Return True for a layer of torch's quantisation, whose weight is packed, behind a method."""
+    return callable(getattr(module, "weight", None))
+
+
 def describe_stand_in(module: nn.Module) -> str | None:
     """Return what a module is that another tool put in the place of a layer, and what to do; None for others.
 
-    A quantised layer has its weight packed, behind a method; an adapter wraps a linear layer of its own size.
+    An adapter wraps a linear layer of its own size.
     """
-    if callable(getattr(module, "weight", None)):
+    if is_quantised(module):
         return f"is quantised ({class_name(module)}); change the model before it is quantised"
     if isinstance(module, nn.Linear):
         return None
@@ -108,7 +113,7 @@ def describe_stand_in(module: nn.Module) -> str | None:
 def first_quantised_part(layer: nn.Module) -> str | None:
     """Return the first part of a layer whose weight is packed, and what to do, or None."""
     for path, part in layer.named_modules():
-        if path and callable(getattr(part, "weight", None)):
+        if path and is_quantised(part):
             return f"its {path} {describe_stand_in(part)}"
     return None
 

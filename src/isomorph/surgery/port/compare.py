@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from isomorph.surgery.calls import Inputs, leaves
+from isomorph.surgery.calls import Inputs, leaves, relative
 from isomorph.surgery.port.arguments import settings_of
 from isomorph.surgery.port.graph import ADDS, Graph, Step
 from isomorph.surgery.port.pair import Pairing
@@ -63,7 +63,7 @@ class OutputRow:
         return f"{self.own}'s {self.name or 'output'} = {self.other}: relative difference {self.difference:.2g}"
 
 
-def relative(value: Tensor, other: Tensor) -> float:
+def _difference(value: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors relative to the largest number, infinity for NaN."""
     if not value.numel():
         return 0.0
@@ -71,7 +71,7 @@ def relative(value: Tensor, other: Tensor) -> float:
     difference = (value - other).abs().max().item()
     if math.isnan(difference):
         return math.inf
-    return difference / scale if scale else difference
+    return relative(difference, scale)
 
 
 def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
@@ -79,7 +79,7 @@ def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
     best: Tensor | None = None
     smallest = math.inf
     for candidate in _layouts(value, like):
-        difference = relative(candidate, like)
+        difference = _difference(candidate, like)
         if best is None or difference < smallest:
             best = candidate
             smallest = difference

@@ -19,13 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from isomorph.operations import FusedCall, tensors_in
+from isomorph.operations.flow import LIKE_SECOND, SHAPES_ALONE, name_of
 from isomorph.surgery.calls import Inputs, run_model
 
-# Operations whose outputs have the shape of their input and none of its numbers.
-SHAPES_ALONE = {"zeros_like", "ones_like", "empty_like", "full_like"}
-SHAPES_ALONE |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
-# Operations that read of their second tensor its shape or dtype alone.
-LIKE_SECOND = {"reshape_as", "view_as", "expand_as", "type_as"}
+# Operations whose outputs have none of the numbers of their input.
+_FRESH = SHAPES_ALONE | {"new_tensor"}
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class Watch(TorchFunctionMode):
         if explicit and (form := explicit(*args, **given)):
             with self:
                 return form()
-        name = _name_of(func)
+        name = name_of(func)
         read = tensors_in(args[:1] if name in LIKE_SECOND else (args, given))
         inputs = tuple(map(self.number_of, read))
         kept = tree_map_only(Tensor, lambda x: Ref(self.number_of(x)), (list(args), given))
@@ -160,7 +158,7 @@ class Watch(TorchFunctionMode):
         args, given = self.before(name, args, given)
         out = self.after(name, func(*args, **given))
         made = [args[0]] if name == "__setitem__" else tensors_in(out)
-        is_new = bool(made) and name not in SHAPES_ALONE
+        is_new = bool(made) and name not in _FRESH
         if is_new and not all(any(x is y for y in read) and self._is_known(x) for x in made):
             outputs = tuple(map(self._add, made))
             function = _set_item if name == "__setitem__" else func
@@ -221,13 +219,6 @@ class Watch(TorchFunctionMode):
 
 def _tuple(kept: tuple[list[Any], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(kept[0]), kept[1]
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # a property, such as Tensor.mT
-        return func.__self__.__name__
-    return name
 
 
 def _writes(name: str, args: Any, kwargs: Any) -> bool:
