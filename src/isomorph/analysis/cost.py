@@ -144,7 +144,8 @@ def peak_bytes(
     Raises: UserError when the pass fails (a batch too small for BatchNorm), or there is too little memory for it.
 
     >>> from isomorph.analysis.cost import peak_bytes
-    >>> peak_bytes(torch.nn.Conv2d(3, 8, 1), (3, 10, 10), batch_size=2)  # of the output, (2, 8, 10, 10) in float32
+    >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(300, 800))
+    >>> peak_bytes(net, (3, 10, 10), batch_size=2)  # of the output, (2, 800) in float32
     6400
     """
     device = first_float(model).device
