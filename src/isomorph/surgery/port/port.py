@@ -120,7 +120,7 @@ class _Port:
         self.tried: list[str] = []
 
     def report(self) -> PortReport:
-        """Return the target with the source's weights, and what was found."""
+        """Return the target with the source's weights, and how it compares with the source."""
         self._draw()
         drawn = self._try_all()
         self.source.load_state_dict(self.own)
@@ -167,7 +167,7 @@ class _Port:
                 yield f"of the {name} alone: {list_names(modules)}"
 
     def _draw(self) -> None:
-        """Give the source random weights; its own stay where the target has no place for them."""
+        """Give the source random weights; its own stay where the target cannot hold others."""
         own = self._own_numbers()
         numbers = draw(self.a)
         write(self.a, self.source, numbers)

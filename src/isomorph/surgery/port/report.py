@@ -43,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True, repr=False)
 class PortReport:
-    """Result of `port_weights`: the model with the weights, and what was found.
+    """Result of `port_weights`: the model with the weights, and how it compares with the source.
 
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> report = iso.port_weights(cnn, timm.create_model("cifar_resnet20"), torch.randn(1, 3, 32, 32))
@@ -63,7 +63,7 @@ class PortReport:
     """The way of every tensor of the target that has the source's numbers."""
 
     left: tuple[str, ...]
-    """Tensors of the source that the target has no place for."""
+    """Tensors of the source that the target cannot hold."""
 
     kept: tuple[str, ...]
     """Tensors of the target that keep their own numbers."""

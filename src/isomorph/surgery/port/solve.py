@@ -70,10 +70,10 @@ class Solution:
     """What the source has and the target has no parameter for."""
 
     unplaced: list[Tensor] = field(default_factory=list)
-    """The source's entries that the target has no place for."""
+    """The source's entries that the target cannot hold."""
 
     def lose(self, given: Tensors, what: str) -> None:
-        """Note numbers that the target has no place for."""
+        """Note numbers that the target cannot hold."""
         self.lost.append(what)
         self.unplaced.append(given.entries[given.entries >= 0])
 
@@ -242,7 +242,7 @@ def _solve_shift(one: Step, other: Step, solution: Solution) -> None:
         solution.put(place.entries, Tensors(value, origins), other.module)
         left &= ~here
     if bool(total[left].any()):
-        solution.lost.append(f"{other.module}: added parameters that the target has no place for")
+        solution.lost.append(f"{other.module}: added parameters that the target cannot hold")
 
 
 class _Places:
