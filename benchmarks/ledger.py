@@ -81,7 +81,8 @@ class Worker:
 
     def __init__(self, code: Path, threads: int) -> None:
         path = os.pathsep.join([str(code / "src"), str(HERE)])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "PYTHONDONTWRITEBYTECODE": ""}
+        environment = {**os.environ, **own}
         command = [sys.executable, str(Path(__file__).resolve()), "--work", str(threads)]
         pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.process = subprocess.Popen(command, env=environment, **pipes)

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from isomorph.errors import UserError
+from isomorph.json_values import json_values
 from isomorph.surgery.calls import max_or_inf, relative
 from isomorph.surgery.comparison import Fidelity, TensorDifference
 from isomorph.surgery.modules import list_names
-from isomorph.terminal_tables import json_values
 
 
 @dataclass(frozen=True)
