@@ -21,7 +21,7 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch
 from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, normalise, uses_batch_statistics
-from isomorph.layers.pyramid.closed_form import Chains, collapse
+from isomorph.layers.pyramid.closed_form import Chains, LinearTensors, Unit, collapse
 from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
 
 Rectify = Literal["batchnorm", "rescale", "none"]
@@ -276,7 +276,10 @@ class Pyramid(Parallel):
         if any(norm.momentum is None and norm.track_running_stats for norm in norms):
             return "branches"
         skip = _tensors(terms.pop()[0]) if self.skip is not None else None
-        units = [[(*_tensors(a), b) for a, b in zip(chain[::2], chain[1::2], strict=False)] for chain in terms]
+        units = []
+        for chain in terms:
+            pairs = zip(chain[::2], chain[1::2], strict=False)
+            units.append([Unit(_tensors(layer), norm) for layer, norm in pairs])
         lasts = [_tensors(chain[-1]) for chain in terms if len(chain) % 2]
         return Chains(units, lasts, skip, self.norm, self.output_scale)
 
@@ -309,5 +312,5 @@ class Pyramid(Parallel):
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
 
 
-def _tensors(layer: Any) -> tuple[Tensor, Tensor | None]:
-    return layer._parameters["weight"], layer._parameters["bias"]
+def _tensors(layer: Any) -> LinearTensors:
+    return LinearTensors(layer._parameters["weight"], layer._parameters["bias"])

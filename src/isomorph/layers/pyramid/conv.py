@@ -82,7 +82,7 @@ def convolve_normalised(x: Tensor, branches: nn.Module) -> Tensor | None:
         return None
     forms = [(conv.form_now(), norm) for conv, norm in units]
     chains = [form._replace(rectifier=norm) for form, norm in forms if isinstance(form, Chains)]
-    eps = {norm.eps for form in chains for norm in (form.units[0][0][2], form.rectifier) if norm is not None}
+    eps = {norm.eps for form in chains for norm in (form.units[0][0].norm, form.rectifier) if norm is not None}
     if len(chains) < len(units) or len(eps) > 1 or len({conv.window for conv, _ in units}) > 1:
         return None
     moments = measure_moments(x, units[0][0].window, sync_group(branches))
