@@ -13,7 +13,7 @@ import isomorph as iso
 import references
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear, patches
 from isomorph.layers.pyramid import moments
-from isomorph.layers.pyramid.base import Layout
+from isomorph.layers.pyramid.base import BranchLayout
 from refusals import refused
 from test_operations import saved_mib
 
@@ -261,9 +261,9 @@ def test_a_compiler_may_fuse_all_products_with_a_vector():
 
 
 def test_layouts_and_widths():
-    assert Layout.parse("P-W3S") == Layout((1, 2, 3), skip=True)
-    assert Layout.parse("R-D2W4") == Layout((2, 2, 2, 2), skip=False)
-    assert Layout.parse("naive-W8") == Layout((1,) * 8, skip=False, last=False)
+    assert BranchLayout.parse("P-W3S") == BranchLayout((1, 2, 3), skip=True)
+    assert BranchLayout.parse("R-D2W4") == BranchLayout((2, 2, 2, 2), skip=False)
+    assert BranchLayout.parse("naive-W8") == BranchLayout((1,) * 8, skip=False, last=False)
     shapes = [
         [tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)] for branch in PyramidLinear(4, 6).branches
     ]
