@@ -713,5 +713,5 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     tensors += [_filled(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
     tensors += [_filled(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
     weight, bias, variances, *means = _Collapse.apply(sizes, moments.centred, mean, moments.covariance, *tensors)
-    update_statistics(norms, means, variances, moments)
+    update_statistics(norms, means, variances, moments.total)
     return weight, bias
