@@ -47,7 +47,7 @@ class Merge(Rule):
     def build(self, module: nn.Module) -> nn.Module:
         self.check(module)
         if self.form == "nothing":
-            return Nothing()
+            return ZeroBranch()
         if self.form == "identity":
             kept = [(name, child) for name, child in module.named_children() if type(child) is not nn.Identity]
             return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
@@ -65,7 +65,7 @@ class Merge(Rule):
         return new
 
 
-class Nothing(nn.Module):
+class ZeroBranch(nn.Module):
     """A branch that was written into another layer: it gives 0 for any input."""
 
     def forward(self, *_: Any) -> int:
