@@ -33,9 +33,9 @@ from isomorph.models import arguments_before, create
 from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import unwrap
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
-from isomorph.surgery.modules import joint_candidates
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
+from isomorph.surgery.site import joint_candidates
 
 _ALWAYS_ALLOWED_NUMEL = 2**20  # models of up to this many numbers are built however small their file is
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
