@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 ORDER = (
-    "errors < process terminal_tables slow_work < distributed < layers < operations < surgery < models < analysis"
+    "errors < spec process terminal_tables slow_work < distributed < layers < operations < surgery < models < analysis"
     " < checkpoints < deployment < lab < __init__ < cli < __main__"
 )
 LAB_ORDER = "data < evaluation < report training < recipes < demo tasks"
