@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 ORDER = (
-    "errors json_values < process terminal_tables slow_work < distributed < layers < operations < surgery < models"
-    " < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
+    "errors json_values < spec process terminal_tables slow_work < distributed < layers < operations < surgery"
+    " < models < analysis < checkpoints < deployment < lab < __init__ < cli < __main__"
 )
 LAB_ORDER = "data < evaluation < report training < recipes < demo tasks"
 SHARED_RUNS = ("isomorph.deployment.hub", "isomorph.lab.training.run.summary")

@@ -17,6 +17,7 @@ from isomorph.deployment.program import METADATA_FILE, quiet
 from isomorph.deployment.shapes import INPUT, ExportShapes
 from isomorph.errors import UserError, first_line, optional_module
 from isomorph.models.input_sizes import evaluation_config
+from isomorph.spec import spec_of
 from isomorph.surgery.comparison import Fidelity
 
 FORMATS = ("onnx", "pt2")
@@ -42,7 +43,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
         data["length"] = first[0]
     values = {
         "isomorph_version": version("isomorph"),
-        "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
+        "architecture": spec_of(model).name or type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "class_names": data.pop("label_names", None),
         **data,

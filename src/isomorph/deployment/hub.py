@@ -34,6 +34,7 @@ from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.operations import unwrap
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
@@ -191,7 +192,7 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
             plain: Any = rebuild(own["base"], ())
         kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
         kept = kept if label_names(model) else kept - {"label_names"}
-        known = getattr(model, "pretrained_cfg", None) or {}
+        known = spec_of(model).config
         actual = {"architecture": own["base"]["name"].partition(".")[0], "num_classes": plain.num_classes}
         plain.pretrained_cfg = {key: known[key] for key in known if key in kept} | actual
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold

@@ -13,6 +13,7 @@ import isomorph.models as own_models
 from isomorph.analysis.cost import count_parameters
 from isomorph.checkpoints.model import describe_data, describe_edits
 from isomorph.models.input_sizes import evaluation_config, task_record
+from isomorph.spec import spec_of
 from isomorph.surgery import edits
 
 
@@ -32,11 +33,12 @@ def model_card(
     model: nn.Module, name: str, recipe: dict[str, Any] | None, metrics: dict[str, Any], in_timm: bool
 ) -> str:
     """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
-    config, made = getattr(model, "pretrained_cfg", None) or {}, edits(model)
-    architecture = (config.get("architecture") or "").partition(".")[0]
-    facts = {"architecture": config.get("architecture") or type(model).__name__, "isomorph": version("isomorph")}
+    spec = spec_of(model)
+    made = edits(model)
+    architecture = spec.name.partition(".")[0]
+    facts = {"architecture": spec.name or type(model).__name__, "isomorph": version("isomorph")}
     facts |= {"parameters": count_parameters(model), "classes": getattr(model, "num_classes", None)}
-    expected = evaluation_config(model) if config and not hasattr(model, "example_inputs") else {}
+    expected = evaluation_config(model) if spec.config and not hasattr(model, "example_inputs") else {}
     about = "The model, and the images that it expects:" if expected else "The model:"
     sections = [about, _block(recipe_text(facts | expected))]
     if made:
@@ -54,7 +56,7 @@ def model_card(
     if recipe:
         sections += ["## Training", "Save as recipe.yaml, for `isomorph train recipe.yaml`:"]
         sections.append(_block(recipe_text(recipe)))
-    classifies = bool(config) and not (recipe or {}).get("mask")  # masked pre-training does not train the head
+    classifies = bool(spec.config) and not (recipe or {}).get("mask")  # masked pre-training does not train the head
     classifies = classifies and not task_record(model) and architecture not in own_models.networks()
     head = f"---\n{_card_data(model, name, metrics, in_timm, classifies).to_yaml()}\n---"
     return "\n\n".join([head, f"# {name.rpartition('/')[2]}", *sections]) + "\n"

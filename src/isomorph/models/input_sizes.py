@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, first_float, require_finite
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs, cast, own_inputs, run_model
 from isomorph.surgery.rule import record
 
@@ -80,9 +82,8 @@ def built_size(model: nn.Module) -> ImageSize | None:
 
     It is the `img_size` of timm.create_model or set_input_size; a size that `record_data` recorded counts for more.
     """
-    size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
-    size = size or _size_in_config(model)
-    if size is None or tuple(config.get("input_size") or ())[-2:] == tuple(size):
+    size = get_model_traits(model).get("img_size") or _size_in_config(model)
+    if size is None or (spec_of(model).input_size or ())[-2:] == tuple(size):
         return None
     if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
         return None
@@ -111,16 +112,15 @@ def image_size(size: int | Sequence[int]) -> ImageSize:
 
 def input_channels(model: nn.Module) -> int:
     """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    first = config.get("first_conv")
-    try:
-        conv = model.get_submodule(first) if isinstance(first, str) else None
-    except AttributeError:  # removed or replaced
-        conv = None
-    if not config:  # a user's own network
+    spec = spec_of(model)
+    conv = None
+    if len(spec.first_layers) == 1:
+        with suppress(AttributeError):  # removed or replaced
+            conv = model.get_submodule(spec.first_layers[0])
+    if not spec.config:  # a user's own network
         conv = next((m for m in model.modules() if isinstance(m, nn.Conv2d) and m.in_channels <= 4), None)
     known = getattr(model, "in_chans", None) or getattr(conv, "in_channels", None)
-    return known or (config.get("input_size") or (3,))[0]
+    return known or (spec.input_size or (3,))[0]
 
 
 def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
@@ -215,18 +215,18 @@ def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], devic
 
 def label_names(model: nn.Module) -> list[str]:
     """Return the names of a model's classes; empty without any, or if their number is another (of public weights)."""
-    names = list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+    names = spec_of(model).classes
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
 def task_record(model: nn.Module) -> dict[str, Any]:
     """Return name and options of the task that a model's checkpoint recorded; empty if the recipe named none."""
-    return (getattr(model, "pretrained_cfg", None) or {}).get("task") or {}
+    return spec_of(model).task
 
 
 def recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
     """Return the fraction of the data that a model's training left out, and the number of examples before that."""
-    fraction, examples = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+    fraction, examples = spec_of(model).config.get("split") or (None, None)
     return fraction, examples
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
+from isomorph.spec import spec_of
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 
@@ -161,7 +162,7 @@ class MaskedAutoencoder(nn.Module):
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
         own = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
-        return {**(self.encoder.pretrained_cfg or {}), **own}
+        return {**spec_of(self.encoder).config, **own}
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""

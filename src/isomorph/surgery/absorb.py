@@ -19,6 +19,7 @@ from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, same_padd
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, check_number, copy_model
+from isomorph.surgery.site import Site
 
 _COLOURS = "rgb"
 _GREY = ("grey", "gray")
@@ -47,7 +48,7 @@ class Absorb(Rule):
     """Rule that lets a convolution of normalised images read raw ones; see `absorb`.
 
     >>> rule = iso.surgery.Absorb((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    >>> rule.build(torch.nn.Conv2d(3, 4, 3, bias=False)).bias.shape
+    >>> rule.build(iso.surgery.Site(torch.nn.Conv2d(3, 4, 3, bias=False))).bias.shape
     torch.Size([4])
     """
 
@@ -97,7 +98,8 @@ class Absorb(Rule):
             raw = raw[:, [self.order.index(channel) for channel in range(len(self.mean))]]
         return (raw / self.scale - mean) / std
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
+        module = site.module
         plain = plain_layer(module)
         if not isinstance(plain, nn.Conv2d):
             return f"it is a {type(module).__name__}, not a convolution"
@@ -109,8 +111,9 @@ class Absorb(Rule):
         return layer_mismatch(plain, nn.Conv2d, "nn.Conv2d")
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
         plain = plain_layer(module)
         assert isinstance(plain, nn.Conv2d)
         weight, mean = self._for_raw_images(plain)
@@ -220,7 +223,7 @@ def absorb(
     if not names:
         raise UserError("no layer reads the images as they are; normalise them in front of the model")
     for name in names:
-        reason = rule.reason(new.get_submodule(name))
+        reason = rule.reason(Site(new, name))
         if reason is not None:
             raise UserError(f"{name} reads the images, and cannot absorb their normalisation: {reason}")
     padded = [name for name in names if pads_with_zeros(new.get_submodule(name))]

@@ -22,6 +22,7 @@ from isomorph.surgery.modules import Where, describe_where, matches_where, neare
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
+from isomorph.surgery.site import Site
 
 # A function from a number of channels to a block that keeps the shape of its input.
 MakeBlock = Callable[[int], nn.Module]
@@ -70,9 +71,9 @@ class WithBlock(Altered):
         del plain.inserted
         return plain
 
-    def around(self, build: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def around(self, rule: Rule) -> nn.Module:
         """Return what a rule makes of the module without its block, with the block after it."""
-        made = build(self.to_original(1.0))
+        made = rule.build(Site(self.to_original(1.0)))
         new = copy_as(made, altered_class(WithBlock, type(made)))
         new.inserted = copy.deepcopy(self.inserted)
         return new
@@ -101,7 +102,8 @@ class Insert(Rule):
 
     Raises: UserError from `build` for a block that is not registered (`register_block`).
 
-    >>> relu = iso.surgery.Insert("isomorph.layers.map_attention.MapAttention", 8).build(torch.nn.ReLU())
+    >>> rule = iso.surgery.Insert("isomorph.layers.map_attention.MapAttention", channels=8)
+    >>> relu = rule.build(iso.surgery.Site(torch.nn.ReLU()))
     >>> relu.inserted.gamma.shape
     torch.Size([8])
     """
@@ -121,13 +123,14 @@ class Insert(Rule):
     atol: ClassVar[float] = 0.0
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         if self.block not in BLOCKS:
             return f"the block {self.block} is not registered; call iso.surgery.register_block with it first"
-        return "a block is inserted after it already" if hasattr(module, "inserted") else None
+        return "a block is inserted after it already" if hasattr(site.module, "inserted") else None
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
         new = copy_as(module, altered_class(WithBlock, type(module)))
         new.inserted = InsertedBlock(BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry)
         return new

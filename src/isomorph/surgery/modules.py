@@ -11,8 +11,7 @@ import dis
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
+from isomorph.surgery.site import Site
 
 # A glob over module names, several globs, or a function (name, module) -> bool.
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -90,50 +89,6 @@ def acts_alike_in_both_modes(module: nn.Module) -> bool:
     return all(isinstance(output, torch.Tensor) for output in outputs) and torch.equal(*outputs)
 
 
-# The last component of a joint projection's name, mapped to the names of its parts in order.
-JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-
-
-@dataclass(frozen=True)
-class JointPart:
-    """One part of a joint projection: for example `blocks.0.attn.v`, a part of the layer `blocks.0.attn.qkv`."""
-
-    joint: nn.Linear | JointPyramid
-    joint_name: str
-    name: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all parts of the layer, in order."""
-        return JOINT_PARTS[self.joint_name.rpartition(".")[2]]
-
-
-def joint_parts(model: nn.Module) -> dict[str, JointPart]:
-    """Return the parts of every joint projection by name, except where a module already has that name."""
-    named = dict(model.named_modules(remove_duplicate=False))
-    parts_by_name: dict[str, JointPart] = {}
-    for name, module in named.items():
-        parent, _, last = name.rpartition(".")
-        if last in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid):
-            for part in JOINT_PARTS[last]:
-                parts_by_name[f"{parent}.{part}".lstrip(".")] = JointPart(module, name, part)
-    return {name: part for name, part in parts_by_name.items() if name not in named}
-
-
-def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
-    """Return the module or the part of a joint projection with this name, or None if there is neither."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return joint_parts(model).get(name)
-
-
-def joint_candidates(name: str) -> list[str]:
-    """Return the names of the joint projections that a part with this name may belong to."""
-    parent, dot, last = name.rpartition(".")
-    return [f"{parent}{dot}{joint}" for joint, parts in JOINT_PARTS.items() if last in parts]
-
-
 def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules by all their names, except those inside a pyramid, which reads the weights of its layers."""
     named = list(model.named_modules(remove_duplicate=False))
@@ -171,12 +126,14 @@ def functions_of(kind: type) -> Iterator[Any]:
             waiting += [other] if inspect.isfunction(other) and other.__module__ == function.__module__ else []
 
 
-def why_not_called(model: nn.Module, name: str) -> str | None:
+def why_not_called(site: Site) -> str | None:
     """Return that the parents of a layer read its weight and never call it, or None."""
-    path = name.split(".")
+    if not site.name:
+        return None
+    path = site.path.split(".")
     found = None
     for depth in range(1, len(path) + 1):
-        parent = model.get_submodule(".".join(path[:-depth]))
+        parent = site.model.get_submodule(".".join(path[:-depth]))
         reads, uses = _uses(type(parent), tuple(path[-depth:]))  # type: ignore[arg-type]
         if uses:
             return None
@@ -213,11 +170,10 @@ def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
 SEPARATE_BIAS = "qkv_bias_separate"
 
 
-def call_joint_projections(model: nn.Module) -> None:
-    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that was replaced."""
-    for module in model.modules():
-        if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
-            setattr(module, SEPARATE_BIAS, True)
+def call_joint_projection(site: Site) -> None:
+    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv if that was replaced."""
+    if hasattr(site.parent, SEPARATE_BIAS) and type(getattr(site.parent, "qkv", None)) is not nn.Linear:
+        setattr(site.parent, SEPARATE_BIAS, True)
 
 
 class Ties:

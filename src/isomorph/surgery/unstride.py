@@ -17,6 +17,7 @@ from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Rule, copy_model, edits
+from isomorph.surgery.site import Site
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,24 @@ class Unstride(Rule):
 
     Raises: UserError from `build` if the module has no stride, or a pool that is not supported.
 
-    >>> iso.surgery.Unstride().build(torch.nn.Conv2d(3, 4, 3, stride=2)).stride
+    >>> iso.surgery.Unstride().build(iso.surgery.Site(torch.nn.Conv2d(3, 4, 3, stride=2))).stride
     (1, 1)
     """
 
     atol: ClassVar[float] = 0.0
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
+        module = site.module
         if not any(map(_is_strided, module.modules())):
             return "it has no stride to remove"
         kinds = nn.MaxPool2d | BlurPool2d
         pools = ((name, part) for name, part in module.named_modules() if _is_strided(part, kinds))
         return next((f"it cannot remove the stride of {name} ({type(part).__name__})" for name, part in pools), None)
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
-        stage = copy.deepcopy(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        stage = copy.deepcopy(site.module)
         for name, part in list(stage.named_modules()):
             if isinstance(part, nn.Conv2d) and _is_strided(part):
                 part.stride = (1, 1)
