@@ -54,9 +54,9 @@ def create(name: str, **arguments: Any) -> nn.Module:
     pretrained = bool(arguments.get("pretrained"))
     build = partial(timm.create_model, name, **arguments)
     try:
-        return (
-            build_pretrained(build, timm.get_pretrained_cfg(name, allow_unregistered=True)) if pretrained else build()
-        )
+        if not pretrained:
+            return build()
+        return build_pretrained(build, timm.get_pretrained_cfg(name, allow_unregistered=True))
     except UserError:
         raise
     except Exception as error:
@@ -65,9 +65,12 @@ def create(name: str, **arguments: Any) -> nn.Module:
                 f"cannot download the weights of {name}: its server does not answer; give checkpoint_path=FILE, "
                 "or pretrained=False for random weights"
             ) from error
-        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"timm cannot create {name}: {reason}" + f" (with {given})" * bool(given)) from error
+        message = f"timm cannot create {name}: {reason}"
+        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
+        if given:
+            message += f" (with {given})"
+        raise UserError(message) from error
 
 
 def arguments_before(name: str) -> dict[str, Any]:
