@@ -21,8 +21,19 @@ from isomorph.spec import spec_of
 from isomorph.surgery.comparison import Fidelity
 
 FORMATS = ("onnx", "pt2")
-_KEYS = {*DATA_KEYS, "isomorph_version", "architecture", "num_classes", "class_names", "quantization"}
-_KEYS |= {"dynamic", "size_multiple", "inputs", "length", "fidelity"}
+_KEYS = {
+    *DATA_KEYS,
+    "isomorph_version",
+    "architecture",
+    "num_classes",
+    "class_names",
+    "quantization",
+    "dynamic",
+    "size_multiple",
+    "inputs",
+    "length",
+    "fidelity",
+}
 
 
 def require_packages(*names: str) -> None:
@@ -33,7 +44,8 @@ def require_packages(*names: str) -> None:
 
 def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     """Return the metadata of a model exported with these shapes, as JSON by key; keys without a value are left out."""
-    first, data = shapes.shape, {k: v for k, v in describe_data(model).items() if not k.startswith("test_")}
+    first = shapes.shape
+    data = {key: value for key, value in describe_data(model).items() if not key.startswith("test_")}
     if not shapes.named:
         config = evaluation_config(model, (first[1], first[2]))
         data |= {key: config[key] for key in DATA_KEYS if key in config}
@@ -66,7 +78,8 @@ def preparation_notes(model: nn.Module, shapes: ExportShapes) -> tuple[str, ...]
 
 
 def _parse_metadata(texts: Any, path: object) -> dict[str, Any]:
-    if not isinstance(texts, Mapping) or "isomorph_version" not in texts or not {"input_size", "inputs"} & set(texts):
+    known = isinstance(texts, Mapping) and "isomorph_version" in texts and ("input_size" in texts or "inputs" in texts)
+    if not known:
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
     try:
         values = {key: json.loads(text) for key, text in texts.items() if key in _KEYS}
@@ -120,7 +133,8 @@ class Artefact(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        inputs |= {} if images is None else {INPUT: images}
+        if images is not None:
+            inputs[INPUT] = images
         names = self.metadata.get("inputs", [INPUT])
         if sorted(inputs) != sorted(names):
             given = ", ".join(inputs) or "none"
@@ -128,20 +142,23 @@ class Artefact(nn.Module):
         first = inputs[names[0]]
         self._check_size(names[0], list(first.shape[1:]))
         size = max(len(first), 1) if "batch" in self.metadata["dynamic"] else 1
-        plain = (inputs[name].detach().cpu() for name in names)
-        parts = zip(*((x.float() if x.is_floating_point() else x).split(size) for x in plain), strict=True)
+        outputs = []
         try:
-            outputs = [self._run(**dict(zip(names, part, strict=True))) for part in parts]
+            for start in range(0, max(len(first), 1), size):
+                part = {name: _plain(inputs[name][start : start + size]) for name in names}
+                outputs.append(self._run(**part))
         except Exception as error:  # onnxruntime and torch raise errors of their own
             shape = "x".join(map(str, first.shape))
             raise UserError(f"the exported model does not run on {names[0]} of {shape}: {first_line(error)}") from error
         return torch.cat(outputs).to(first.device)
 
     def _check_size(self, name: str, given: list[int]) -> None:
-        known, multiple = self.metadata, self.metadata["size_multiple"] or 1
+        known = self.metadata
+        multiple = known["size_multiple"] or 1
         own = list(known.get("input_size") or [known.get("length", given[-1] if given else 0)])
+        shown = "x".join(map(str, given))
+        wanted = "x".join(map(str, own))
         free = "size" in known["dynamic"] and len(given) == len(own) and (given[0] == own[0] or len(own) == 1)
-        shown, wanted = ("x".join(map(str, shape)) for shape in (given, own))
         if not free and given != own:
             raise UserError(
                 f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
@@ -151,6 +168,12 @@ class Artefact(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return a tensor on the CPU, numbers with a fraction in float32."""
+    x = x.detach().cpu()
+    return x.float() if x.is_floating_point() else x
 
 
 def open_artefact(path: str | Path) -> Artefact:
@@ -179,9 +202,10 @@ def open_artefact(path: str | Path) -> Artefact:
 
 def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact:
     """Return the artefact in the bytes of a file. Raises: as `open_artefact`."""
+    read = _load_onnx if file_format == "onnx" else _load_pt2
     try:
         with quiet():
-            run, texts = (_load_onnx if file_format == "onnx" else _load_pt2)(contents)
+            run, texts = read(contents)
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
@@ -200,7 +224,8 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
 
     def run(**inputs: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in inputs.items()})[0])
+        arrays = {name: x.numpy() for name, x in inputs.items()}
+        return torch.from_numpy(session.run(None, arrays)[0])
 
     return run, session.get_modelmeta().custom_metadata_map
 
@@ -209,4 +234,6 @@ def _load_pt2(contents: bytes) -> tuple[Callable[..., Any], Any]:
     files = {METADATA_FILE: ""}
     module = torch.export.load(io.BytesIO(contents), extra_files=files).module()
     texts = json.loads(files[METADATA_FILE] or "{}")
-    return (lambda **inputs: module(**inputs) if "inputs" in texts else module(*inputs.values())), texts
+    if "inputs" in texts:
+        return module, texts
+    return (lambda **inputs: module(*inputs.values())), texts

@@ -17,6 +17,7 @@ ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj
 
 
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the device and dtype among the arguments of a layer, or None for each."""
     return {name: arguments.get(name) for name in ("device", "dtype")}
 
 
@@ -36,9 +37,16 @@ def has_usual_scale(attention: Any) -> bool:
 
 def like_attention(attention: Attention, make: Callable[..., Layer], **more: Any) -> Layer:
     """Return a layer of the same widths as timm's Attention, with copies of its parts; `more` goes to `make`."""
-    like, heads = attention.qkv.weight, dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
-    sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features, **heads)
-    layer = make(**sizes, proj_bias=attention.proj.bias is not None, device=like.device, dtype=like.dtype, **more)
+    layer = make(
+        dim=attention.qkv.in_features,
+        num_heads=attention.num_heads,
+        attn_head_dim=attention.head_dim,
+        dim_out=attention.proj.out_features,
+        proj_bias=attention.proj.bias is not None,
+        device=attention.qkv.weight.device,
+        dtype=attention.qkv.weight.dtype,
+        **more,
+    )
     for name in ATTENTION_PARTS:
         setattr(layer, name, copy.deepcopy(getattr(attention, name)))
     layer.scale = score_scale(attention)
@@ -75,7 +83,8 @@ class _ContiguousHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.stack([grad.transpose(1, 2) for grad in grads], dim=2).flatten(2), None  # (B, N, 3 nh hd)
+        by_token = torch.stack([grad.transpose(1, 2) for grad in grads], dim=2)  # (B, N, 3, nh, hd)
+        return by_token.flatten(2), None
 
 
 class AttentionBase(Attention):
@@ -101,7 +110,8 @@ class AttentionBase(Attention):
         if contiguous and is_eager():
             q, k, v = _ContiguousHeads.apply(projected, self.num_heads)
         else:
-            q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+            heads = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+            q, k, v = heads.unbind(0)
         return self.q_norm(q), self.k_norm(k), v
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
