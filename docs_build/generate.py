@@ -2,9 +2,9 @@
 
 Run `python docs_build/generate.py` after a change of the command line, recipes, models or the public API.
 
-Command line, recipe fields, recipes, models, suites, the API's pages, the changelog and the table of messages. The
-pages are committed, so that they can be read without a build; `tests/test_docs.py` holds them equal to what this
-script writes.
+Command line, recipe fields, recipes, models, suites, the API's pages and the table of messages. These pages are
+committed, so that they can be read without a build; `tests/test_docs.py` holds them equal to what this script writes.
+The changelog's page is a copy of CHANGELOG.md, and only made for the site.
 """
 
 import ast
@@ -102,7 +102,7 @@ def name_rule_options(body: str) -> str:
     recast, end, after = rest.partition("\n## ")
     names = ", ".join(f"`{name}`" for name in rule_texts())
     listed = ", ".join(f"`{match[1]}`" for match in OPTION.finditer(recast) if match[1] in flags)
-    line = f"* Options of the rules, explained as [fields of a recipe](recipe-fields.md#modelrecast): {listed}.\n"
+    line = f"* Options of the rules, [explained there](rules.md): {listed}.\n"
     recast = OPTION.sub(lambda match: "" if match[1] in flags else match[0], recast)
     recast = re.sub(
         r"(?m)^\* `--rule CHOICE`.*\n",
@@ -189,18 +189,19 @@ def group_lines(part: Any, prefix: str) -> str:
     else:
         fields = {name: field for name, field in part.documented_fields().items() if not part_of(field.annotation)}
     names = "|".join(rule_texts())
+    of_rules: dict[str, list[str]] = {}
     for name, field in fields.items():
-        text = " ".join((field.description or "").split())
-        parts = re.split(rf"(?:^| )((?:{names})(?:, (?:{names}))*): ", text)
-        if parts[0] or len(parts) == 1:
+        owners = re.findall(rf"(?:^| )((?:{names})(?:, (?:{names}))*): ", " ".join((field.description or "").split()))
+        if not owners:
             lists.setdefault("", []).append(field_line(prefix + name, field))
-        for owner, meaning in zip(parts[1::2], parts[2::2], strict=True) if not parts[0] else ():
-            key = ", ".join(f"`{each}`" for each in owner.split(", "))
-            lists.setdefault(key, []).append(field_line(prefix + name, field, meaning))
-    first = lists.pop("", [])
-    return "\n\n".join(
-        ["\n".join(first), *(f"Fields of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items())]
-    )
+        for rule in ", ".join(owners).split(", ") if owners else ():
+            of_rules.setdefault(rule, []).append(f"`{name}`")
+    blocks = ["\n".join(lists.pop("", []))]
+    blocks += [f"Fields of {owner}:\n\n" + "\n".join(lines) for owner, lines in lists.items()]
+    if of_rules:
+        lines = [f"* `{rule}`: {', '.join(own)}" for rule, own in of_rules.items()]
+        blocks.append(f"Fields `{prefix}NAME` of the rules, [explained there](rules.md):\n\n" + "\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def group_sections(part: Any, prefix: str = "") -> list[str]:
@@ -347,7 +348,6 @@ def troubleshooting_page() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "changelog.md": changelog_page,
     "guides/troubleshooting.md": troubleshooting_page,
     "reference/command-line.md": command_line_page,
     "reference/recipe-fields.md": recipe_fields_page,
@@ -362,9 +362,14 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+BUILT: dict[str, Callable[[], str]] = {"changelog.md": changelog_page}
+"""Pages that are made with the site, and not committed."""
+
+
 def main(names: Sequence[str]) -> None:
-    """Write the pages whose path contains one of `names`; all without names."""
-    for path, write in PAGES.items():
+    """Write the pages whose path contains one of `names`; all committed ones without names."""
+    pages = PAGES | BUILT if names else PAGES
+    for path, write in pages.items():
         if not names or any(name in path for name in names):
             (DOCS / path).parent.mkdir(parents=True, exist_ok=True)
             (DOCS / path).write_text(write())
