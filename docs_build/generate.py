@@ -76,6 +76,7 @@ def command_line_page() -> str:
     body = "".join(sorted(commands))
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     body = re.sub(r"Example: (isomorph .*)", r"Example: `\1`", body)
+    body = re.sub(r"\*\*(Arguments|Parameters)\*\*:\n+", "", body)
     body = re.sub(
         r"Every field of the recipe is an option:\n.*?(?=^## |\Z)",
         "Every [field of the recipe](recipe-fields.md) is an option, for example `--optim.lr 1e-4`.\n\n",
@@ -124,7 +125,9 @@ def shared_options(body: str) -> tuple[str, str]:
         names = [shared[match[0]] for match in OPTION.finditer(command) if match[0] in shared]
         rest = OPTION.sub(lambda match: "" if match[0] in shared else match[0], command).rstrip()
         line = f"\n\n[Shared options](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}."
-        rest = re.sub(r"\*\*(Arguments|Parameters)\*\*:\s*(?=\*\*|\Z)", "", rest).rstrip()
+        if "Example: " in rest:
+            rest = re.sub(r"```console\n.*\n```\n\n", "", rest)
+        rest = re.sub(r"\n{3,}", "\n\n", rest)
         parts.append(rest + (line if names else ""))
     return "## Options of several commands\n\n" + "".join(shared), "\n\n".join(filter(None, parts))
 
@@ -250,16 +253,14 @@ def recipes_page() -> str:
 
     papers: dict[str, dict[str, list[str]]] = {paper: {} for paper in (*PAPERS, "isomorph")}
     for name, fields in sorted(RECIPES.items()):
-        found = re.match(r"([\d.]+) top-1.* on ImageNet-1k", fields.get("expected") or "")
-        number = f" ({found[1]})" if found else ""
         source = fields.get("source", "")
         paper = source.partition(" ")[0] if source.partition(" ")[0] in PAPERS else "isomorph"
         source = re.sub(SHORT_SOURCES, "", source.removeprefix(f"{paper} "))
-        papers[paper].setdefault(source, []).append(f"`{name}`{number}")
+        papers[paper].setdefault(source, []).append(f"`{name}`")
     lead = (
-        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. In brackets the paper's top-1 on "
-        "ImageNet-1k; `isomorph table` has all numbers, and what each run starts from. JFT is not public. Which "
-        "published rows have no recipe, and why: [published runs](../recipes.md)."
+        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. `isomorph table` has the papers' "
+        "numbers, and what each run starts from. JFT is not public. Which published rows have no recipe, and why: "
+        "[published runs](../recipes.md)."
     )
     sections = [
         f"## {paper}\n\n" + "\n".join(f"* {source}: {', '.join(names)}" for source, names in sorted(found.items()))
