@@ -18,7 +18,7 @@ BROWSER = command -v chromium || command -v chromium-browser || command -v googl
 
 .PHONY: help env browser demo test test-alone check bench docs evidence release-check
 help:
-	@echo "make demo   recast a CNN as attention, verify, look, train a ViT in two forms (under 2 minutes on 2 cores)"
+	@echo "make demo   recast a CNN as attention, verify, look, train a ViT in two forms (3 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
 	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
