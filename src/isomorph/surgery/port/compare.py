@@ -74,8 +74,11 @@ def _difference(value: Tensor, other: Tensor) -> float:
     return relative(difference, scale)
 
 
-def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
-    """Return a value with its axes in the order of another, and their relative difference; None if there is none."""
+def in_layout(value: Tensor, like: Tensor, tolerance: float = TOLERANCE) -> tuple[Tensor | None, float]:
+    """Return a value with its axes in the order of another, and their relative difference; None if there is none.
+
+    The first order by which they differ by at most the tolerance, else the one by which they differ least.
+    """
     best: Tensor | None = None
     smallest = math.inf
     for candidate in _layouts(value, like):
@@ -83,7 +86,7 @@ def in_layout(value: Tensor, like: Tensor) -> tuple[Tensor | None, float]:
         if best is None or difference < smallest:
             best = candidate
             smallest = difference
-        if smallest <= TOLERANCE:
+        if smallest <= tolerance:
             break
     return best, smallest
 
