@@ -1,4 +1,8 @@
-"""Opening a model: from its file, by its name in timm, or from the folder of its run."""
+"""Opening a model: from its file, by its name in timm, or from the folder of its run.
+
+One way for all files: find the path (`local_file`), read tensors and header (`read_contents`, `_read_run`), build the
+model that they describe, load the tensors (`_open`).
+"""
 
 import copy
 import os
@@ -76,8 +80,8 @@ def load(
     contents = read_contents(local_file(path, revision), ema)
     warn_of_nan(contents.tensors, "loaded")
     if isinstance(base, nn.Module):
-        return _load_into(base, contents)
-    return _build_and_load(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
+        return _open(contents, base=base)
+    return _open(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
 
 
 def local_file(name: str | Path, revision: str | None = None) -> Path:
@@ -93,51 +97,60 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
     return download_model(repository, revision or named or None)
 
 
-def _build_and_load(contents: Contents, options: ModelOptions) -> nn.Module:
-    """Return the model that a file and the options describe, with the file's tensors; in eval mode."""
-    if options.arch and is_function(options.arch):
-        return _load_into(build_own(options.arch, options.arguments()), contents)
-    if not contents.is_own:
+def _open(contents: Contents, options: ModelOptions = NO_OPTIONS, base: nn.Module | None = None) -> nn.Module:
+    """Return the model that a file, the options or a base describe, with the file's tensors; in eval mode."""
+    if base is None:
+        base = _named_base(contents, options)
+    if base is not None:
+        model = _with_edits_of(contents, base)
+    elif contents.is_own:
+        model = cast_like(rebuild_from_header(contents), contents.tensors)
+        _check_agreement(model, options, contents.path)
+    else:
         model = build_foreign(contents, options)
+    try:
         load_state(model, contents.tensors, contents.path)
-        add_notes(model, *contents.notes)
-        return model.eval()
-    if options.arch and "module" in contents.header:  # such as torchvision's ResNets
-        require_registered(options.arch)
-        arguments = read_arguments(options.arch, contents.tensors, options.arguments())
-        return _load_into(create(options.arch, **arguments), contents)
-    model = rebuild_from_header(contents)
-    load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
-    _check_agreement(model, options, contents.path)
+    except UserError as error:
+        if base is None:
+            raise
+        raise UserError(f"{error}{_hint_of_base(contents, model)}") from None
+    add_notes(model, *contents.notes)
     return model.eval()
 
 
-def _load_into(base: nn.Module, contents: Contents) -> nn.Module:
-    """Return a copy of a base with the edits and the tensors of a file; in eval mode."""
-    header = read_parts(contents) if contents.is_own else None
+def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
+    """Return the model that the options name as the base of a file's edits, or None."""
+    if options.arch and is_function(options.arch):
+        return build_own(options.arch, options.arguments())
+    if options.arch and contents.is_own and "module" in contents.header:  # such as torchvision's ResNets
+        require_registered(options.arch)
+        return create(options.arch, **read_arguments(options.arch, contents.tensors, options.arguments()))
+    return None
+
+
+def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
+    """Return a copy of a base in the precision of a file, with the edits and the images that its header records."""
     model = copy.deepcopy(base)
+    if not contents.is_own:
+        return cast_like(model, contents.tensors)
+    header = read_parts(contents)
     done = edits(base)
-    recorded = header.edits if header else ()
-    if header and done != recorded[: len(done)]:
+    if done != header.edits[: len(done)]:
         raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
     try:
-        for edit in recorded[len(done) :]:
+        for edit in header.edits[len(done) :]:
             model = apply_edit(model, edit)
     except UserError as error:
         raise UserError(f"base {type(model).__name__} does not fit {contents.path}: {error}") from None
-    try:
-        load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
-    except UserError as error:
-        said = str(error)
-        if header and header.module:
-            said += f" (it was saved from a {header.module['class']})"
-        if done or recorded:
-            said += "; give the base as it was before it was recast"
-        raise UserError(said) from None
-    if header and header.data:
+    if header.data:
         record_data(model, header.data)
-    add_notes(model, *contents.notes)
-    return model.eval()
+    return cast_like(model, contents.tensors)
+
+
+def _hint_of_base(contents: Contents, model: nn.Module) -> str:
+    module = read_parts(contents).module if contents.is_own else {}
+    saved_from = f" (it was saved from a {module['class']})" if module else ""
+    return f"{saved_from}; give the base as it was before it was recast" if edits(model) else saved_from
 
 
 @contextmanager
@@ -219,14 +232,14 @@ def open_model(
         return open_trained(Path(name), options)
     if is_function(name):
         model = build_own(name, options.arguments() | arguments)
-        return _load_into(model, read_contents(weights, options.ema)) if weights else model
+        return _open(read_contents(weights, options.ema), base=model) if weights else model
     if options.arch:
         raise UserError(f"--arch is for checkpoints; {name!r} is not a file")
     require_registered(name)
     arguments = {**arguments, **options.arguments()}
     if weights:
         named = options._replace(arch=name, num_classes=None, model_kwargs=arguments)
-        return _build_and_load(read_contents(weights, options.ema)._replace(header={}), named)
+        return _open(read_contents(weights, options.ema)._replace(header={}), named)
     public = _pretrained_cfg(name)
     if pretrained and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
@@ -262,9 +275,7 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     """
     path = local_file(path)
     contents = _read_run(path, options.ema) if path.is_dir() else read_contents(path, options.ema)
-    model = _build_and_load(contents, options)
-    add_notes(model, *contents.notes)
-    return model
+    return _open(contents, options)
 
 
 def needs_options(name: str) -> bool:

@@ -23,7 +23,7 @@ from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.rules.window import AttentionToWindow
-from isomorph.surgery.site import Site, TokenGrid
+from isomorph.surgery.site import Site
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import compare_outputs, verify
 from isomorph.surgery.verify_report import NotEqual, VerifyReport
@@ -69,7 +69,6 @@ __all__ = [
     "Revert",
     "Rule",
     "Site",
-    "TokenGrid",
     "Unstride",
     "VerifyReport",
     "absorb",

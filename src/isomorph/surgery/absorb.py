@@ -2,9 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +10,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import copy_module
+from isomorph.operations import ModuleCall, copy_module, observing
+from isomorph.spec import record_config, spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, same_padding
@@ -239,19 +238,20 @@ def absorb(
 @torch.no_grad()
 def _layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
     """Return the names of the layers whose input is the image itself."""
+    leaves = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
+            leaves.append(name)
     found: dict[str, None] = {}
 
-    def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = args[0] if args else None
+    def note(call: ModuleCall) -> None:
+        given = call.input
         if isinstance(given, Tensor) and given.shape == images.shape and torch.equal(given, images):
-            found[name] = None
+            found[call.name] = None
 
-    with ExitStack() as hooks, eval_mode(model):
-        for name, module in model.named_modules():
-            if not any(True for _ in module.children()):
-                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+    with eval_mode(model), observing(model, before=note, names=leaves):
         run_model(model, images)
-    return [name for name in found if not isinstance(model.get_submodule(name), nn.Identity)]
+    return list(found)
 
 
 @torch.no_grad()
@@ -272,9 +272,9 @@ def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) ->
 
 def _record_raw_images(model: nn.Module, rule: Absorb) -> None:
     """Let the model's data config say that images are raw."""
-    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    config = dict(spec_of(model).config)
     count = 1 if rule.is_grey else len(rule.order)
     config |= dict(mean=(0.0,) * count, std=(1 / rule.scale,) * count)
     if config.get("input_size"):
         config["input_size"] = (count, *config["input_size"][1:])
-    model.pretrained_cfg = model.default_cfg = config  # type: ignore[assignment]
+    record_config(model, config)

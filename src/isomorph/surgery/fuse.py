@@ -20,7 +20,7 @@ from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.merge import NOT_CALLED, FuseReport, find_faults, merge
 from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
-from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
+from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
 from isomorph.surgery.site import Site
@@ -146,7 +146,7 @@ def fuse(
     >>> type(wide.linear).__name__, type(thin.linear).__name__, type(thin.bn1).__name__
     ('PyramidLinear', 'Linear', 'Identity')
     """
-    with usual_defaults(check_model(model)):
+    with float32_on(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)

@@ -320,7 +320,7 @@ def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
         if site is None:
             raise UserError(f"the model has no module {name}, which {type(rule).__name__} should recast")
         original = site.module
-        with usual_defaults(original):
+        with float32_on(original):
             try:
                 replacement = rule.build(site)
             except UserError as error:
@@ -378,7 +378,7 @@ def edited_names(model: nn.Module, since: int = 0) -> list[str]:
 
 
 @contextmanager
-def usual_defaults(original: nn.Module) -> Iterator[None]:
+def float32_on(original: nn.Module) -> Iterator[None]:
     """Context in which layers are made for an original, whatever defaults of torch the caller has changed."""
     dtype, device = torch.get_default_dtype(), next((p.device for p in original.parameters()), torch.device("cpu"))
     torch.set_default_dtype(torch.float32)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +11,9 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
-from isomorph.operations import Flow, copy_module, left_no_trace, see, state_of, tensors_in
+from isomorph.operations import Flow, copy_module, left_no_trace, observing, see, state_of, tensors_in
 from isomorph.slow_work import SlowWork
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
     Inputs,
     cast_floats,
@@ -38,7 +38,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
     if own := own_inputs(model, 1):
         return to_model(own, model)
-    if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
+    if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ class ReferenceCalls:
         copied = copy_module(model)
         flow = see(copied, lambda: run_model(copied, _copy(first)))
         watched = []
-        for name in flow.deciding:
+        for name in flow.branches_on_data:
             watched += [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
         return watched
 
@@ -158,10 +158,8 @@ class ReferenceCalls:
         """
         self._count_call()
         found: list[Any] = []
-        with ExitStack() as hooks, torch.random.fork_rng():
-            for name in self._watched:
-                watched = model.get_submodule(name)
-                hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
+        watching = observing(model, after=lambda call: found.append(call.output), names=self._watched)
+        with watching, torch.random.fork_rng():
             torch.manual_seed(0)
             made = run(model, partial(entry, model, _copy(inputs)))
         return _numbers_of(found, made.output), made

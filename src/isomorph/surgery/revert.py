@@ -10,7 +10,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.surgery.modules import Ties, Where, describe_where, list_names, matches_where
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import attach, check_model, kept_random_state, replace_module, usual_defaults
+from isomorph.surgery.recast import attach, check_model, float32_on, kept_random_state, replace_module
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
 from isomorph.surgery.site import Site
 
@@ -80,7 +80,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     inner_first = sorted(zip(names, layers, strict=True), key=lambda pair: -pair[0].count("."))
     for name, layer in inner_first:
         try:
-            with usual_defaults(layer), kept_random_state(layer):
+            with float32_on(layer), kept_random_state(layer):
                 original = _reverted(layer, atol)
         except ValueError as error:
             others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""

@@ -1,9 +1,8 @@
 """Remove the strides of a stage, as T-ResNets and BoTNet do; unlike `recast`, this changes the function."""
 
 import copy
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers.modes import eval_mode
+from isomorph.operations import ModuleCall, observing
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
@@ -87,9 +87,7 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
-    with ExitStack() as hooks, eval_mode(model), eval_mode(new):
-        for name in edits(new)[-1].names:
-            hooks.enter_context(new.get_submodule(name).register_forward_hook(partial(_check_stage, name)))
+    with eval_mode(model), eval_mode(new), observing(new, after=_check_stage, names=edits(new)[-1].names):
         try:
             run_model(new, example)
         except DoesNotRun as error:
@@ -98,8 +96,14 @@ def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
                 raise UserError(f"without these strides {error}; select others, or unstride before recasting") from None
 
 
-def _check_stage(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    maps = [x.shape for x in (*args[:1], output) if isinstance(x, Tensor) and x.ndim == 4]  # (B, C, H, W), (B, H, W, C)
-    if len(maps) == 2 and maps[0][2:] != maps[1][2:] and maps[0][1:3] != maps[1][1:3]:
-        reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
-        raise UserError(f"{name} still makes {tuple(maps[1])} from {tuple(maps[0])}: {reason}; select other modules")
+def _check_stage(call: ModuleCall) -> None:
+    given = call.input
+    made = call.output
+    if not (isinstance(given, Tensor) and isinstance(made, Tensor) and given.ndim == made.ndim == 4):
+        return
+    if given.shape[2:] == made.shape[2:] or given.shape[1:3] == made.shape[1:3]:  # (B, C, H, W), (B, H, W, C)
+        return
+    reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
+    raise UserError(
+        f"{call.name} still makes {tuple(made.shape)} from {tuple(given.shape)}: {reason}; select other modules"
+    )

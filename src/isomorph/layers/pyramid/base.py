@@ -111,7 +111,7 @@ class Parallel(KeepsInEval):
         if self.window is not None and x.ndim == 3:
             return self.forward(x[None])[0]
         self._check_input(x)
-        parts = self.parts
+        parts: list[Any] = self.parts
         if parts[0] is not self and any(map(_computes_otherwise, parts)):
             return self.run_branches(x)
         forms = [part.form_now() for part in parts if isinstance(part, Pyramid)]

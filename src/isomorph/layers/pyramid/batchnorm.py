@@ -62,7 +62,7 @@ def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
     """
     check_count(len(x), x.shape)
     outputs = F.linear(x, layer.weight)
-    shift = norm.bias
+    shift: Tensor | None = norm.bias
     if layer.bias is not None:
         without_effect = 0 * layer.bias
         shift = without_effect if shift is None else shift + without_effect
