@@ -111,7 +111,7 @@ class Parallel(KeepsInEval):
         if self.window is not None and x.ndim == 3:
             return self.forward(x[None])[0]
         self._check_input(x)
-        parts: list[Any] = self.parts
+        parts = self.parts
         if parts[0] is not self and any(map(_computes_otherwise, parts)):
             return self.run_branches(x)
         forms = [part.form_now() for part in parts if isinstance(part, Pyramid)]
@@ -121,8 +121,8 @@ class Parallel(KeepsInEval):
         chains = [form for form in forms if isinstance(form, Chains)]
         if len(chains) < len(forms):
             return self.run_branches(x)
-        if parts[0] is self and parts[0].costs_less_by_outputs(x):
-            return parts[0].normalise_outputs(x)
+        if isinstance(self, Pyramid) and self.costs_less_by_outputs(x):
+            return self.normalise_outputs(x)
         moments = measure_moments(x, self.window, sync_group(self))
         with disable_autocast(x.device):
             weight, bias = self._collapse_parts(chains, moments)
