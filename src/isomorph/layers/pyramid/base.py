@@ -21,7 +21,8 @@ from isomorph.errors import UserError
 from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch, on_cpu
 from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, linear_batch_norm, normalise, uses_batch_statistics
-from isomorph.layers.pyramid.closed_form import Chains, LinearTensors, Unit, collapse, join
+from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
+from isomorph.layers.pyramid.closed_form import collapse
 from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
 
 Rectify = Literal["batchnorm", "rescale", "none"]
@@ -341,7 +342,7 @@ class Pyramid(Parallel):
         units = []
         lasts = []
         for branch in self.branches._modules.values():
-            chain: list[Any] = list(branch._modules.values())  # type: ignore[union-attr]
+            chain: list[Any] = list(branch._modules.values())
             pairs = zip(chain[::2], chain[1::2], strict=False)
             units.append([Unit(_tensors(layer), norm) for layer, norm in pairs])
             if len(chain) % 2:
