@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from timm.layers import Attention
+from timm.layers.attention import resolve_self_attn_mask
 from torch import Tensor, nn
 
 from isomorph.layers.modes import is_eager, require_same
@@ -113,6 +114,16 @@ class AttentionBase(Attention):
             heads = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
             q, k, v = heads.unbind(0)
         return self.q_norm(q), self.k_norm(k), v
+
+    def content_scores(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries and the keys whose products are the scores, and what is added to these, or None.
+
+        Shape: x (B, N, C) -> two of (B, nh, N, hd), broadcast to (B, nh, N, N)
+        """
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal)
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join the heads and project them. Shape: mixed (B, nh, N, hd), x (B, N, C) -> (B, N, C)"""

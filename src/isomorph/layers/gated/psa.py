@@ -57,8 +57,13 @@ class PSA(TokenHeads):
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # (B, nh, N, hd)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 
+    def content_scores(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scaled queries, the keys and v_pos . r. Shape: -> two of (B, nh, N, hd), (1, nh, N, N)"""
+        q, k = self.queries_keys(x)
+        bias = self.position_bias(self.check_grid(x, grid_size), q.dtype)
+        return q * q.shape[-1] ** -0.5, k, bias
+
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        bias = self.position_bias(self.check_grid(x, grid_size), x.dtype)
-        q, k = self.queries_keys(x)
-        return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias, dim=-1)
+        q, k, bias = self.content_scores(x, grid_size)
+        return torch.softmax(q @ k.mT + bias, dim=-1)

@@ -111,6 +111,11 @@ class DecomposedAttention(AttentionBase):
         queries, keys, _ = self.longer_queries_keys(x)
         return (queries @ keys.mT).softmax(-1)
 
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the longer queries and keys, whose products are the scores, position included."""
+        queries, keys, _v = self.longer_queries_keys(x)
+        return queries, keys, None
+
     def longer_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, H, W, C) -> two of (B n, nh, h w, hd + h + w), values (B n, nh, h w, hd)"""
         q, k, v = self.queries_keys_values_in_windows(x)
