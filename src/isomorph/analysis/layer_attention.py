@@ -6,7 +6,7 @@ A layer with a method `attention` computes its map on demand; what others apply 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, singledispatch
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
 from isomorph.layers.attention_base import score_scale
 from isomorph.layers.gated.tap_heads import TapHeads
 from isomorph.layers.modes import eval_mode
@@ -45,9 +44,7 @@ class MethodMap(NamedTuple):
     @property
     def logits(self) -> AppliedAttention | None:
         """The scores of the layer's softmax, None where they are not known."""
-        if scores.dispatch(type(self.layer)) is scores.dispatch(object):
-            return None
-        return scores(self.layer, *self.args, **self.kwargs)
+        return _scores(self.layer, *self.args, **self.kwargs)
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
@@ -96,13 +93,15 @@ def _check_size(name: str, layer: Any, x: Tensor) -> None:
         )
 
 
-@singledispatch
-def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> AppliedAttention:
-    """Return the scores of a layer, for x (B, N, C) where nothing else is said. Raises: TypeError for other layers."""
-    raise TypeError(f"the queries and keys of {type(layer).__name__} are not known")
+def _scores(layer: Any, *args: Any, **kwargs: Any) -> AppliedAttention | None:
+    """Return the scores of a layer: those of its method `content_scores`, or of timm's Attention; else None."""
+    if hasattr(layer, "content_scores"):
+        return AppliedAttention(*layer.content_scores(*args, **kwargs))
+    if isinstance(layer, Attention):
+        return _timm_scores(layer, *args, **kwargs)
+    return None
 
 
-@scores.register
 def _timm_scores(
     layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
 ) -> AppliedAttention:
@@ -110,44 +109,6 @@ def _timm_scores(
     q = layer.q_norm(q) * score_scale(layer)
     k = layer.k_norm(k)
     return AppliedAttention(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
-
-
-@scores.register
-def _relative_scores(layer: RelativeAttention, x: Tensor) -> AppliedAttention:
-    """Return the scores of attention with relative positions. Shape: x (B, H, W, C)"""
-    q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
-    bias = None
-    if not isinstance(layer, PostRelativeAttention):
-        bias = layer.position_bias((x.shape[1], x.shape[2]), q.dtype)
-    return AppliedAttention(q * layer.scale, k, bias)
-
-
-@scores.register
-def _vit_relative_scores(
-    layer: ViTRelativeAttention, x: Tensor, *_: Any, grid_size: tuple[int, int] | None = None, **__: Any
-) -> AppliedAttention:
-    q, k, _v = layer.queries_keys_values(x)
-    bias = layer.position_bias(grid_size or layer.grid_size, q.dtype)
-    return AppliedAttention(q * layer.scale, k, bias)
-
-
-@scores.register
-def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> AppliedAttention:
-    q, k = layer.queries_keys(x)
-    return AppliedAttention(q * q.shape[-1] ** -0.5, k)
-
-
-@scores.register
-def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> AppliedAttention:
-    """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
-    return AppliedAttention(*layer.content_scores(x))
-
-
-@scores.register
-def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> AppliedAttention:
-    q, k = layer.queries_keys(x)
-    bias = layer.position_bias(layer.check_grid(x, grid_size), q.dtype)
-    return AppliedAttention(q * q.shape[-1] ** -0.5, k, bias)
 
 
 def has_attention_method(layer: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from timm.layers import Attention
+from timm.layers.attention import resolve_self_attn_mask
 from torch import Tensor, nn
 
 from isomorph.layers.modes import is_eager, require_same
@@ -14,6 +15,22 @@ from isomorph.layers.modes import is_eager, require_same
 Layer = TypeVar("Layer", bound=Attention)
 
 ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Shape: (B, N, nh hd) -> (B, nh, N, hd)"""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """Shape: (B, nh, N, hd) -> (B, N, nh hd)"""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split_joint(projected: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+    """Split a joint projection of queries, keys and values. Shape: (B, N, 3 nh hd) -> three of (B, nh, N, hd)"""
+    by_head = projected.unflatten(-1, (3, num_heads, -1))  # (B, N, 3, nh, hd)
+    return by_head.permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def factory_kwargs(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +91,8 @@ class _ContiguousHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(projected: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-        heads = projected.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, nh, N, hd)
-        return heads.contiguous().unbind(0)
+        by_head = projected.unflatten(-1, (3, num_heads, -1))  # (B, N, 3, nh, hd)
+        return by_head.permute(2, 0, 3, 1, 4).contiguous().unbind(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -110,13 +127,22 @@ class AttentionBase(Attention):
         if contiguous and is_eager():
             q, k, v = _ContiguousHeads.apply(projected, self.num_heads)
         else:
-            heads = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            q, k, v = heads.unbind(0)
+            q, k, v = split_joint(projected, self.num_heads)
         return self.q_norm(q), self.k_norm(k), v
+
+    def content_scores(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries and the keys whose products are the scores, and what is added to these, or None.
+
+        Shape: x (B, N, C) -> two of (B, nh, N, hd), broadcast to (B, nh, N, N)
+        """
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal)
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join the heads and project them. Shape: mixed (B, nh, N, hd), x (B, N, C) -> (B, N, C)"""
-        y = self.norm(mixed.transpose(1, 2).flatten(2))  # (B, N, nh hd)
+        y = self.norm(join_heads(mixed))  # (B, N, nh hd)
         if self.gate is not None:
             y = y * self.gate(x).sigmoid()
         return self.proj_drop(self.proj(y))

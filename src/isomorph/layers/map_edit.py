@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.gated.positions import axis_scores, gated_mix, geometry_dtype, image_axis, kronecker, mix_weights
+from isomorph.layers.gated.positions import (
+    axis_scores,
+    gated_mix,
+    geometry_dtype,
+    image_axis,
+    kronecker,
+    mix_weights,
+    outer_sum,
+)
 from isomorph.layers.gated.token_heads import TokenPositions
 from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import is_eager, is_functorch_tensor
@@ -192,8 +200,7 @@ class GatedMap(TokenPositions):
         rows, columns = axis_scores(self.position, map(image_axis, queries, keys))
         if allowed is None:
             return kronecker(rows.softmax(-1), columns.softmax(-1))
-        scores = rows[:, :, None, :, None] + columns[:, None, :, None]  # (nh, Hq, Wq, H, W)
-        return _masked_softmax(scores.flatten(3).flatten(1, 2), allowed)  # (B, nh, Nq, Nk)
+        return _masked_softmax(outer_sum(rows, columns), allowed)  # (B, nh, Nq, Nk)
 
     def scaled_map(
         self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None

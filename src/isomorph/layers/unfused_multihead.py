@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import join_heads, split_heads
+
 
 class UnfusedMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` that forms its map: out_proj(dropout(softmax(q k^T / sqrt(hd) + mask)) v).
@@ -36,7 +38,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             tokens = [x[None] for x in tokens]
         elif not self.batch_first:
             tokens = [x.transpose(0, 1) for x in tokens]
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._project(*tokens))
+        q, k, v = (split_heads(x, self.num_heads) for x in self._project(*tokens))
         mask = joint_mask(attn_mask, key_padding_mask, self.num_heads, q.dtype)
         dropout = self.dropout if self.training else 0.0
         maps = None
@@ -48,7 +50,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             values = maps @ v
         else:
             values = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = self.out_proj(values.transpose(1, 2).flatten(2))  # (B, Nq, C)
+        out = self.out_proj(join_heads(values))  # (B, Nq, C)
         if not batched:
             out = out[0]
         elif not self.batch_first:

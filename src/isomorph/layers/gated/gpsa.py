@@ -12,7 +12,7 @@ Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p pre
 
 import copy
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +142,11 @@ class GPSA(TokenHeads):
         content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
         mixed = MixPositions.apply(content, v, rows, columns, self.gate, weights, self.prefix_tokens)
         return self.proj_drop(self.proj(mixed.flatten(2)))
+
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the scaled queries and the keys of content attention. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        q, k = self.queries_keys(x)
+        return q * q.shape[-1] ** -0.5, k, None
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""

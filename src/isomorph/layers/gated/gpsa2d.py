@@ -71,8 +71,10 @@ def _key_scores(windows: KeyWindows, padding: GridSize, dtype: torch.dtype, devi
     height, width = windows.keys
     ph, pw = padding
     mask = windows.mask(device)
-    inside = mask[:, :, ph : height - ph, pw : width - pw].flatten(2).flatten(0, 1)  # (Nq, H W)
-    outside = mask.sum((2, 3)).flatten()[:, None] - inside.sum(1, keepdim=True)  # (Nq, 1)
+    unpadded = mask[:, :, ph : height - ph, pw : width - pw]
+    inside = unpadded.flatten(2).flatten(0, 1)  # (Nq, H W)
+    every = mask.sum((2, 3)).flatten()  # (Nq,)
+    outside = every[:, None] - inside.sum(1, keepdim=True)  # (Nq, 1)
     counts = torch.cat([inside, outside], 1).to(torch.promote_types(dtype, torch.float32))
     return counts.log().to(dtype)  # log 0 is -inf
 
@@ -239,8 +241,15 @@ class GPSA2d(TapHeads):
         return constant(_key_scores, like, self.windows(H, W), self.padding, like.dtype)
 
     def windows(self, H: int, W: int) -> KeyWindows:
-        padded = (H + 2 * self.padding[0], W + 2 * self.padding[1])
-        return KeyWindows(self.query_grid(H, W), padded, self.kernel_size // 2, self.stride, self.content_window)
+        """Return the windows of all queries of an H x W map."""
+        ph, pw = self.padding
+        return KeyWindows(
+            queries=self.query_grid(H, W),
+            keys=(H + 2 * ph, W + 2 * pw),
+            start=self.kernel_size // 2,
+            stride=self.stride,
+            size=self.content_window,
+        )
 
     def soft_patches(self, q: Tensor, k: Tensor, values: Tensor, H: int, W: int) -> Tensor:
         """Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> mixed map times values (B, C nh, Nq)"""
@@ -260,7 +269,8 @@ class GPSA2d(TapHeads):
         Shape: q (B, nh, hd, Nq), k (B, nh, hd, H W), values (B, C, H W) -> (B, C_out, Hq, Wq)
         """
         B, nh, hd, Nq = q.shape
-        shared = F.pad(values.mT, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
+        shared = F.pad(values.mT, (0, 0, 0, 1))  # (B, H W + 1, C), 0 for padded keys
+        shared = shared[:, None].expand(B, nh, -1, -1)
         # the fused kernel of a CPU needs q, k and v of one width
         width = max(self.in_channels - hd, 0) if on_cpu(q) else 0
         bias = self.key_scores(H, W, q).expand(1, 1, Nq, -1)
@@ -292,7 +302,8 @@ class GPSA2d(TapHeads):
         keys = F.pad(k.unflatten(3, (H, W)), (pw, pw, ph, ph))  # (B, nh, hd, H + 2 pad, W + 2 pad)
         bias = None
         if self.content_window is not None:
-            mask = self.windows(H, W).mask(x.device, query).flatten(2).flatten(0, 1)  # (Nq, keys)
+            mask = self.windows(H, W).mask(x.device, query)
+            mask = mask.flatten(2).flatten(0, 1)  # (Nq, keys)
             bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
         return q, keys.flatten(3).mT, bias
 

@@ -97,7 +97,9 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
     scores = (position.unsqueeze(1) * features).sum(-1)  # not a product of matrices, which may be in low precision
     by_row, by_column = scores.split([rows.queries * rows.keys, columns.queries * columns.keys], dim=1)
-    return by_row.unflatten(1, (rows.queries, rows.keys)), by_column.unflatten(1, (columns.queries, columns.keys))
+    by_row = by_row.unflatten(1, (rows.queries, rows.keys))
+    by_column = by_column.unflatten(1, (columns.queries, columns.keys))
+    return by_row, by_column
 
 
 def axis_attention(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -> tuple[Tensor, Tensor]:
@@ -115,8 +117,17 @@ def without_subnormals(maps: Tensor) -> Tensor:
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the full attention map. Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)"""
-    grid = rows[:, :, None, :, None] * columns[:, None, :, None, :]  # (nh, Hq, Wq, H, W)
-    return grid.flatten(3).flatten(1, 2)  # (nh, Hq Wq, H W)
+    return _by_position(rows[:, :, None, :, None] * columns[:, None, :, None])
+
+
+def outer_sum(rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the scores of all pairs. Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)"""
+    return _by_position(rows[:, :, None, :, None] + columns[:, None, :, None])
+
+
+def _by_position(grid: Tensor) -> Tensor:
+    """Shape: (nh, Hq, Wq, H, W) -> (nh, Hq Wq, H W)"""
+    return grid.flatten(3).flatten(1, 2)
 
 
 def to_head_grid(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
@@ -194,7 +205,8 @@ class MixPositions(torch.autograd.Function):
             return d_content, d_values, None, None, None, None, None
 
         v_grid = to_head_grid(values[:, p:], (rows.shape[2], columns.shape[2]))
-        d_rows = torch.bmm(halfway.flatten(2), v_grid.flatten(2).mT) * share[:, None, None]  # (nh, H, H)
+        d_scaled = torch.bmm(halfway.flatten(2), v_grid.flatten(2).mT)  # (nh, H, H)
+        d_rows = d_scaled * share[:, None, None]
         lines = dy_grid.flatten(3).flatten(0, 1)  # (nh H, W, B hd)
         read = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
         d_columns = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2]).sum(1)

@@ -95,6 +95,7 @@ class TapHeads(PositionHeads):
 
     @property
     def head_width(self) -> int:
+        """Rows of W_qry and W_key of each head, the last ones filled up with zeros."""
         return -(-self.in_channels // self.num_heads)
 
     def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
@@ -133,12 +134,17 @@ class TapHeads(PositionHeads):
         return x[:, :, ::sh, ::sw].contiguous()
 
     def with_bias(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+        """Add the bias to every position. Shape: (B, C_out, Hq, Wq) -> the same"""
+        if self.bias is None:
+            return y
+        return y + self.bias.view(-1, 1, 1).to(y.dtype)
 
     def extra_repr(self) -> str:
-        size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
-        groups = "" if self.groups == 1 else f", groups={self.groups}"
-        return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{groups}"
+        shown = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        shown += f", padding={self.padding}, bias={self.bias is not None}"
+        if self.groups != 1:
+            shown += f", groups={self.groups}"
+        return shown
 
     def _set_locality(self, locality: float) -> None:
         self.raw_locality.fill_(inverse_softplus(locality))
@@ -308,4 +314,5 @@ class PositionalConv2d(TapHeads):
 
     def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the map, the same for every image. Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))"""
-        return self.position_attention(x, query).to(x.dtype).expand(x.shape[0], -1, -1, -1)
+        position = self.position_attention(x, query).to(x.dtype)
+        return position.expand(x.shape[0], -1, -1, -1)

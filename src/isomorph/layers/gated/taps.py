@@ -43,15 +43,18 @@ def _read(grid: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, 
 
     Shape: grid (H, W, B C), rows, columns -> (nh Hq, Wq, W), (nh Hq, W, B C), (nh Hq, Wq, B C)
     """
-    lines = columns[:, None].expand(-1, rows.shape[1], -1, -1).flatten(0, 1)  # (nh Hq, Wq, W)
-    halfway = torch.mm(rows.flatten(0, 1), grid.flatten(1)).unflatten(1, grid.shape[1:])  # (nh Hq, W, B C)
+    nh, Hq, _ = rows.shape
+    lines = columns[:, None].expand(nh, Hq, -1, -1).flatten(0, 1)  # (nh Hq, Wq, W)
+    halfway = torch.mm(rows.flatten(0, 1), grid.flatten(1))  # (nh Hq, W B C)
+    halfway = halfway.unflatten(1, grid.shape[1:])  # (nh Hq, W, B C)
     return lines, halfway, torch.bmm(lines, halfway)
 
 
 def _to_patches(read: Tensor, x: Tensor, rows: Tensor) -> Tensor:
     """Arrange what heads read as a convolution does. Shape: (nh Hq, Wq, B C) -> (B, C nh, Hq Wq)"""
-    each = read.unflatten(2, x.shape[:2]).unflatten(0, rows.shape[:2]).flatten(1, 2)  # (nh, Hq Wq, B, C)
-    return each.permute(2, 3, 0, 1).flatten(1, 2)
+    by_image = read.unflatten(2, x.shape[:2])  # (nh Hq, Wq, B, C)
+    by_head = by_image.unflatten(0, rows.shape[:2]).flatten(1, 2)  # (nh, Hq Wq, B, C)
+    return by_head.permute(2, 3, 0, 1).flatten(1, 2)
 
 
 class _TapsAtOnce(torch.autograd.Function):
@@ -153,7 +156,8 @@ class _TapsByHead(torch.autograd.Function):
             d_columns.append(torch.bmm(d_read, halfway.mT).sum(0))
             d_filters.append(_filter_gradient(dy, patches, taps))
         assert d_grid is not None
-        return d_grid.view(grid.shape), torch.stack(d_rows), torch.stack(d_columns), torch.stack(d_filters, dim=2)
+        d_taps = torch.stack(d_filters, dim=2)
+        return d_grid.view(grid.shape), torch.stack(d_rows), torch.stack(d_columns), d_taps
 
 
 def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
@@ -225,6 +229,11 @@ class _NearAxis(NamedTuple):
     inner: Range
 
     @property
+    def inner_queries(self) -> int:
+        first, last = self.inner
+        return max(last - first, 0)
+
+    @property
     def padding(self) -> int:
         """Padding of the convolution whose kernel has the reach of the heads."""
         return self.axis.padding + self.reach - self.axis.kernel_size // 2
@@ -246,10 +255,11 @@ def _is_cheaper_folded(x: Tensor, filters: Tensor, rows: _NearAxis, columns: _Ne
     out, within, nh = filters.shape
     Hq = rows.axis.queries
     Wq = columns.axis.queries
-    inner = max(rows.inner[1] - rows.inner[0], 0) * max(columns.inner[1] - columns.inner[0], 0)
-    by_head = nh * (C * W * (H + Wq) / Wq + out * within) * inner
-    kernel = out * within * (2 * rows.reach + 1) * (2 * columns.reach + 1)
-    return kernel * (Hq * Wq + nh / max(B, 1)) < BY_HEAD_COST * by_head
+    filters_cost = out * within
+    by_head = nh * (C * W * (H + Wq) / Wq + filters_cost) * rows.inner_queries * columns.inner_queries
+    kernel_taps = (2 * rows.reach + 1) * (2 * columns.reach + 1)
+    folded = filters_cost * kernel_taps * (Hq * Wq + nh / max(B, 1))
+    return folded < BY_HEAD_COST * by_head
 
 
 def folded_taps(
@@ -270,7 +280,8 @@ def folded_taps(
     high = rows.axis.window(rows.reach)
     wide = columns.axis.window(columns.reach)
     taps = (high[:, :, None] * wide[:, None]).to(x.dtype)  # (nh, kh, kw)
-    kernel = (filters @ without_subnormals(taps).flatten(1)).unflatten(-1, taps.shape[1:])
+    kernel = filters @ without_subnormals(taps).flatten(1)  # (C_out, C / G, kh kw)
+    kernel = kernel.unflatten(-1, taps.shape[1:])
     stride = (rows.axis.stride, columns.axis.stride)
     groups = x.shape[1] // filters.shape[1]
     y = F.conv2d(x, kernel, None, stride, (rows.padding, columns.padding), groups=groups)
@@ -305,7 +316,9 @@ def _replace_border(
         column_maps = column_maps[:, own_columns, key_columns]
         return soft_taps(x[:, :, key_rows, key_columns], row_maps, column_maps, filters)
 
-    middle = [by_head(rows.inner, (0, left)), y[:, :, top:bottom, left:right], by_head(rows.inner, (right, Wq))]
+    before = by_head(rows.inner, (0, left))
+    after = by_head(rows.inner, (right, Wq))
+    middle = torch.cat([before, y[:, :, top:bottom, left:right], after], 3)
     above = by_head((0, top), (0, Wq))
     below = by_head((bottom, Hq), (0, Wq))
-    return torch.cat([above, torch.cat(middle, 3), below], 2)
+    return torch.cat([above, middle, below], 2)

@@ -49,7 +49,8 @@ class TokenPositions(PositionHeads):
     def centre(self) -> Tensor:
         """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
         locality = self.locality[:, None]
-        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
+        peak = self.position[:, [1, 0]] / (2 * locality)
+        return torch.where(locality > 0, peak, math.nan)
 
     def axis_maps(self, grid_size: GridSize) -> tuple[Tensor, Tensor]:
         """Return softmax(v_pos . r) along rows and along columns. Shape: -> (nh, H, H), (nh, W, W)"""
@@ -137,7 +138,8 @@ class TokenHeads(TokenPositions):
 
 def softmax_map(q: Tensor, k: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(hd)). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
-    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return scores.softmax(-1)
 
 
 class ViTCall(TokenHeads):

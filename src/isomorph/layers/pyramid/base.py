@@ -20,7 +20,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers.modes import KeepsInEval, disable_autocast, in_functorch, on_cpu
 from isomorph.layers.patches import Window
-from isomorph.layers.pyramid.batchnorm import NEEDS_EVAL, fold, linear_batch_norm, normalise, uses_batch_statistics
+from isomorph.layers.pyramid.batchnorm import (
+    NEEDS_EVAL,
+    apply_matrix,
+    fold,
+    linear_batch_norm,
+    normalise,
+    uses_batch_statistics,
+)
 from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
 from isomorph.layers.pyramid.closed_form import collapse
 from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
@@ -62,7 +69,9 @@ class BranchLayout:
             if 0 < width <= MAX_UNITS and 0 < depth <= MAX_UNITS and not (naive and skip):
                 depths = tuple(range(1, width + 1)) if pyramid else (depth,) * width
                 return cls(depths, skip=bool(skip), last=not naive)
-        shown = repr(name[:40]) if isinstance(name, str) else f"of type {type(name).__name__}"
+        shown = f"of type {type(name).__name__}"
+        if isinstance(name, str):
+            shown = repr(name[:40])
         raise UserError(
             f"layout {shown} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to {MAX_UNITS})"
         )
@@ -179,13 +188,15 @@ class Parallel(KeepsInEval):
     @property
     def weight(self) -> Tensor:
         """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
-        weight = self.fold_parts()[0].flatten(0, 1).to(next(self.parameters()).dtype)
+        weight, _ = self.fold_parts()
+        weight = weight.flatten(0, 1).to(next(self.parameters()).dtype)
         return weight if self.window is None else weight.unflatten(1, (-1, *self.window.kernel_size))
 
     @property
     def bias(self) -> Tensor:
         """The bias of the layer that `fuse` returns, with running statistics."""
-        return self.fold_parts()[1].flatten().to(next(self.parameters()).dtype)
+        _, bias = self.fold_parts()
+        return bias.flatten().to(next(self.parameters()).dtype)
 
     @torch.no_grad()
     def fuse(self) -> Any:
@@ -212,7 +223,7 @@ def _computes_otherwise(part: nn.Module) -> bool:
 def _at_mean(linear: nn.Linear, moments: Moments) -> tuple[Tensor, Tensor]:
     """Return a linear layer as a map of its input less the mean. Shape: -> (1, out, C), (1, out)"""
     weight, bias = fold([linear])
-    return weight, bias + (weight @ moments.mean.detach().unsqueeze(-1)).squeeze(-1)
+    return weight, bias + apply_matrix(weight, moments.mean.detach())
 
 
 def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
@@ -405,8 +416,9 @@ class Pyramid(Parallel):
         if self.norm is not None:
             read.append((self.norm, self.fold(rectified=False)))
         for norm, (weight, bias) in read:
-            mean = bias + (weight @ moments.mean.unsqueeze(-1)).squeeze(-1)
-            yield norm, mean, (weight @ moments.covariance * weight).sum(-1).clamp(min=0)
+            mean = bias + apply_matrix(weight, moments.mean)
+            variance = (weight @ moments.covariance * weight).sum(-1)
+            yield norm, mean, variance.clamp(min=0)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"

@@ -74,6 +74,11 @@ def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
     return y
 
 
+def apply_matrix(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Shape: (G, out, C), (G, C) -> (G, out)"""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
     """Return linear layers and BatchNorms with running statistics as one map. Shape: -> (G, out, C), (G, out)"""
     weight: Any = None
@@ -90,7 +95,7 @@ def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:
             weight = matrix
             bias = own
         else:
-            bias = own + (matrix @ bias.unsqueeze(-1)).squeeze(-1)
+            bias = own + apply_matrix(matrix, bias)
             weight = matrix @ weight
     return weight, bias
 

@@ -70,8 +70,10 @@ class PyramidConv2d(Pyramid):
         self.kernel_size, self.stride, self.padding, self.dilation, self.groups = self.window
 
     def extra_repr(self) -> str:
-        window = ", ".join(f"{name}={value}" for name, value in self.window._asdict().items())
-        return f"{super().extra_repr()}, {window}"
+        parts = [super().extra_repr()]
+        for name, value in self.window._asdict().items():
+            parts.append(f"{name}={value}")
+        return ", ".join(parts)
 
 
 def convolve_normalised(x: Tensor, branches: nn.Module) -> Tensor | None:

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers.pyramid.base import Pyramid, set_affine
-from isomorph.layers.pyramid.batchnorm import fold, weight_matrix
+from isomorph.layers.pyramid.batchnorm import apply_matrix, fold, weight_matrix
 
 
 @torch.no_grad()
@@ -65,7 +65,8 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[call-overload]
     own_bias = bias / len(branches)
     if isinstance(branches[0][-1], _BatchNorm):
-        noise = torch.randn(len(branches), *weight.shape).to(weight) * weight.square().mean().sqrt()
+        scale = weight.square().mean().sqrt()
+        noise = torch.randn(len(branches), *weight.shape).to(weight) * scale
         for (linear, norm), extra in zip(branches, noise - noise.mean(0), strict=True):
             own_weight = weight / len(branches) + extra
             set_affine(linear, own_weight, own_bias)
@@ -79,11 +80,11 @@ def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
         first = weight_matrix(inner[0]).double()
         width = first.shape[-2]
         rotation = torch.linalg.qr(first[..., :width]).Q  # (G, width, width)
-        set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
+        rows = rotation @ basis[..., :width, :]
+        set_affine(inner[0], rows, bias.new_zeros(rows.shape[:-1]))
         chain, inner_bias = fold(inner)
         outer = weight.double() / len(branches) @ torch.linalg.pinv(chain.double())
-        moved = (outer @ inner_bias.double().unsqueeze(-1)).squeeze(-1)
-        set_affine(last, outer, own_bias - moved)
+        set_affine(last, outer, own_bias - apply_matrix(outer, inner_bias.double()))
 
 
 def _draw_orthogonal(layer: nn.Linear | nn.Conv2d) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, plain_attention
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, join_heads, plain_attention, split_heads
 from isomorph.layers.grid import GridSize, fill_grid
 from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
@@ -33,9 +33,12 @@ def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tenso
     if attn_mask is None:
         return None
     B, N = x.shape[:2]
-    if attn_mask.dtype != torch.bool or attn_mask.shape not in ((B, N), (B, 1, 1, N)):
-        given = f"attn_mask is {attn_mask.dtype} of shape {tuple(attn_mask.shape)}"
-        raise ValueError(f"{given}; give a boolean padding mask of shape ({B}, {N}), True for real tokens")
+    shape = tuple(attn_mask.shape)
+    if attn_mask.dtype != torch.bool or shape not in ((B, N), (B, 1, 1, N)):
+        raise ValueError(
+            f"attn_mask is {attn_mask.dtype} of shape {shape}; give a boolean padding mask of shape ({B}, {N}), True "
+            "for real tokens"
+        )
     return attn_mask.view(B, 1, N)
 
 
@@ -187,7 +190,8 @@ class ExpandedAttention(RefinedAttention):
         """Expand a plain projection to the maps of each head, plus noise that cancels: equal ones would stay equal."""
         plain = self.proj.weight
         ratio = self.refine.ratio
-        weight = plain.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, ratio, -1)
+        by_head = plain.unflatten(1, (self.num_heads, 1, -1))
+        weight = by_head.expand(-1, -1, ratio, -1)  # (C, H, ratio, hd)
         noise = torch.randn_like(weight) * plain.std()
         expanded = (weight / ratio + noise - noise.mean(2, keepdim=True)).flatten(1)
         self.proj.weight = nn.Parameter(expanded, plain.requires_grad)
@@ -341,8 +345,8 @@ class ReusedAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, maps: Tensor) -> Tensor:
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
-        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
+        v = split_heads(self.v(x), self.num_heads)  # (B, H, N, hd)
+        return self.proj_drop(self.proj(join_heads(maps @ v)))
 
     def attention(self, x: Tensor, maps: Tensor) -> Tensor:
         """Return the given map."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
+from isomorph.layers.attention_base import join_heads, split_heads, split_joint
+
 
 class ReleasedDLA(nn.Module):
     """A + BN(R ReLU6(BN(D * ReLU6(BN(E A))))). Shape: maps (B, H, N, N) -> (B, H, N, N). Source: Refiner code"""
@@ -46,7 +48,7 @@ class ReleasedAttention(Attention):
 
     def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
         """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = split_joint(self.qkv(x), self.num_heads)
         applied = torch.softmax((q * self.scale) @ k.mT, dim=-1)
         if maps is not None:
             applied = applied + maps * self.scale
@@ -54,8 +56,7 @@ class ReleasedAttention(Attention):
 
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         maps, v = self.maps_and_values(x, maps)
-        y = (maps @ v).transpose(1, 2).flatten(2)  # (B, N, C)
-        return self.proj_drop(self.proj(y)), maps
+        return self.proj_drop(self.proj(join_heads(maps @ v))), maps
 
 
 class ReleasedReuse(nn.Module):
@@ -88,6 +89,6 @@ class ReleasedReuse(nn.Module):
         return self.adapt_bn(self.DLA(maps)) * self.scale
 
     def forward(self, x: Tensor, maps: Tensor) -> tuple[Tensor, Tensor]:
-        v = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
+        v = split_heads(self.qkv(x), self.num_heads)  # (B, H, N, hd)
         y = self.attention(x, maps) @ v  # (B, H, N, hd)
-        return self.proj_drop(self.proj(y.transpose(1, 2).flatten(2))), maps
+        return self.proj_drop(self.proj(join_heads(y))), maps

@@ -166,13 +166,15 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, tokens).unflatten(1, grid_size)
 
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x.flatten(1, 2))
+        return q * self.scale, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
-        q, k, _ = self.queries_keys_values(x.flatten(1, 2))
-        return self.map(q, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype))
-
-    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return ((q * self.scale) @ k.mT + bias).softmax(-1)
+        q, k, bias = self.content_scores(x)
+        return (q @ k.mT + bias).softmax(-1)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
@@ -200,8 +202,14 @@ class PostRelativeAttention(RelativeAttention):
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
-    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return ((q * self.scale) @ k.mT).softmax(-1) + bias
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the scaled queries and the keys; P is added after the softmax. Shape: as RelativeAttention"""
+        q, k, _bias = super().content_scores(x)
+        return q, k, None
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, bias = super().content_scores(x)
+        return (q @ k.mT).softmax(-1) + bias
 
 
 def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
@@ -274,8 +282,15 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, _ = self.queries_keys_values(x)
-        return self.map(q, k, self.position_bias(grid_size, q.dtype))
+        q, k, bias = self.content_scores(x, grid_size=grid_size)
+        return (q @ k.mT + bias).softmax(-1)
+
+    def content_scores(
+        self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, self.position_bias(grid_size or self.grid_size, q.dtype)
 
     def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""

@@ -17,7 +17,7 @@ from timm.layers import Attention, register_notrace_module
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, like_attention
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, join_heads, like_attention, split_heads
 from isomorph.layers.grid import GridSize, no_mask
 from isomorph.layers.modes import constant
 
@@ -85,9 +85,10 @@ class DecomposedAttention(AttentionBase):
         H, W = grid_size or window or (14, 14)
         if min(H, W) < 1 or (window and min(window) < 1):
             raise ValueError(f"window {window} and grid_size {grid_size} must be (height, width), both at least 1")
+        factory = factory_kwargs(kwargs)
         self.window = window
-        self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory_kwargs(kwargs)))
-        self.rel_pos_w = nn.Parameter(torch.zeros(2 * W - 1, self.head_dim, **factory_kwargs(kwargs)))
+        self.rel_pos_h = nn.Parameter(torch.zeros(2 * H - 1, self.head_dim, **factory))
+        self.rel_pos_w = nn.Parameter(torch.zeros(2 * W - 1, self.head_dim, **factory))
 
     @classmethod
     def from_attention(
@@ -111,6 +112,11 @@ class DecomposedAttention(AttentionBase):
         queries, keys, _ = self.longer_queries_keys(x)
         return (queries @ keys.mT).softmax(-1)
 
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the longer queries and keys, whose products are the scores, position included."""
+        queries, keys, _v = self.longer_queries_keys(x)
+        return queries, keys, None
+
     def longer_queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shape: x (B, H, W, C) -> two of (B n, nh, h w, hd + h + w), values (B n, nh, h w, hd)"""
         q, k, v = self.queries_keys_values_in_windows(x)
@@ -122,8 +128,8 @@ class DecomposedAttention(AttentionBase):
         by_column = torch.einsum("bnhwc,wkc->bnhwk", placed, columns)  # (B n, nh, h, w, w)
         queries = torch.cat([placed * self.scale, by_row, by_column], -1).flatten(2, 3)
         positions = constant(_one_hot_positions, k, window, k.dtype)  # (h w, h + w)
-        keys = torch.cat([k, positions.expand(*k.shape[:2], -1, -1)], -1)
-        return queries, keys, v
+        positions = positions.expand(*k.shape[:2], -1, -1)
+        return queries, torch.cat([k, positions], -1), v
 
     def window_of(self, x: Tensor) -> GridSize:
         """Return the height and width of the windows of this call, by default of the whole map."""
@@ -154,10 +160,10 @@ class DecomposedAttention(AttentionBase):
         """Join heads and windows. Shape: mixed (B n, nh, h w, hd), x (B, H, W, C) -> (B, H, W, C)"""
         _, H, W, _ = x.shape
         h, w = self.window_of(x)
-        tokens = mixed.transpose(1, 2).flatten(2).unflatten(1, (h, w))  # (B n, h, w, nh hd)
+        tokens = join_heads(mixed).unflatten(1, (h, w))  # (B n, h, w, nh hd)
         padded = window_reverse(tokens, (h, w), H + -H % h, W + -W % w)  # (B, H', W', nh hd)
         joined = padded[:, :H, :W].flatten(1, 2)  # (B, N, nh hd)
-        heads = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, nh, N, hd)
+        heads = split_heads(joined, self.num_heads)
         return self.project_output(heads, x.flatten(1, 2)).unflatten(1, (H, W))
 
     def extra_repr(self) -> str:
