@@ -336,6 +336,30 @@ def test_evaluations_of_other_sizes_and_ratios_are_not_the_row(tmp_path):
     assert measured_rows(evaluated("Refiner Table 5", path)) == {"Refined-ViT-448": [{"rfc_top1": 85.9}]}
 
 
+def test_real_labels_are_added_to_what_a_run_measured(tmp_path):
+    run = write_run(tmp_path / "refined_vit_s_384", "refined_vit_s_384", *done(30, 84.0))
+    path = tmp_path / "refined_vit_s_384-real.json"
+    row = {"suite": "real", "top1": 88.0, "images": 46_837}  # of 50,000: those with a label
+    path.write_text(json.dumps({"model": "runs/refined_vit_s_384/model.safetensors", "rows": [row], "cost": []}))
+    table = table_with_evaluations(filled("Refiner Table 7", run), read_evaluations([path]))
+    (filled_row,) = [row for row in table.rows if row.runs]
+    assert (filled_row.label, filled_row.values["size"]) == ("Refined-ViT-S", 384)
+    head, *body = published_table(table.columns, table.rows)
+    lines = [line for line in body if line[head.index("ReaL top-1 (%)")] == "88.9" and line[head.index("run")] != "-"]
+    measured = [
+        [line[head.index(f"measured {column}")] for column in ("top-1 (%)", "ReaL top-1 (%)")] for line in lines
+    ]
+    assert measured == [["84.00 (75.6 to 89.9)", "-"], ["-", "88.00"]]
+    *_, command = filled_row.commands
+    assert command.startswith("isomorph evaluate runs/refined_vit_s_384/model.safetensors --suite real ")
+
+
+def test_every_printed_real_accuracy_of_a_run_has_its_command():
+    for row in find_table("Refiner Table 7").rows:
+        makes = any("--suite real" in line for line in row.commands)
+        assert makes == bool(row.recipe and row.values.get("real_top1")), row.label
+
+
 def test_robustness_of_tdrl(tmp_path):
     values = dict(imagenet=78.0, imagenet_a=14.0, imagenet_r=41.0, imagenet_sketch=28.0)
     values |= dict(imagenet_v2_matched_frequency=67.0, imagenet_v2_threshold_0_7=75.0, imagenet_v2_top_images=80.0)

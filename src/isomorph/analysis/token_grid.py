@@ -17,7 +17,7 @@ from isomorph.layers.grid import axis_offsets, fit_grid
 from isomorph.surgery.attention_layers import facts_of, position_reason
 from isomorph.surgery.calls import Inputs
 from isomorph.surgery.edited_attention import EditedAttention, own_shapes
-from isomorph.surgery.grid_hooks import embedding_models
+from isomorph.surgery.site import embedding_models
 
 
 class TokenGrid(NamedTuple):

@@ -18,6 +18,7 @@ from isomorph.deployment.artefact import FORMATS, describe, load_artefact, prepa
 from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError
+from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.calls import Inputs, cast_floats, map_floats, run_model
@@ -27,7 +28,7 @@ from isomorph.surgery.modules import list_names
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import ATOL
 from isomorph.surgery.verify_report import Difference
-from isomorph.terminal_tables import count_of, json_values
+from isomorph.terminal_tables import count_of
 
 Progress = Callable[[str], None]  # called with the name of each step
 

@@ -34,6 +34,7 @@ from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.models.input_sizes import evaluation_config, label_names, random_inputs
 from isomorph.operations import unwrap
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
@@ -218,7 +219,7 @@ def _described_base(model: nn.Module, base: dict[str, Any]) -> Any:
     kept = PretrainedCfg.__dataclass_fields__.keys() - _ABOUT_PUBLIC_WEIGHTS
     if not label_names(model):
         kept -= {"label_names"}
-    known = getattr(model, "pretrained_cfg", None) or {}
+    known = spec_of(model).config
     config = {key: value for key, value in known.items() if key in kept}
     config["architecture"] = base["name"].partition(".")[0]
     config["num_classes"] = plain.num_classes

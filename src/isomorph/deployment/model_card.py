@@ -13,6 +13,7 @@ import isomorph.models as own_models
 from isomorph.analysis.cost import count_parameters
 from isomorph.checkpoints.model import describe_data, describe_edits
 from isomorph.models.input_sizes import evaluation_config, task_record
+from isomorph.spec import ModelSpec, spec_of
 from isomorph.surgery import edits
 
 
@@ -33,10 +34,10 @@ def model_card(
     model: nn.Module, name: str, recipe: dict[str, Any] | None, metrics: dict[str, Any], in_timm: bool
 ) -> str:
     """Return the text of a model card with its metadata; names that others chose stand in blocks of code."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    architecture = (config.get("architecture") or "").partition(".")[0]
+    spec = spec_of(model)
+    architecture = spec.name.partition(".")[0]
     made = edits(model)
-    sections = _facts(model, config)
+    sections = _facts(model, spec)
     if made:
         sections += ["## Changes to the architecture", _block(recipe_text(describe_edits(made)))]
     sections += ["## Use", _loading_code(model, name, architecture)]
@@ -53,15 +54,15 @@ def model_card(
     return "\n\n".join([head, title, *sections]) + "\n"
 
 
-def _facts(model: nn.Module, config: dict[str, Any]) -> list[str]:
+def _facts(model: nn.Module, spec: ModelSpec) -> list[str]:
     facts = {
-        "architecture": config.get("architecture") or type(model).__name__,
+        "architecture": spec.name or type(model).__name__,
         "isomorph": version("isomorph"),
         "parameters": count_parameters(model),
         "classes": getattr(model, "num_classes", None),
     }
     about = "The model:"
-    if config and not hasattr(model, "example_inputs"):
+    if spec.config and not hasattr(model, "example_inputs"):
         about = "The model, and the images that it expects:"
         facts |= evaluation_config(model)
     return [about, _block(recipe_text(facts))]
@@ -82,12 +83,12 @@ def _timm_code(name: str, architecture: str) -> str:
 
 
 def _classifies(model: nn.Module, recipe: dict[str, Any] | None) -> bool:
-    config = getattr(model, "pretrained_cfg", None) or {}
-    if not config or task_record(model):
+    spec = spec_of(model)
+    if not spec.config or task_record(model):
         return False
     if recipe and recipe.get("mask"):  # masked pre-training does not train the head
         return False
-    return (config.get("architecture") or "").partition(".")[0] not in own_models.networks()
+    return spec.name.partition(".")[0] not in own_models.networks()
 
 
 def _card_data(

@@ -20,12 +20,12 @@ from isomorph.deployment.export import Progress, check_exportable, check_output,
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
+from isomorph.json_values import json_values
 from isomorph.models.input_sizes import ImageSize, evaluation_config
 from isomorph.surgery.calls import relative_difference
 from isomorph.surgery.comparison import class_agreement, signal_to_noise
 from isomorph.surgery.modules import nearest_names
 from isomorph.surgery.verify import verify
-from isomorph.terminal_tables import json_values
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto

@@ -31,7 +31,7 @@ def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
 
     Raises: what `build` raises; `is_connection_error` is then true if the server does not answer.
     """
-    with replaced_attribute(torch.hub, "urlopen", _open_url):  # its downloads end if the server does not answer
+    with replaced_attribute(torch.hub, "urlopen", _open_url):  # it has no option for a time limit
         if config is None or config.file or not config.hf_hub_id:
             return build()
         if is_in_hub_cache(config.hf_hub_id):

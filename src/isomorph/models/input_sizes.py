@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode, first_float, require_finite
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import Inputs, cast, own_inputs, run_model
 from isomorph.surgery.rule import record
 
@@ -80,18 +81,13 @@ def describe_images(model: nn.Module) -> str:
     return f"own size {size}, crop_pct {config['crop_pct']:g}, mean {config['mean']}, std {config['std']}"
 
 
-def _cfg_of(model: nn.Module) -> Mapping[str, Any]:
-    """Return a model's pretrained_cfg; empty if it has none."""
-    return getattr(model, "pretrained_cfg", None) or {}
-
-
 def built_size(model: nn.Module) -> ImageSize | None:
     """Return the image size (height, width) that a model was built for, if its pretrained_cfg has another one.
 
     It is the `img_size` of timm.create_model or set_input_size; a size that `record_data` recorded counts for more.
     """
     size = get_model_traits(model).get("img_size") or _size_in_config(model)
-    if size is None or tuple(_cfg_of(model).get("input_size") or ())[-2:] == tuple(size):
+    if size is None or (spec_of(model).input_size or ())[-2:] == tuple(size):
         return None
     if record(model).trained_size and not get_model_input_config(model)["fixed_input_size"]:
         return None
@@ -125,22 +121,21 @@ def input_channels(model: nn.Module) -> int:
     known = getattr(model, "in_chans", None) or getattr(_first_convolution(model), "in_channels", None)
     if known:
         return known
-    size = _cfg_of(model).get("input_size") or (3,)
+    size = spec_of(model).input_size or (3,)
     return size[0]
 
 
 def _first_convolution(model: nn.Module) -> nn.Module | None:
-    config = _cfg_of(model)
-    if not config:  # a user's own network
+    spec = spec_of(model)
+    if not spec.config:  # a user's own network
         for module in model.modules():
             if isinstance(module, nn.Conv2d) and module.in_channels <= 4:
                 return module
         return None
-    first = config.get("first_conv")
-    if not isinstance(first, str):
+    if len(spec.first_layers) != 1:
         return None
     with suppress(AttributeError):  # removed or replaced
-        return model.get_submodule(first)
+        return model.get_submodule(spec.first_layers[0])
     return None
 
 
@@ -245,18 +240,18 @@ def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], devic
 
 def label_names(model: nn.Module) -> list[str]:
     """Return the names of a model's classes; empty without any, or if their number is another (of public weights)."""
-    names = list(_cfg_of(model).get("label_names") or ())
+    names = spec_of(model).classes
     return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
 def task_record(model: nn.Module) -> dict[str, Any]:
     """Return name and options of the task that a model's checkpoint recorded; empty if the recipe named none."""
-    return _cfg_of(model).get("task") or {}
+    return spec_of(model).task
 
 
 def recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
     """Return the fraction of the data that a model's training left out, and the number of examples before that."""
-    fraction, examples = _cfg_of(model).get("split") or (None, None)
+    fraction, examples = spec_of(model).config.get("split") or (None, None)
     return fraction, examples
 
 

@@ -13,6 +13,7 @@ from isomorph.errors import UserError
 from isomorph.layers.grid import grid_places
 from isomorph.models.base import check_whole_patches, init_as_mae
 from isomorph.models.blockwise import BlockwiseViT
+from isomorph.spec import spec_of
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 
@@ -178,7 +179,7 @@ class MaskedAutoencoder(nn.Module):
     def pretrained_cfg(self) -> dict[str, Any]:
         """The encoder's, with the image size that it was built for."""
         own = {"input_size": (self.encoder.in_chans, *self.encoder.patch_embed.img_size)}
-        return {**(self.encoder.pretrained_cfg or {}), **own}
+        return {**spec_of(self.encoder).config, **own}
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""

@@ -1,4 +1,4 @@
-"""Train, recast, verify, inspect, and train the form that gains: the steps of the demo and their results."""
+"""Train, recast, verify, inspect, and train a ViT in two forms: the steps of the demo and their results."""
 
 import shlex
 import shutil
@@ -68,14 +68,13 @@ class Demo:
         )
 
     @property
-    def gain(self) -> str:
+    def start(self) -> str:
         """The result of the last step in one sentence, whichever way it went."""
         plain, conv = (vit.top1[-1] for vit in self.vits)
-        word = "gains" if conv > plain else "loses" if conv < plain else "changes top-1 by"
         epochs = len(self.vits[0].top1)
         return (
-            f"A ViT whose attention starts as convolutions {word} {abs(conv - plain):.1f} points: {conv:.1f}% top-1 "
-            f"after {epochs} epochs, compared with {plain:.1f}% for the same ViT with the usual initialisation."
+            f"After {epochs} epochs a ViT whose attention starts as convolutions has {conv:.1f}% top-1, the same ViT "
+            f"with the usual initialisation {plain:.1f}%."
         )
 
     def table(self) -> list[list[str]]:

@@ -35,6 +35,13 @@ class Suite:
         """ImageNet labels of the suite's classes; None for all 1000."""
         return imagenet_labels().subsets.get(self.name)
 
+    @property
+    def scored_images(self) -> int:
+        """Images that count towards its accuracy: ReaL leaves those without a label out."""
+        if not self.multilabel:
+            return self.images
+        return int((imagenet_labels().real >= 0).any(1).sum())
+
     def find(self, folder: str, root: str | Path | None, form: str | None) -> Location:
         """Return where the suite is: `folder`, or a usual name in `root`. Raises: UserError when it is missing."""
         if form is not None and form not in _FORMS:

@@ -83,7 +83,7 @@ def _suite_rows(result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         rfc = row.get("rfc")
         found = points.setdefault((size, rfc), {"measured": {}, "size": size, "rfc": rfc, "differs": ""})
         found["measured"]["rfc_top1" if rfc else column] = float(row["top1"])
-        images = SUITES[row["suite"]].images
+        images = SUITES[row["suite"]].scored_images
         if row.get("images", images) < images:
             found["differs"] = f"{row['images']:,} of {images:,} images of {row['suite']}"
     yield from points.values()

@@ -4,23 +4,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import is_eager
-from isomorph.layers.pyramid.moments import Moments
+from isomorph.layers.pyramid.moments import check_count
 
 NEEDS_EVAL = "fuse needs eval mode, because BatchNorm depends on the batch in train mode; call .eval() first"
 
 
 @torch.no_grad()
 def update_statistics(
-    norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, moments: Moments
+    norms: Sequence[_BatchNorm], means: Sequence[Tensor], variances: Tensor, total: int | Tensor
 ) -> None:
-    """Update running statistics as torch's BatchNorm does. Shape: (G, chains, h) of each level, (G, rows)"""
+    """Update running statistics as torch's BatchNorm does after `total` tokens.
+
+    Shape: means (G, chains, h) of each level, variances (G, rows)
+    """
     if is_eager() and torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward pass
         return
-    total = moments.total
     if isinstance(total, Tensor):  # of all processes
         unbiased = variances * (total / (total - 1).clamp(min=1))
     else:
@@ -53,6 +56,27 @@ def update_statistics(
 def apply_matrix(matrix: Tensor, vector: Tensor) -> Tensor:
     """Shape: (G, out, C), (G, C) -> (G, out)"""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def linear_batch_norm(x: Tensor, layer: nn.Linear, norm: _BatchNorm) -> Tensor:
+    """Return a linear layer and its BatchNorm in train mode, run on tokens: they normalise the outputs as torch does.
+
+    A bias before a BatchNorm has no effect; its gradient is zero, as in the closed form.
+
+    Shape: x (M, C) -> (M, out)
+    """
+    check_count(len(x), x.shape)
+    outputs = F.linear(x, layer.weight)
+    shift: Tensor | None = norm.bias
+    if layer.bias is not None:
+        without_effect = 0 * layer.bias
+        shift = without_effect if shift is None else shift + without_effect
+    y, mean, inverse_deviation = torch.native_batch_norm(outputs, norm.weight, shift, None, None, True, 0.0, norm.eps)
+    variance = inverse_deviation.detach() ** -2 - norm.eps
+    if layer.bias is not None:
+        mean = mean.detach() + layer.bias.detach()
+    update_statistics([norm], [mean.view(1, 1, -1)], variance.view(1, -1), len(x))
+    return y
 
 
 def fold(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor]:

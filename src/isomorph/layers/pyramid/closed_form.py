@@ -21,7 +21,6 @@ Letters: G groups of channels, C channels of a token, N pyramids, J branches, o 
 rows of a matrix. Channels are those of one group.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -30,158 +29,13 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.modes import constant, is_eager, saves_work, without_autocast
+from isomorph.layers.modes import is_eager, saves_work, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
+from isomorph.layers.pyramid.chains import Chains, ChainSizes, ChainTensors, LinearTensors, Unit, join
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 
 # Channels from which P is kept for the backward pass; narrower ones are computed again.
 KEPT_FROM = 512
-
-
-class LinearTensors(NamedTuple):
-    """Weight and bias of a linear layer or convolution."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-class Unit(NamedTuple):
-    """A linear layer of a branch and the BatchNorm that normalises its outputs."""
-
-    linear: LinearTensors
-    norm: _BatchNorm
-
-
-class Chains(NamedTuple):
-    """The layers of a pyramid: units of every branch, last layers, skip, what rectifies, the factor of the sum."""
-
-    units: list[list[Unit]]
-    lasts: list[LinearTensors]
-    skip: LinearTensors | None
-    rectifier: _BatchNorm | None
-    scale: float
-
-
-class ChainSizes(NamedTuple):
-    """What pyramids that are computed together have in common."""
-
-    pyramids: int
-    # Pyramids that a BatchNorm rectifies, the first ones.
-    rectified: int
-    # Rows of the sums of the others, 0 if none is rectified.
-    unrectified: int
-    groups: int
-    # Channels of a token.
-    reads: int
-    # Channels after the first, second, ... units of a branch.
-    widths: tuple[int, ...]
-    out: int
-    branches: int
-    # Whether branches end with a linear layer; otherwise they are one unit each.
-    last: bool
-    skip: bool
-    # Factor of the sum of the branches.
-    scale: float
-    # Further factor of the pyramids that are not rectified, where others are.
-    rest: float
-    eps: float
-    # Chains that reach each level.
-    chains: tuple[int, ...]
-    # Branches whose last layer reads each level.
-    ended: tuple[int, ...]
-    # Rows that are normalised at each level, the rectified sums last.
-    rows: tuple[int, ...]
-
-
-def _full(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((size,), value, dtype=dtype, device=device)
-
-
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate along axis 1; a single tensor is returned as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
-
-
-def _join_tensors(sizes: ChainSizes, tensors: Sequence[Tensor], like: Tensor, levels: Sequence[Tensor]) -> Tensor:
-    """Return all tensors of pyramids as one row for each group, those of `levels` after the first weights."""
-    first = sizes.chains[0]
-    norms = sum(sizes.chains) + sizes.rectified
-    parts = [*tensors[:first], *levels, *tensors[first:-norms]]
-    if sizes.unrectified:  # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
-        scale = sizes.rest * sizes.eps**0.5
-        parts.append(constant(_full, like, sizes.groups * sizes.unrectified, scale, like.dtype))
-    parts += tensors[-norms:]
-    if sizes.groups > 1:
-        rows = [part.reshape(sizes.groups, -1) for part in parts]
-        return torch.cat(rows, 1).to(like.dtype)
-    flat = [part if part.ndim == 1 else part.reshape(-1) for part in parts]
-    return torch.cat(flat).unsqueeze(0).to(like.dtype)
-
-
-class _Cursor:
-    """Takes one view after another from joined tensors."""
-
-    def __init__(self, joined: Tensor) -> None:
-        self.joined = joined
-        self.at = 0
-
-    def take(self, *shape: int) -> Tensor:
-        start = self.at
-        self.at += math.prod(shape)
-        return self.joined[:, start : self.at].view(self.joined.shape[0], *shape)
-
-
-class _ChainTensors:
-    """Views of all tensors of pyramids, which one operation joins; with `levels`, the rows of the deeper levels too.
-
-    Shape: z (G, R, C); matrices (G, chains, rows, columns); vectors (G, chains, rows) or (G, R)
-    """
-
-    def __init__(
-        self,
-        sizes: ChainSizes,
-        tensors: Sequence[Tensor],
-        like: Tensor,
-        levels: Sequence[Tensor] | None = None,
-    ) -> None:
-        N = sizes.pyramids
-        C = sizes.reads
-        out = sizes.out
-        skips = N * out if sizes.skip else 0
-        rows = sizes.rows[0] if levels is None else sum(sizes.rows)
-        units = list(zip(sizes.chains, sizes.widths, strict=True))
-        cursor = _Cursor(_join_tensors(sizes, tensors, like, levels or ()))
-
-        self.sizes = sizes
-        self.zeros = constant(_full, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype)
-        self.z = cursor.take(rows, C)
-        self.skip = cursor.take(skips, C)
-        self.read = cursor.joined[:, : cursor.at].view(sizes.groups, -1, C)  # the matrices that multiply the mean
-        self.inner = []
-        for (_, before), unit in pairwise(units):
-            self.inner.append(cursor.take(*unit, before))
-        self.lasts = []
-        for ended, width in zip(sizes.ended, sizes.widths, strict=True):
-            self.lasts.append([cursor.take(N, out, width) for _ in range(ended)])
-
-        self.read_biases = cursor.take(sizes.rows[0] + skips)
-        self.inner_biases = [cursor.take(*unit) for unit in units[1:]]
-        self.last_biases = cursor.take(sum(sizes.ended), N * out)
-        self.scales = cursor.take(sum(sizes.rows) + sizes.unrectified)
-        self.shifts = [cursor.take(*unit) for unit in units]
-        self.rectified_shift = cursor.take(sizes.rectified * out)
-
-    def take_zeros(self, *shape: int) -> Tensor:
-        return self.zeros[: math.prod(shape)].view(shape)
-
-    def branch(self, number: int) -> slice:
-        """Return the chains of a branch, of those that reach a level: one of each pyramid."""
-        N = self.sizes.pyramids
-        return slice(number * N, (number + 1) * N)
-
-    def deeper(self, level: int) -> slice:
-        """Return the chains that go on to the next level, of those that reach this one."""
-        return slice(self.sizes.ended[level] * self.sizes.pyramids, None)
 
 
 def _scale_rows(z: Tensor, v: Tensor, gamma: Tensor, zeros: Tensor, eps: float) -> Tensor:
@@ -256,7 +110,7 @@ class _Collapsed(NamedTuple):
     p: list[Tensor]
 
 
-def _add_branches(tensors: _ChainTensors, level: int, a: Tensor, total: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+def _add_branches(tensors: ChainTensors, level: int, a: Tensor, total: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Add the branches that end at a level, by their last layers L: total + scale L a, shift + scale L beta."""
     sizes = tensors.sizes
     beta = tensors.shifts[level]
@@ -272,7 +126,7 @@ def _add_branches(tensors: _ChainTensors, level: int, a: Tensor, total: Tensor, 
 
 
 def _run(
-    tensors: _ChainTensors,
+    tensors: ChainTensors,
     mean: Tensor,
     covariance: Tensor,
     scale_rows: Callable[..., Tensor] = _scale_rows,
@@ -331,7 +185,7 @@ def _run(
     return _rectify(tensors, found, scale_rows)
 
 
-def _rectify(tensors: _ChainTensors, found: _Collapsed, scale_rows: Callable[..., Tensor]) -> _Collapsed:
+def _rectify(tensors: ChainTensors, found: _Collapsed, scale_rows: Callable[..., Tensor]) -> _Collapsed:
     """Apply the BatchNorms that rectify the first pyramids, and the further factor of the others, all at once."""
     sizes = tensors.sizes
     if sizes.unrectified:
@@ -347,7 +201,7 @@ def _rectify(tensors: _ChainTensors, found: _Collapsed, scale_rows: Callable[...
 class _NormGradients:
     """Gradients of the scales and variances of all BatchNorms, collected from the last level to the first."""
 
-    def __init__(self, tensors: _ChainTensors, found: _Collapsed, covariance: Tensor) -> None:
+    def __init__(self, tensors: ChainTensors, found: _Collapsed, covariance: Tensor) -> None:
         sizes = tensors.sizes
         self.tensors = tensors
         self.variances = found.variances
@@ -401,7 +255,7 @@ class _LevelGradients(NamedTuple):
 
 
 def _through_layers(
-    tensors: _ChainTensors, level: int, a: Tensor, d: Tensor, column: Tensor, d_z: Tensor
+    tensors: ChainTensors, level: int, a: Tensor, d: Tensor, column: Tensor, d_z: Tensor
 ) -> _LevelGradients:
     """Return the gradients of all that reads a level's outputs a and the BatchNorms' shifts beta:
 
@@ -444,7 +298,7 @@ class _Gradients(NamedTuple):
 
 
 def _backward(
-    tensors: _ChainTensors,
+    tensors: ChainTensors,
     found: _Collapsed,
     mean: Tensor,
     covariance: Tensor,
@@ -535,7 +389,7 @@ class _Collapse(torch.autograd.Function):
     def forward(
         ctx: Any, sizes: ChainSizes, centred: bool, mean: Tensor, covariance: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        found = _run(_ChainTensors(sizes, tensors, mean), mean, covariance)
+        found = _run(ChainTensors(sizes, tensors, mean), mean, covariance)
         bias = found.bias if centred else _move(found.weight, found.bias, mean)
         z = found.z[1:]
         p = found.p if sizes.reads >= KEPT_FROM else []
@@ -570,7 +424,7 @@ class _Collapse(torch.autograd.Function):
             d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)
         if sizes.rectified:
             z = [*z, total[:, : sizes.rows[-1]]]
-        joined = _ChainTensors(sizes, tensors, mean, levels=z)
+        joined = ChainTensors(sizes, tensors, mean, levels=z)
         found = _Collapsed(weight, d_bias, variances, [], total, z, p)
         gradients = _backward(joined, found, mean, covariance, d_weight, d_bias)
         d_tensors = _of_each_tensor(gradients, sizes.groups, tensors)
@@ -585,7 +439,7 @@ def _differentiable_gradients(
         own.append(tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_())
     mean, covariance, *tensors = own
     symmetric = (covariance + covariance.mT) / 2
-    found = _run(_ChainTensors(sizes, tensors, mean), mean, symmetric, _scale_rows_differentiably)
+    found = _run(ChainTensors(sizes, tensors, mean), mean, symmetric, _scale_rows_differentiably)
     moved = mean - mean.detach() if centred else mean
     bias = _move(found.weight, found.bias, moved)
     outputs = (found.weight, bias)
@@ -713,5 +567,5 @@ def _collapse_alike(pyramids: Sequence[Chains], moments: Moments) -> tuple[Tenso
     tensors += [_filled(norm.weight, norm.num_features, 1.0, mean) for norm in norms]
     tensors += [_filled(norm.bias, norm.num_features, 0.0, mean) for norm in norms]
     weight, bias, variances, *means = _Collapse.apply(sizes, moments.centred, mean, moments.covariance, *tensors)
-    update_statistics(norms, means, variances, moments)
+    update_statistics(norms, means, variances, moments.total)
     return weight, bias

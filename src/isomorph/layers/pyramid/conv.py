@@ -9,7 +9,8 @@ from isomorph.layers.modes import disable_autocast
 from isomorph.layers.patches import Window
 from isomorph.layers.pyramid.base import Pyramid, Rectify, TrainingForm, apply_map, is_altered
 from isomorph.layers.pyramid.batchnorm import uses_batch_statistics
-from isomorph.layers.pyramid.closed_form import Chains, collapse
+from isomorph.layers.pyramid.chains import Chains
+from isomorph.layers.pyramid.closed_form import collapse
 from isomorph.layers.pyramid.moments import measure_moments, sync_group
 
 

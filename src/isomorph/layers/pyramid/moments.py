@@ -3,6 +3,7 @@
 Letters: M tokens, G groups (linear maps on disjoint channels) of C channels each.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -185,6 +186,12 @@ class MeasureMoments(torch.autograd.Function):
         return d_x.to(ctx.dtype), None, None, None, None
 
 
+def check_count(count: int, shape: Sequence[int]) -> None:
+    """Raise a ValueError for a single token, as BatchNorm does: it has no variance."""
+    if count == 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(shape)}")
+
+
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
     """Return the moments of what a layer reads, in all processes of `group`: sums in float32 at least.
 
@@ -192,8 +199,8 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) 
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
     """
     count = count_tokens(x, window)
-    if count == 1 and group is None:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    if group is None:
+        check_count(count, x.shape)
     centring = window is None or (window.is_pointwise and window.groups == 1)
     dtype = autocast_dtype(x)
     with disable_autocast(x.device):

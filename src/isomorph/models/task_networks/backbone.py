@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.base import build_variant, own_filter, parameters_without_decay, unwrap_state_dict
 from isomorph.models.blockwise import BlockwiseViT
+from isomorph.spec import record_config, spec_of
 
 
 class FeatureBackbone(NamedTuple):
@@ -150,8 +151,8 @@ def create_network(kind: type[BackboneNetwork], name: str, pretrained: bool, **a
     """Build a network through timm. `pretrained` gives the backbone its public weights; the network has none."""
     overlay = arguments.pop("pretrained_cfg_overlay", None) or {}
     model = build_variant(kind, name, False, backbone_pretrained=pretrained, **arguments)
-    own = model.own_cfg(getattr(model.backbone, "pretrained_cfg", None) or {})
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
+    own = model.own_cfg(spec_of(model.backbone).config)
+    record_config(model, {**spec_of(model).config, **own, **overlay})
     return model
 
 
