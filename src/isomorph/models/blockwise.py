@@ -134,7 +134,8 @@ class BlockwiseViT(AnySizeViT):
             x, maps = self.run_block(i, x, maps, (H, W))
             if i in take:
                 y = self.norm(x) if norm else x
-                prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
+                prefix_tokens = y.shape[1] - H * W
+                prefix, patches = y.split([prefix_tokens, H * W], dim=1)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
                 taken.append((patches, prefix) if return_prefix_tokens else patches)

@@ -49,9 +49,11 @@ class CifarBlock(nn.Module):
         return self.act2(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
+        """Return every second position where the block strides, with channels of zeros around where it widens."""
         down, across = self.conv1.stride
         before = self.new_channels // 2
-        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
+        after = self.new_channels - before
+        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, after))
 
 
 class CifarResNet(StagedNet):
@@ -152,8 +154,10 @@ def create_cifar_resnet(
 
 
 VARIANTS = {
-    f"cifar_resnet{depth}": Variant(dict(depth=depth), f"CIFAR ResNet-{depth}: {count:,} parameters.")
-    for depth, count in ((20, 269_722), (32, 464_154), (44, 658_586), (56, 853_018))
+    "cifar_resnet20": Variant(dict(depth=20), "CIFAR ResNet-20: 269,722 parameters."),
+    "cifar_resnet32": Variant(dict(depth=32), "CIFAR ResNet-32: 464,154 parameters."),
+    "cifar_resnet44": Variant(dict(depth=44), "CIFAR ResNet-44: 658,586 parameters."),
+    "cifar_resnet56": Variant(dict(depth=56), "CIFAR ResNet-56: 853,018 parameters."),
 }
 
 default_cfgs = generate_default_cfgs({f"cifar_resnet{depth}.cifar10": cifar_cfg(depth) for depth in WEIGHTS})

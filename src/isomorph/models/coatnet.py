@@ -321,22 +321,30 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[
     return state
 
 
-_MIXED = dict(layout="C-C-CT-T", head_dim=128)
-_SIZES: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], str]] = [
-    ((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), {}, "25M parameters, 81.6 top-1"),
-    ((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), {}, "42M parameters, 83.3 top-1"),
-    ((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), {}, "75M parameters, 84.1 top-1"),
-    ((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), {}, "168M parameters, 84.5 top-1"),
-    ((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), {}, "275M parameters, 88.56 top-1 at 512"),
-    ((2, 2, 12, 28, 2), (192, 256, 512, 1280, 2048), {"head_dim": 64}, "688M parameters, 89.77 top-1 at 512"),
-    ((2, 2, 4, 8, 42, 2), (192, 192, 384, 768, 1536, 3072), _MIXED, "1.47B parameters, 90.45 top-1 at 512"),
-    ((2, 2, 4, 8, 42, 2), (192, 256, 512, 1024, 2048, 3072), _MIXED, "2.44B parameters, 90.88 top-1 at 512"),
-]
+_MIXED: dict[str, Any] = dict(layout="C-C-CT-T", head_dim=128)
+
+
+def _variant(depths: tuple[int, ...], widths: tuple[int, ...], description: str, **more: Any) -> Variant:
+    return Variant(dict(depths=depths, widths=widths, **more), description)
+
+
 # CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007). Parameters
 # and top-1: Tables 4 and 5; the largest three were pre-trained on ImageNet-21K, JFT-300M and JFT-3B.
 VARIANTS = {
-    f"coatnet_{number}": Variant(dict(depths=depths, widths=widths, **more), text)
-    for number, (depths, widths, more, text) in enumerate(_SIZES)
+    "coatnet_0": _variant((2, 2, 3, 5, 2), (64, 96, 192, 384, 768), "25M parameters, 81.6 top-1"),
+    "coatnet_1": _variant((2, 2, 6, 14, 2), (64, 96, 192, 384, 768), "42M parameters, 83.3 top-1"),
+    "coatnet_2": _variant((2, 2, 6, 14, 2), (128, 128, 256, 512, 1024), "75M parameters, 84.1 top-1"),
+    "coatnet_3": _variant((2, 2, 6, 14, 2), (192, 192, 384, 768, 1536), "168M parameters, 84.5 top-1"),
+    "coatnet_4": _variant((2, 2, 12, 28, 2), (192, 192, 384, 768, 1536), "275M parameters, 88.56 top-1 at 512"),
+    "coatnet_5": _variant(
+        (2, 2, 12, 28, 2), (192, 256, 512, 1280, 2048), "688M parameters, 89.77 top-1 at 512", head_dim=64
+    ),
+    "coatnet_6": _variant(
+        (2, 2, 4, 8, 42, 2), (192, 192, 384, 768, 1536, 3072), "1.47B parameters, 90.45 top-1 at 512", **_MIXED
+    ),
+    "coatnet_7": _variant(
+        (2, 2, 4, 8, 42, 2), (192, 256, 512, 1024, 2048, 3072), "2.44B parameters, 90.88 top-1 at 512", **_MIXED
+    ),
 }
 
 # What arguments mean in records of checkpoints that were written before these arguments existed.

@@ -140,7 +140,8 @@ class ConViT(BlockwiseViT):
     def run_block(self, i: int, x: Tensor, maps: None, grid_size: tuple[int, int]) -> tuple[Tensor, None]:
         """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+            class_tokens = self.cls_token.expand(x.shape[0], -1, -1)
+            x = torch.cat([class_tokens, x], dim=1)
         if i < self.local_up_to_layer:
             return self.call_block(i, x, grid_size), None
         return self.call_block(i, x), None

@@ -50,7 +50,8 @@ def _visible_count(patches: int, ratio: float) -> int:
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     """Return the tokens at the given indices. Shape: tokens (B, N, C), indices (B, K) -> (B, K, C)"""
-    return tokens.gather(1, indices[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
+    channels = tokens.shape[2]
+    return tokens.gather(1, indices[:, :, None].expand(-1, -1, channels))
 
 
 def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
@@ -224,7 +225,8 @@ class MaskedAutoencoder(nn.Module):
         x = self.decoder_embed(self.encode(images, seen))  # (B, prefix + V, width)
         prefix = self.encoder.num_prefix_tokens
         B, N = seen.restore.shape
-        hidden = self.mask_token.to(x.dtype).expand(B, N - seen.visible.shape[1], -1)  # (B, N - V, width)
+        V = seen.visible.shape[1]
+        hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
         patches = torch.cat([x[:, prefix:], hidden], dim=1)
         patches = gather_tokens(patches, seen.restore) + positions.to(x.dtype)  # (B, N, width)
         x = torch.cat([x[:, :prefix], patches], dim=1)  # (B, prefix + N, width)

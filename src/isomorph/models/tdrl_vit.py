@@ -119,7 +119,8 @@ def _with_own_tensors(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str
     if isinstance(model, TDRLViTDistilled) and "dist_token" not in state_dict and "pos_embed" in state_dict:
         positions = state_dict["pos_embed"]
         first = positions[:, :1]
-        added["pos_embed"] = torch.cat([first, torch.zeros_like(first), positions[:, 1:]], 1)
+        zero = torch.zeros_like(first)
+        added["pos_embed"] = torch.cat([first, zero, positions[:, 1:]], 1)
         added["dist_token"] = model.dist_token.detach()
     for name, own in _relative_biases(model).items():
         given = state_dict.get(name, own)

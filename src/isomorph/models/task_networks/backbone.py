@@ -174,7 +174,8 @@ def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Colle
     if not own.keys() & given.keys():
         raise UserError(f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own")
     last_names = (*fresh, "num_batches_tracked")
-    kept = {name for name in own.keys() - given.keys() if name.rpartition(".")[2] in last_names}
+    missing = own.keys() - given.keys()
+    kept = {name for name in missing if name.rpartition(".")[2] in last_names}
     if own.keys() <= given.keys() | kept:  # complete: the others belong to later layers
         given = {name: tensor for name, tensor in given.items() if name in own}
     converted = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("backbone.")}

@@ -42,11 +42,15 @@ Target = dict[str, Tensor]
 _RATIOS = (0.5, 1.0, 2.0)
 
 
+def _in_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Float32Outputs(Mixin):
     """Mixin for a head with outputs in float32 at least: under autocast coordinates would be rounded to 8 bits."""
 
     def forward(self, x: Any) -> Any:
-        return tree_map(lambda y: y.to(torch.promote_types(y.dtype, torch.float32)), super().forward(x))
+        return tree_map(_in_float32, super().forward(x))
 
 
 class ProposalHead(Float32Outputs, RPNHead):
@@ -98,9 +102,11 @@ class PyramidRoIAlign(nn.Module):
 
     def forward(self, maps: Mapping[str, Tensor], boxes: Sequence[Tensor], _: Any = None) -> Tensor:
         levels = list(maps.values())[: len(self.strides)]
-        regions = torch.cat([F.pad(each, (1, 0), value=i) for i, each in enumerate(boxes)])  # (n, 5): image, box
+        first = levels[0]
+        numbered = [F.pad(own, (1, 0), value=image) for image, own in enumerate(boxes)]
+        regions = torch.cat(numbered)  # (n, 5): image, box
         chosen = self.levels_of(regions[:, 1:])
-        out = levels[0].new_zeros(len(regions), levels[0].shape[1], *self.output_size)
+        out = first.new_zeros(len(regions), first.shape[1], *self.output_size)
         for level, (features, stride) in enumerate(zip(levels, self.strides, strict=True)):
             rows = torch.where(chosen == level)[0]
             own = regions[rows].to(features.dtype)
@@ -112,7 +118,8 @@ class PyramidRoIAlign(nn.Module):
         """Return the number of the map for every box: 224 x 224 pixels are read at stride 16. Shape: (n, 4) -> (n,)"""
         left, top, right, bottom = boxes.unbind(1)
         sizes = ((right - left) * (bottom - top)).clamp(min=0).sqrt()
-        wanted = torch.floor(torch.log2(sizes / 224 + 1e-6)) + math.log2(16 / self.strides[0])
+        octaves = torch.floor(torch.log2(sizes / 224 + 1e-6))
+        wanted = octaves + math.log2(16 / self.strides[0])
         return wanted.clamp(0, len(self.strides) - 1).long()
 
 
@@ -141,8 +148,10 @@ def fixed_boxes(x: Tensor) -> Tensor:
     for parts in (1, 2, 4):
         height = H / parts
         width = W / parts
-        for i, j in itertools.product(range(parts), repeat=2):
-            boxes.append((j * width, i * height, (j + 1) * width, (i + 1) * height))
+        for row, column in itertools.product(range(parts), repeat=2):
+            top = row * height
+            left = column * width
+            boxes.append((left, top, left + width, top + height))
     return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
@@ -401,7 +410,8 @@ class MaskRCNN(BackboneNetwork):
         """Return the maps of the pyramid, finest first. Shape: (B, in_chans, H, W) -> (B, C, H / stride, W / stride)"""
         require_images(x)
         cell = int(self.strides[-2])
-        x = F.pad(x, (0, -x.shape[3] % cell, 0, -x.shape[2] % cell))
+        _, _, H, W = x.shape
+        x = F.pad(x, (0, -W % cell, 0, -H % cell))
         return self.pyramid(_named_levels(self.backbone_maps(x)))
 
     def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
