@@ -92,7 +92,9 @@ def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
     if offset == 0:  # padding may attend to real tokens, but not to itself
         return torch.ones_like(allowed[..., 0])
     diagonal = torch.diagonal(allowed, offset, -2, -1)  # (B, h, N - |offset|)
-    return F.pad(diagonal, (max(-offset, 0), max(offset, 0)))
+    before = max(-offset, 0)
+    after = max(offset, 0)
+    return F.pad(diagonal, (before, after))
 
 
 def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
@@ -112,9 +114,9 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
     for s in range(k):
         for t in range(k):
             pairs = near[s][..., :, None] & near[t][..., None, :]
-            moved = padded[..., s : s + N, t : t + N].masked_fill(~pairs, 0)
+            moved = padded[..., s : s + N, t : t + N]
             tap = kernel[:, :, s : s + 1, t : t + 1].to(moved.dtype)
-            total = total + F.conv2d(moved, tap, groups=groups)
+            total = total + F.conv2d(moved.masked_fill(~pairs, 0), tap, groups=groups)
     return total.masked_fill(~allowed, 0)
 
 
@@ -220,7 +222,8 @@ class GatedMap(TokenPositions):
         offsets = keys.to(position) - queries.to(position)[:, None]  # (Nq, Nk, 2)
         rows, columns = offsets.unbind(-1)
         along_x, along_y, square = position.unbind(1)  # (nh, 1, 1) each
-        scores = along_x * columns + along_y * rows + square * (rows.square() + columns.square())
+        distance = rows.square() + columns.square()
+        scores = along_x * columns + along_y * rows + square * distance
         return scores.softmax(-1) if allowed is None else _masked_softmax(scores, allowed)
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
@@ -243,6 +246,9 @@ class GatedMap(TokenPositions):
             parameters = (self.position, self.gate)
             scaled, rest = self.cached(parameters, self.scaled_map, queries, keys, first, maps.dtype)
         else:
-            scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, allowed[..., prefix:, first:])
+            on_grids = allowed[..., prefix:, first:]
+            scaled, rest = self.scaled_map(queries, keys, first, maps.dtype, on_grids)
+        if not prefix:
+            return torch.addcmul(scaled, maps, rest)
         mixed = torch.addcmul(scaled, maps[..., prefix:, :], rest)
-        return torch.cat([maps[..., :prefix, :], mixed], dim=-2) if prefix else mixed
+        return torch.cat([maps[..., :prefix, :], mixed], dim=-2)

@@ -112,7 +112,8 @@ class _SoftPatches(torch.autograd.Function):
         d_values = torch.bmm(grad, maps.flatten(1, 2))
         d_maps = torch.bmm(grad.mT, values).view_as(content)
         d_content = d_maps * rest
-        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+        trained = ctx.needs_input_grad[2:5]
+        if not any(trained):  # position parameters and gates are frozen
             return d_values, d_content, None, None, None, None
 
         # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps . position
@@ -183,7 +184,8 @@ class GPSA2d(TapHeads):
     @batched
     def forward(self, x: Tensor) -> Tensor:
         H, W = self.check_map(x)
-        pairs = math.prod(self.query_grid(H, W)) * H * W
+        queries = math.prod(self.query_grid(H, W))
+        pairs = queries * H * W
         if known_true(pairs <= self.max_dense_pairs):
             q, k, v = self.queries_keys_values(x)
             return self.apply_filters(self.soft_patches(q, k, v, H, W), H, W)
@@ -193,7 +195,8 @@ class GPSA2d(TapHeads):
         """Return the layer's output without forming maps: a sum of position and one of content."""
         q, k, v = self.queries_keys_values(x)
         position = self.position_taps(v.unflatten(2, (H, W)), self.position_share)
-        return position + self.content_taps(q, k, v, H, W)
+        content = self.content_taps(q, k, v, H, W)
+        return position + content
 
     def apply_filters(self, patches: Tensor, H: int, W: int, share: Tensor | None = None) -> Tensor:
         """Apply each head's filter, and the bias. Shape: patches (B, C nh, Nq), share (nh,) -> (B, C_out, Hq, Wq)"""

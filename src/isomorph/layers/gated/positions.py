@@ -45,7 +45,8 @@ def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) ->
     Shape: offsets (Nq, Nk), centre (nh,), locality (nh,) -> (nh, Nq, Nk)
     """
     squared = (offsets - centre[:, None, None]).square()
-    return torch.softmax(-locality[:, None, None] * squared, dim=-1)
+    scores = -locality[:, None, None] * squared
+    return scores.softmax(-1)
 
 
 def _signs(device: torch.device) -> Tensor:
@@ -83,7 +84,8 @@ def _features(axes: tuple[Axis, Axis], of_taps: bool, dtype: torch.dtype, device
     columns = torch.stack([dx, 0 * dx, dx.square()], 1)
     features = torch.cat([rows, columns])
     if of_taps:
-        features = features[:, [1, 0, 2]] * torch.tensor([2, 2, -1], device=device)
+        factors = torch.tensor([2, 2, -1], device=device)
+        features = features[:, [1, 0, 2]] * factors
     return features
 
 
@@ -148,7 +150,8 @@ def attend_rows(rows: Tensor, grid: Tensor) -> Tensor:
 def _matrix_per_row(x: Tensor) -> Tensor:
     """Shape: x (nh, H, n, m) -> (nh H, n, m), by a detour over one axis, which exports with open sizes can prove."""
     nh, H, n, m = x.shape
-    return x.contiguous().flatten().view(nh * H, n * m).unflatten(1, (n, m))
+    flat = x.contiguous().flatten().view(nh * H, n * m)
+    return flat.unflatten(1, (n, m))
 
 
 def attend_columns(columns: Tensor, grid: Tensor) -> Tensor:
@@ -201,7 +204,8 @@ class MixPositions(torch.autograd.Function):
         if p:
             d_content = torch.cat([grad[:, :p], d_content], dim=1)
             d_values = F.pad(d_values, (0, 0, 0, 0, p, 0))
-        if not any(ctx.needs_input_grad[2:5]):  # position parameters and gates are frozen
+        trained = ctx.needs_input_grad[2:5]
+        if not any(trained):  # position parameters and gates are frozen
             return d_content, d_values, None, None, None, None, None
 
         v_grid = to_head_grid(values[:, p:], (rows.shape[2], columns.shape[2]))
@@ -209,7 +213,8 @@ class MixPositions(torch.autograd.Function):
         d_rows = d_scaled * share[:, None, None]
         lines = dy_grid.flatten(3).flatten(0, 1)  # (nh H, W, B hd)
         read = attend_rows(scaled, v_grid).flatten(3).flatten(0, 1)  # (nh H, W, B hd)
-        d_columns = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2]).sum(1)
+        by_row = torch.bmm(lines, read.mT).unflatten(0, dy_grid.shape[:2])  # (nh, H, W, W)
+        d_columns = by_row.sum(1)
         # s (1 - s) (dy . position - dy . content), where rows . d_rows is s dy . position
         by_position = (rows * d_rows).sum((1, 2))
         by_content = (dy * content[:, p:]).sum((0, 1, 3))

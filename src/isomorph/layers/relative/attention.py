@@ -31,7 +31,8 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     exact = exact.unsqueeze(0)  # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
-    return F.interpolate(exact, size, mode="bilinear", align_corners=False)[0].to(table.dtype)
+    resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
+    return resized[0].to(table.dtype)
 
 
 def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
@@ -42,7 +43,8 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     H, W = grid_size
     rows = H - 1 - axis_offsets(H, H, device=device, dtype=torch.long)
     columns = W - 1 - axis_offsets(W, W, device=device, dtype=torch.long)
-    entries = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
+    rows = rows * (2 * W - 1)
+    entries = rows[:, None, :, None] + columns[:, None]  # (H, W, H, W)
     entries = entries.view(H * W, H * W)
     if prefix:
         entries = F.pad(entries + 3, (0, 0, prefix, 0), value=0)
@@ -76,8 +78,9 @@ def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tens
     if not forms_maps and not is_functorch_tensor(bias):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale)
         # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
-        exports_gradient = torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad
-        return out.clone(memory_format=torch.contiguous_format) if exports_gradient else out
+        if torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad:
+            return out.clone(memory_format=torch.contiguous_format)
+        return out
 
     logits = (q * scale) @ k.mT  # (B, nh, N, N)
     # in place where allowed: allocating another map for the sum is slow
@@ -169,7 +172,8 @@ class RelativeAttention(AttentionBase, KeepsInEval):
     def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         q, k, _v = self.queries_keys_values(x.flatten(1, 2))
-        return q * self.scale, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+        bias = self.position_bias((x.shape[1], x.shape[2]), q.dtype)
+        return q * self.scale, k, bias
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
@@ -216,7 +220,8 @@ def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
     """Return sum_j w_(i - j) v_j. Shape: bias (nh, N, N), v (B, nh, N, hd) -> (B, nh, N, hd)"""
     B, nh, N, hd = v.shape
     side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
-    return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)
+    convolved = torch.bmm(bias, side_by_side)
+    return convolved.view(nh, N, B, hd).permute(2, 0, 1, 3)
 
 
 @register_notrace_module
@@ -290,7 +295,8 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         q, k, _v = self.queries_keys_values(x)
-        return q * self.scale, k, self.position_bias(grid_size or self.grid_size, q.dtype)
+        bias = self.position_bias(grid_size or self.grid_size, q.dtype)
+        return q * self.scale, k, bias
 
     def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""
