@@ -24,7 +24,8 @@ from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import is_eager, is_functorch_tensor
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, SpatialRefiner
 
-# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100.
+# Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift
+# mask has -100.
 BLOCKED_SCORE = -100.0
 
 
@@ -205,7 +206,12 @@ class GatedMap(TokenPositions):
         return _masked_softmax(outer_sum(rows, columns), allowed)  # (B, nh, Nq, Nk)
 
     def scaled_map(
-        self, queries: GridSize, keys: GridSize, prefix: int, dtype: torch.dtype, allowed: Tensor | None = None
+        self,
+        queries: GridSize,
+        keys: GridSize,
+        prefix: int,
+        dtype: torch.dtype,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return s P, 0 for `prefix` keys, and 1 - s. Shape: -> (nh, Nq, p + Nk) or (B, nh, Nq, p + Nk), (nh, 1, 1)"""
         share, rest = mix_weights(self.gate).to(dtype)[:, :, None, None]

@@ -78,8 +78,9 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
     return len(x) * math.prod(window.output_size(x))
 
 
-# Least variance of a tap, in rounding units of the largest sum of squares of its channel. A tap that reads almost only
-# zeros would otherwise have the rounding error of the other taps, which may be negative.
+# Least variance of a tap, in rounding units of the largest sum of squares of its channel. A tap
+# that reads almost only zeros would otherwise have the rounding error of the other taps, which may
+# be negative.
 FLOOR_ULPS = 1024
 
 

@@ -46,7 +46,8 @@ class AnySizeViT(ForeignCheckpoints, VisionTransformer):
             x = x.flatten(1, 2)
         if positions is not None and self.no_embed_class:
             x = positions + x  # laid out as the positions are
-        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()  # else channels stay outermost in every block
+        # else channels stay outermost in every block
+        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()
         if positions is None:
             return x
         return self.pos_drop(x if self.no_embed_class else x + positions)
@@ -94,7 +95,10 @@ class BlockwiseViT(AnySizeViT):
         return block(*arguments)
 
     def forward_features(
-        self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, maps: list[Any] | None = None
+        self,
+        x: Tensor,
+        rearrange: Callable[[Tensor], Tensor] | None = None,
+        maps: list[Any] | None = None,
     ) -> Tensor:
         """Return the tokens after the last norm; the maps that blocks pass on are appended to the list `maps`.
 
@@ -142,7 +146,9 @@ class BlockwiseViT(AnySizeViT):
         return taken if intermediates_only else (self.norm(x), taken)
 
     def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
     ) -> None:
         """Resize the position embedding (and the patch filters) permanently, which saves resizing at each call."""
         embed = self.patch_embed

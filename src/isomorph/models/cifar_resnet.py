@@ -12,9 +12,27 @@ from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from isomorph.models.base import StagedNet, Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    StagedNet,
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 
 WEIGHTS = {
     20: "resnet20-12fca82f.th",

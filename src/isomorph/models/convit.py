@@ -24,7 +24,8 @@ from isomorph.models.base import (
 )
 from isomorph.models.blockwise import BlockwiseViT
 
-# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4).
+# Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax
+# (psa, eq. 4).
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
 
 
@@ -122,7 +123,12 @@ class ConViT(BlockwiseViT):
             return LocalBlock(dim, num_heads, **local, **arguments)
 
         pos_embed = "learn" if use_pos_embed else "none"
-        super().__init__(**{"qkv_bias": False, **kwargs}, no_embed_class=True, block_fn=block, pos_embed=pos_embed)
+        super().__init__(
+            **{"qkv_bias": False, **kwargs},
+            no_embed_class=True,
+            block_fn=block,
+            pos_embed=pos_embed,
+        )
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
@@ -151,7 +157,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
     """Convert a checkpoint of the authors, timm's convit_* or isomorph, resizing its positions from a square grid."""
     state = {}
     for name, tensor in unwrap_state_dict(state_dict).items():
-        if not name.endswith("pos_proj.bias"):  # which is constant along the softmax, and has no effect
+        # which is constant along the softmax, and has no effect
+        if not name.endswith("pos_proj.bias"):
             name = name.replace("gating_param", "gate").replace("pos_proj.weight", "position")
             state[name] = tensor
     return vision_transformer.checkpoint_filter_fn(state, model)

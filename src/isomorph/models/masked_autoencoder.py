@@ -206,7 +206,8 @@ class MaskedAutoencoder(nn.Module):
     def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
         """Encode the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
-        # the steps of timm's forward_features, of which only its private _pos_embed adds positions to all patches
+        # the steps of timm's forward_features, of which only its private _pos_embed adds positions
+        # to all patches
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
         prefix = tokens[:, : vit.num_prefix_tokens]
         patches = tokens[:, vit.num_prefix_tokens :]

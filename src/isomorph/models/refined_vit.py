@@ -22,7 +22,13 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.surgery import AttentionToRefined
 
@@ -295,7 +301,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "l": dict(depth=32, embed_dim=512, num_heads=16),
 }
 _LARGE = dict(mlp_ratio=3, conv_embed=True, share=1)
-# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps.
+# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP,
+# and shared maps.
 VARIANTS = {
     "refined_vit_b": Variant(_SIZES["b"], "86M parameters, 81.2 top-1"),
     "refined_vit_s": Variant(_SIZES["s"] | _LARGE, "25M parameters, 83.6 top-1"),

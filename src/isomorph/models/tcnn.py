@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
 from isomorph.models import cifar_resnet
-from isomorph.models.base import ForeignCheckpoints, Variant, build_variant, parameters_without_decay, register_variants
+from isomorph.models.base import (
+    ForeignCheckpoints,
+    Variant,
+    build_variant,
+    parameters_without_decay,
+    register_variants,
+)
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, apply_edit
 from isomorph.surgery.recast import apply_rule
@@ -76,7 +82,11 @@ class TResNet(TransformedMixin, ResNet):
     """
 
     def __init__(
-        self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
+        self,
+        init: str = "paper",
+        locality: float | None = None,
+        gate: float | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(block=Bottleneck, **kwargs)
         apply_edit(self, Edit(Unstride(), ("layer4",)))
@@ -91,7 +101,11 @@ class TCifarResNet(TransformedMixin, CifarResNet):
     """
 
     def __init__(
-        self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
+        self,
+        init: str = "paper",
+        locality: float | None = None,
+        gate: float | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         apply_rule(self, ConvToGPSA(init, locality, gate), "layer3.*.conv?")  # type: ignore[arg-type]

@@ -78,7 +78,8 @@ class PositionalAttention(TokenHeads):
         return torch.cat([prefix, position], dim=2)
 
 
-class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]  # a ViT passes a mask too
+# a ViT passes a mask too
+class ViTPositionalAttention(ViTCall, PositionalAttention):  # type: ignore[misc]
     """A `PositionalAttention` in place of timm's Attention in a ViT, with its norms of queries and keys.
 
     In a recast model every call gets the grid of its image; `grid_size` is used for other calls and can be set.
@@ -162,7 +163,11 @@ class GPSA(TokenHeads):
     def to_positional(self) -> PositionalAttention:
         """Return the layer with sigma(gate) = 1: without queries and keys, but for those of prefix tokens."""
         layer = self.positional_class(
-            self.v.in_features, self.num_heads, self.grid_size, self.v.bias is not None, self.prefix_tokens
+            self.v.in_features,
+            self.num_heads,
+            self.grid_size,
+            self.v.bias is not None,
+            self.prefix_tokens,
         )
         layer = layer.to(self.v.weight)
         if layer.q is not None and layer.k is not None:

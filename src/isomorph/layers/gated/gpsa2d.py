@@ -93,7 +93,12 @@ class _SoftPatches(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        values: Tensor, content: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor
+        values: Tensor,
+        content: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gate: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         share, rest = weights[:, :, None, None]
         maps = torch.addcmul(kronecker(rows * share, columns), content, rest)
@@ -116,7 +121,8 @@ class _SoftPatches(torch.autograd.Function):
         if not any(trained):  # position parameters and gates are frozen
             return d_values, d_content, None, None, None, None
 
-        # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps . position
+        # s (1 - s) (d_maps . position - d_maps . content), where rows . d_rows is s d_maps .
+        # position
         by_content = (d_maps * content).sum((0, 2, 3))
         d_grid = d_maps.sum(0).unflatten(2, (rows.shape[2], -1))
         d_grid = d_grid.unflatten(1, (rows.shape[1], -1))  # (nh, Hq, Wq, H, W)
@@ -160,11 +166,12 @@ class GPSA2d(TapHeads):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
-    # Height and width of the window of keys around a query that content attention reads; None reads the whole map.
+    # Height and width of the window of keys around a query that content attention reads; None reads
+    # the whole map.
     content_window: GridSize | None = None
 
-    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and for sizes that an
-    # export leaves open, no map is formed.
+    # Most query-key pairs for which the map is formed (measured by benchmarks/gpsa.py). Above, and
+    # for sizes that an export leaves open, no map is formed.
     max_dense_pairs: ClassVar[int] = 512 * 512
 
     def _add_content(self) -> None:

@@ -31,7 +31,8 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
 
 def is_autocast_on(x: Tensor) -> bool:
     device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
+    # autocast does not know the meta device
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -97,7 +98,8 @@ def axis_scores(position: Tensor, axes: Iterable[Axis], of_taps: bool = False) -
     """
     rows, columns = axes
     features = constant(_features, position, (rows, columns), of_taps, geometry_dtype(position))
-    scores = (position.unsqueeze(1) * features).sum(-1)  # not a product of matrices, which may be in low precision
+    # not a product of matrices, which may be in low precision
+    scores = (position.unsqueeze(1) * features).sum(-1)
     by_row, by_column = scores.split([rows.queries * rows.keys, columns.queries * columns.keys], dim=1)
     by_row = by_row.unflatten(1, (rows.queries, rows.keys))
     by_column = by_column.unflatten(1, (columns.queries, columns.keys))
@@ -112,7 +114,8 @@ def axis_attention(position: Tensor, axes: Iterable[Axis], of_taps: bool = False
 
 def without_subnormals(maps: Tensor) -> Tensor:
     """On a CPU, clear entries so near 0 that a product with them takes several times as long."""
-    if maps.dtype == torch.float16 or not on_cpu(maps) or not is_eager():  # float16's smallest numbers count
+    # float16's smallest numbers count
+    if maps.dtype == torch.float16 or not on_cpu(maps) or not is_eager():
         return maps
     return F.threshold(maps, torch.finfo(maps.dtype).tiny ** 0.5, 0.0)
 
@@ -179,7 +182,13 @@ class MixPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor, weights: Tensor, p: int
+        content: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gate: Tensor,
+        weights: Tensor,
+        p: int,
     ) -> Tensor:
         position = attend_by_axis(rows, columns, values[:, p:])
         mixed = torch.lerp(content[:, p:], position, weights[0, :, None])

@@ -30,7 +30,13 @@ from isomorph.layers.pyramid.batchnorm import (
 )
 from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
 from isomorph.layers.pyramid.closed_form import collapse
-from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
+from isomorph.layers.pyramid.moments import (
+    Moments,
+    autocast_dtype,
+    cast_clamped,
+    measure_moments,
+    sync_group,
+)
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 TrainingForm = Literal["closed", "branches"]
@@ -236,7 +242,8 @@ def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> No
 class Pyramid(Parallel):
     """Parallel branches over one input, summed and rectified: the base of the linear and the convolutional pyramid."""
 
-    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take.
+    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can
+    # take.
     replaces_bias = True
 
     def __init__(

@@ -84,7 +84,8 @@ def _join_tensors(sizes: ChainSizes, tensors: Sequence[Tensor], like: Tensor, le
     first = sizes.chains[0]
     norms = sum(sizes.chains) + sizes.rectified
     parts = [*tensors[:first], *levels, *tensors[first:-norms]]
-    if sizes.unrectified:  # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
+    # by a variance of 0 and a scale that makes up for it, all sums are scaled at once
+    if sizes.unrectified:
         scale = sizes.rest * sizes.eps**0.5
         parts.append(constant(filled, like, sizes.groups * sizes.unrectified, scale, like.dtype))
     parts += tensors[-norms:]
@@ -133,7 +134,8 @@ class ChainTensors:
         self.zeros = constant(filled, like, sizes.groups * (sum(sizes.rows) + N * out), 0.0, like.dtype)
         self.z = cursor.take(rows, C)
         self.skip = cursor.take(skips, C)
-        self.read = cursor.joined[:, : cursor.at].view(sizes.groups, -1, C)  # the matrices that multiply the mean
+        # the matrices that multiply the mean
+        self.read = cursor.joined[:, : cursor.at].view(sizes.groups, -1, C)
         self.inner = []
         for (_, before), unit in pairwise(units):
             self.inner.append(cursor.take(*unit, before))

@@ -208,7 +208,8 @@ class Refiner(Expansion):
             bound = self.reduce.shape[1] ** -0.5
             nn.init.uniform_(self.reduce, -bound, bound)
         else:
-            # in float64, which not every device has, so that R E is 1 within the rounding of the model's own dtype
+            # in float64, which not every device has, so that R E is 1 within the rounding of the
+            # model's own dtype
             directions = torch.empty(self.expand.shape, dtype=torch.float64, device="cpu")
             self.expand.copy_(nn.init.orthogonal_(directions))
             self.reduce.copy_(self.expand.mT)

@@ -30,7 +30,8 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     if known_true(height == size[0]) and known_true(width == size[1]):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
-    exact = exact.unsqueeze(0)  # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
+    # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
+    exact = exact.unsqueeze(0)
     resized = F.interpolate(exact, size, mode="bilinear", align_corners=False)
     return resized[0].to(table.dtype)
 
@@ -77,7 +78,8 @@ def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tens
     forms_maps = trains_bias(bias) and not q.is_cuda
     if not forms_maps and not is_functorch_tensor(bias):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop, scale=scale)
-        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
+        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with
+        # another memory layout
         if torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad:
             return out.clone(memory_format=torch.contiguous_format)
         return out
@@ -275,7 +277,11 @@ class ViTRelativeAttention(RelativeAttention):
         return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
         q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
@@ -283,7 +289,11 @@ class ViTRelativeAttention(RelativeAttention):
         return self.project_output(mixed, x)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: GridSize | None = None,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)

@@ -17,7 +17,13 @@ from timm.layers import Attention, register_notrace_module
 from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, join_heads, like_attention, split_heads
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    factory_kwargs,
+    join_heads,
+    like_attention,
+    split_heads,
+)
 from isomorph.layers.grid import GridSize, no_mask
 from isomorph.layers.modes import constant
 
@@ -105,7 +111,8 @@ class DecomposedAttention(AttentionBase):
         if x.ndim != 4:
             raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
         queries, keys, v = self.longer_queries_keys(x)
-        values = F.pad(v, (0, sum(self.window_of(x))))  # torch's fast kernels need q, k and v of one width
+        # torch's fast kernels need q, k and v of one width
+        values = F.pad(v, (0, sum(self.window_of(x))))
         drop = self.attn_drop.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=drop, scale=1.0)
         return self.project_windows(mixed[..., : self.head_dim], x)

@@ -12,7 +12,12 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.base import build_variant, own_filter, parameters_without_decay, unwrap_state_dict
+from isomorph.models.base import (
+    build_variant,
+    own_filter,
+    parameters_without_decay,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import record_config, spec_of
 

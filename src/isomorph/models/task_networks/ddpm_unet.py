@@ -14,7 +14,13 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, optional_module
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, renamed_in_order
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    renamed_in_order,
+)
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel
@@ -63,7 +69,8 @@ class DDPMUNet(nn.Module):
         self.unet: UNet2DModel = unets.UNet2DModel(
             in_channels=in_chans,
             out_channels=in_chans,
-            time_embedding_type="learned",  # a table, which reset_parameters fills with sinusoids and freezes
+            # a table, which reset_parameters fills with sinusoids and freezes
+            time_embedding_type="learned",
             num_train_timesteps=time_steps,
             down_block_types=tuple(f"{kind}DownBlock2D" for kind in kinds),
             up_block_types=tuple(f"{kind}UpBlock2D" for kind in reversed(kinds)),

@@ -33,10 +33,23 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from isomorph.errors import UserError
 from isomorph.layers import DecomposedAttention
 from isomorph.layers.modes import require_finite
-from isomorph.models.base import Mixin, Variant, image_cfg, own_filter, register_variants, require_images
-from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
+from isomorph.models.base import (
+    Mixin,
+    Variant,
+    image_cfg,
+    own_filter,
+    register_variants,
+    require_images,
+)
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+)
 
-# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W).
+# Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks
+# (n, H, W).
 Target = dict[str, Tensor]
 
 _RATIOS = (0.5, 1.0, 2.0)
@@ -189,7 +202,8 @@ class WindowedViT(nn.Module):
     ) -> None:
         super().__init__()
         depth = len(vit.blocks)
-        quarters = [math.ceil(quarter * depth / 4) - 1 for quarter in range(1, 5)]  # 2, 5, 8, 11 of 12
+        # 2, 5, 8, 11 of 12
+        quarters = [math.ceil(quarter * depth / 4) - 1 for quarter in range(1, 5)]
         chosen = tuple(quarters if global_blocks is None else global_blocks)
         if window < 1 or any(not 0 <= block < depth for block in chosen):
             raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
@@ -283,10 +297,15 @@ def _named_levels(levels: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
     return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
 
 
-# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28).
+# Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks
+# (n, 1, 28, 28).
 Detections = dict[str, Tensor]
 
-_LAST_LAYERS = ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
+_LAST_LAYERS = (
+    "box_predictor.cls_score",
+    "box_predictor.bbox_pred",
+    "mask_predictor.mask_fcn_logits",
+)
 _CLASS_HEADS = tuple(f"roi_heads.{layer}" for layer in _LAST_LAYERS)
 
 
@@ -435,7 +454,8 @@ class MaskRCNN(BackboneNetwork):
         if not self.training:
             raise UserError("losses need train mode; call model.train(), or leave the targets out")
         sizes = [tuple(x.shape[-2:])] * len(x)
-        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]  # 0 is the background
+        # 0 is the background
+        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]
         proposals, losses = self.rpn(ImageList(x, sizes), maps, shifted)
         _, more = self.roi_heads(maps, proposals, sizes, shifted)
         return {**losses, **more}
@@ -446,7 +466,12 @@ class MaskRCNN(BackboneNetwork):
         heads: Any = self.roi_heads
         read = heads.box_roi_pool(maps, boxes)
         logits, deltas = heads.box_predictor(heads.box_head(read))
-        out = {"objectness": objectness, "anchor_deltas": anchor_deltas, "class_logits": logits, "box_deltas": deltas}
+        out = {
+            "objectness": objectness,
+            "anchor_deltas": anchor_deltas,
+            "class_logits": logits,
+            "box_deltas": deltas,
+        }
         if self.has_masks:
             read = heads.mask_roi_pool(maps, boxes)
             out["mask_logits"] = heads.mask_predictor(heads.mask_head(read))
@@ -468,7 +493,11 @@ class MaskRCNN(BackboneNetwork):
         inside = [(height, width) for height, width in sizes]
         maps = self.pyramid_maps(x)
         with ExitStack() as hooks:  # torchvision drops boxes whose scores are not finite
-            for head in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
+            for head in (
+                self.rpn.head,
+                self.roi_heads.box_predictor,
+                self.roi_heads.mask_predictor,
+            ):
                 if head is not None:
                     handle = head.register_forward_hook(lambda *call: require_finite(call[2]))
                     hooks.callback(handle.remove)

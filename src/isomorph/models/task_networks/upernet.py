@@ -18,7 +18,12 @@ from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from isomorph.models.base import Variant, image_cfg, register_variants, require_images
-from isomorph.models.task_networks.backbone import BackboneNetwork, backbone_state, build_backbone, create_network
+from isomorph.models.task_networks.backbone import (
+    BackboneNetwork,
+    backbone_state,
+    build_backbone,
+    create_network,
+)
 
 
 class PlainNeck(nn.Module):
