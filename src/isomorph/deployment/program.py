@@ -182,14 +182,17 @@ def _should_compute(node: "Node") -> bool | None:
     shape = node.outputs[0].shape
     if shape is None or not shape.is_static():
         return None
-    constants = [value for value in node.inputs if value and value.const_value]
-    total = sum(value.const_value.size for value in constants)
+    total = 0
+    stored_twice = False
+    for value in node.inputs:
+        if value is not None and value.const_value is not None:
+            size = value.const_value.size
+            total += size
+            stored_twice |= size > _SMALL and len(value.uses()) > 1
     if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * total):
         return False
-    if node.op_type not in _REARRANGING:
+    if node.op_type not in _REARRANGING or stored_twice:
         return None
-    if any(value.const_value.size > _SMALL and len(value.uses()) > 1 for value in constants):
-        return None  # the weight would be stored twice
     return True
 
 

@@ -23,7 +23,7 @@ from isomorph.surgery.calls import Inputs, own_inputs
 DYNAMIC = ("batch", "batch,size", "size", "none")
 INPUT = "images"
 # differences to the model's own height and width to try, ascending
-_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
+_STEPS: tuple[int, ...] = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
 # least difference of the traced heights and widths, else the tracer takes them for one
 _TRACE_STEP = 32
 # length of the sequences of a text network without dynamic size, if it takes more

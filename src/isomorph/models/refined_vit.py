@@ -193,7 +193,7 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
     # the map is passed on, so it must be formed and convolved explicitly
     refine: nn.Module = nn.Identity()
     if not plain:
-        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))  # type: ignore[arg-type]
+        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))
     return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
 
 

@@ -171,7 +171,7 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, tokens).unflatten(1, grid_size)
 
-    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         q, k, _v = self.queries_keys_values(x.flatten(1, 2))
         bias = self.position_bias((x.shape[1], x.shape[2]), q.dtype)
@@ -302,7 +302,7 @@ class ViTRelativeAttention(RelativeAttention):
 
     def content_scores(
         self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Any]:
         """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
         q, k, _v = self.queries_keys_values(x)
         bias = self.position_bias(grid_size or self.grid_size, q.dtype)
