@@ -38,10 +38,12 @@ def is_eager() -> bool:
 
 
 def is_functorch_tensor(tensor: Tensor) -> bool:
+    """True for a tensor of a transform of torch.func, such as vmap."""
     return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def in_functorch() -> bool:
+    """True within a transform of torch.func."""
     return is_eager() and torch._C._functorch.maybe_current_level() is not None
 
 

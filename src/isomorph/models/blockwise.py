@@ -241,5 +241,6 @@ class DenseHeadViT(BlockwiseViT):
         return logits + 0.5 * self.aux_head(patches).amax(1)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier, and that of the patches if there is one."""
         super().reset_classifier(num_classes, global_pool)
         self.aux_head = self.build_aux_head(num_classes)

@@ -124,6 +124,7 @@ class CifarResNet(StagedNet):
             setattr(self, f"layer{i + 1}", nn.Sequential())
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; `global_pool` keeps its kind by default."""
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
@@ -131,6 +132,7 @@ class CifarResNet(StagedNet):
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, **kind)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return patterns of parameter names by stage, or by block, for layer decay."""
         blocks = r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)"
         return dict(stem=r"^conv1|bn1", blocks=blocks)
 

@@ -287,6 +287,7 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages[1:])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return the logits, or the pooled features with `pre_logits`. Shape: x (B, C, H, W) -> (B, num_classes)"""
         return self.head(x, pre_logits=pre_logits)
 
     def arguments_to_record(self) -> dict[str, Any]:
@@ -311,11 +312,13 @@ class CoAtNet(ForeignCheckpoints, StagedNet):
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier; the hidden layer of the head stays."""
         self.num_classes = num_classes
         like = next(self.stem.parameters())
         self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by stage, or by block, for layer decay."""
         blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 

@@ -133,6 +133,7 @@ class ConViT(BlockwiseViT):
         self.update_grid()
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for the names of the authors' and timm's code."""
         return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
     def no_weight_decay(self) -> set[str]:

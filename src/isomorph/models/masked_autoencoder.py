@@ -270,8 +270,10 @@ class MaskedAutoencoder(nn.Module):
         return reconstruction_error(prediction, self.target(images), mask)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks of both halves in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the mask token and the encoder's."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}

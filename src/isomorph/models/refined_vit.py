@@ -179,6 +179,7 @@ class RefinedViT(DenseHeadViT):
         return self.call_block(i, x, maps, grid_size)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for a plain ViT's weights, which have no refiners."""
         return is_plain_vit(state, self)
 
 
@@ -260,6 +261,7 @@ class ReleasedRefinedViT(DenseHeadViT):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for weights with a classifier of patches that this network does not have."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 

@@ -30,6 +30,7 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def is_autocast_on(x: Tensor) -> bool:
+    """True if autocast is enabled on a tensor's device."""
     device = x.device.type
     # autocast does not know the meta device
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -37,6 +37,7 @@ FAR = 64
 
 
 def inverse_softplus(value: float) -> float:
+    """Return the raw value whose softplus is a locality."""
     return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 

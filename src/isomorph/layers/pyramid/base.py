@@ -274,6 +274,7 @@ class Pyramid(Parallel):
 
     @property
     def parts(self) -> list[Any]:
+        """The pyramid itself, its only part."""
         return [self]
 
     def _make_norm(self, features: int, affine: bool) -> _BatchNorm:
@@ -326,6 +327,7 @@ class Pyramid(Parallel):
 
     @property
     def output_scale(self) -> float:
+        """Factor of the sum of the branches, 1 unless they are rescaled."""
         return self.rescale_by**-0.5 if self.rectify == "rescale" else 1.0
 
     @property
@@ -369,6 +371,7 @@ class Pyramid(Parallel):
         return Chains(units, lasts, skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
+        """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
         tokens = x.flatten(0, -2) if self.window is None else x
         terms = [branch(tokens) for branch in self.branches]
         if self.skip is not None:

@@ -71,6 +71,7 @@ class ChainSizes(NamedTuple):
 
 
 def filled(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a vector, or one of equal values where there is none. Shape: -> (size,)"""
     return torch.full((size,), value, dtype=dtype, device=device)
 
 
@@ -151,6 +152,7 @@ class ChainTensors:
         self.rectified_shift = cursor.take(sizes.rectified * out)
 
     def take_zeros(self, *shape: int) -> Tensor:
+        """Return zeros of a shape, which must not be written to."""
         return self.zeros[: math.prod(shape)].view(shape)
 
     def branch(self, number: int) -> slice:

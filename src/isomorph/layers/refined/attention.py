@@ -298,6 +298,7 @@ class LocalAttention(RefinedAttention):
     forms_maps = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+        """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
         drop = self.attn_drop.p if self.training else 0.0
         if token_mask is None:
             values = _convolve_values(v, self.refine.local())  # (B, H, N, k hd)

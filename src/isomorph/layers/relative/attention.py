@@ -155,9 +155,11 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         return self.cached(tuple(self.parameters(recurse=False)), self.expand_bias, grid_size, dtype)
 
     def expand_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return P for every pair of positions of a grid, in a dtype. Shape: -> (nh, N, N)"""
         return expand_table(resize_table(self.relative_bias, grid_size), grid_size).to(dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Return softmax(q k^T / sqrt(hd) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         bias = self.position_bias(grid_size, q.dtype)
         return attend_with_bias(bias, drop, self.scale, q, k, v)
@@ -204,6 +206,7 @@ class PostRelativeAttention(RelativeAttention):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Return (softmax(q k^T / sqrt(hd)) + P) v. Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
@@ -214,6 +217,7 @@ class PostRelativeAttention(RelativeAttention):
         return q, k, None
 
     def attention(self, x: Tensor) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
         q, k, bias = super().content_scores(x)
         return (q @ k.mT).softmax(-1) + bias
 
@@ -273,6 +277,7 @@ class ViTRelativeAttention(RelativeAttention):
             nn.init.zeros_(parameter)
 
     def expand_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
+        """Return P for all tokens, those of the prefix first. Shape: -> (nh, N, N)"""
         table = resize_table(self.relative_bias, grid_size)
         return expand_table(table, grid_size, self.prefix_tokens, self.prefix_bias).to(dtype)
 

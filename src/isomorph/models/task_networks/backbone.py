@@ -149,6 +149,7 @@ class BackboneNetwork(nn.Module):
         return layer_of
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
         self.backbone.set_grad_checkpointing(enable)
 
 

@@ -231,15 +231,19 @@ class WindowedViT(nn.Module):
                 block.attn = DecomposedAttention.from_attention(block.attn, (window, window))
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a plain ViT's weights without prefix tokens, under the backbone's names."""
         return self.source_filter(_without_prefix_tokens(state), self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass of training instead of storing their activations."""
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by block, for layer decay."""
         return dict(stem=r"^(?:patch_embed|pos_embed|norm_pre)", blocks=r"^blocks\.(\d+)")
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the absolute positions."""
         return {"pos_embed"}
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -423,6 +427,7 @@ class MaskRCNN(BackboneNetwork):
         return cfg
 
     def get_classifier(self) -> nn.Module:
+        """Return the layer that gives the class logits of boxes."""
         return self.roi_heads.box_predictor.cls_score
 
     def pyramid_maps(self, x: Tensor) -> OrderedDict[str, Tensor]:

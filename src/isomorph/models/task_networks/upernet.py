@@ -247,9 +247,11 @@ class UPerNet(BackboneNetwork):
         return resize_map(logits, padded)[..., :height, :width]
 
     def get_classifier(self) -> nn.Module:
+        """Return the last convolution of the head."""
         return self.head.classifier
 
     def reset_classifier(self, num_classes: int) -> None:
+        """Replace the last convolutions of both heads by untrained ones."""
         self.num_classes = num_classes
         for head in (self.head, self.auxiliary_head):
             if head is None:
