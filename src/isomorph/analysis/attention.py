@@ -53,7 +53,8 @@ def _measure_on_grid(
     def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
         try:
             if windows and call.name in windows and attention.shape:
-                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
+                # `windows` has the positions
+                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))
                 return measure(call.name, attention, positions)
             if isinstance(call.args[0], Tensor) and len(call.args[0]) > images:
                 unplaced.append(call.name)

@@ -197,7 +197,8 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     y = y.double() - y.double().mean(0)
     if not (x.any() and y.any()):
         warnings.warn("CKA is unknown (NaN): features are the same for all samples", DataWarning, stacklevel=2)
-    if len(x) < max(x.shape[1], y.shape[1]):  # the same value from the Gram matrices, which are smaller
+    # the same value from the Gram matrices, which are smaller
+    if len(x) < max(x.shape[1], y.shape[1]):
         k = x @ x.T
         m = y @ y.T
         return (k * m).sum() / (k.norm() * m.norm())

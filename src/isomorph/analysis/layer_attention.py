@@ -103,7 +103,12 @@ def _scores(layer: Any, *args: Any, **kwargs: Any) -> AppliedAttention | None:
 
 
 def _timm_scores(
-    layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+    layer: Attention,
+    x: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
 ) -> AppliedAttention:
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q = layer.q_norm(q) * score_scale(layer)
@@ -130,7 +135,12 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: tuple[int, ...] = ()
+        cls,
+        name: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: tuple[int, ...] = (),
     ) -> "LayerCall":
         """Return a call with its tokens first: the argument `x`, or the first, where all are given by name."""
         named = dict(kwargs)
@@ -197,7 +207,8 @@ class _Capture:
         self.measure = measure
         self.where = where
         self.mode = ReadMaps()
-        self.calls: list[LayerCall | None] = []  # None: what runs inside is not a layer's own attention
+        # None: what runs inside is not a layer's own attention
+        self.calls: list[LayerCall | None] = []
         self.results: dict[str, Any] = {}
         self.measured: list[str] = []
         self.others: list[str] = []

@@ -18,7 +18,8 @@ from isomorph.process import replaced_attribute
 from isomorph.surgery.attention_layers import names_of
 from isomorph.surgery.calls import Inputs
 
-# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them.
+# Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and
+# join them.
 _PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
 
 
@@ -246,7 +247,8 @@ def _first_input(block: nn.Module, call: _Call, layer: nn.Module) -> Tensor:
     return inputs[-1].flatten(1, -2)  # of windows (h, w, C) too
 
 
-# Classes that cut a map into windows without shift: the name of the attention inside, and the window's size.
+# Classes that cut a map into windows without shift: the name of the attention inside, and the
+# window's size.
 _PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
     "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
     "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),

@@ -130,7 +130,8 @@ class Artefact(nn.Module):
         if "num_classes" in self.metadata:  # otherwise the outputs are counted
             self.num_classes = self.metadata["num_classes"]
         self.in_chans = (self.metadata.get("input_size") or [None])[0]
-        # stands for the weights, which are in the file: results are stored with a hash of a model's state
+        # stands for the weights, which are in the file: results are stored with a hash of a model's
+        # state
         self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         # modules of torch say by a parameter where they run
         self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -278,7 +279,8 @@ def _load_onnx(contents: bytes) -> tuple[Callable[..., Any], Any]:
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     if session.get_modelmeta().custom_metadata_map.get("quantization") == '"int8 weights"':
-        options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
+        # weights become floats once, not every time
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
 
     def run(**inputs: Tensor) -> Tensor:

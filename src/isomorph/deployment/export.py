@@ -14,7 +14,13 @@ from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.paths import require_writable
-from isomorph.deployment.artefact import FORMATS, describe, load_artefact, preparation_notes, require_packages
+from isomorph.deployment.artefact import (
+    FORMATS,
+    describe,
+    load_artefact,
+    preparation_notes,
+    require_packages,
+)
 from isomorph.deployment.program import only_tensor, prepare, to_onnx, to_pt2, trace
 from isomorph.deployment.shapes import ExportShapes, plan_export, plan_shapes
 from isomorph.errors import UserError

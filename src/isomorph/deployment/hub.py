@@ -38,8 +38,17 @@ from isomorph.spec import spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
-# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model.
-_ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
+# Entries of a pretrained_cfg that are about the public weights of the architecture, not about this
+# model.
+_ABOUT_PUBLIC_WEIGHTS = {
+    "tag",
+    "license",
+    "description",
+    "origin_url",
+    "paper_name",
+    "paper_ids",
+    "notes",
+}
 _ATOL = 1e-4  # largest deviation of the model that timm builds, relative to the largest output
 
 
@@ -93,7 +102,11 @@ def push(
             commit_message="Add a model of isomorph",
         )
     if kept:
-        warnings.warn(f"{name} keeps its README.md; delete it there, and push again", DataWarning, stacklevel=2)
+        warnings.warn(
+            f"{name} keeps its README.md; delete it there, and push again",
+            DataWarning,
+            stacklevel=2,
+        )
     return f"{constants.ENDPOINT}/{name}"
 
 
@@ -168,7 +181,8 @@ def save_for_hub(
     recipe: dict[str, Any] | None = None
     metrics: dict[str, float] = {}
     if run:
-        from isomorph.lab.training.run.summary import read_training  # the one thing that sharing takes from the lab
+        # the one thing that sharing takes from the lab
+        from isomorph.lab.training.run.summary import read_training
 
         recipe, metrics = read_training(Path(run))
     with tempfile.TemporaryDirectory() as draft:
@@ -198,7 +212,8 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     config: dict[str, Any] = {}
     if "base" in own:
         built_as = own["base"]["name"]
-        with suppress(ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
+        # arguments that JSON cannot hold
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
             save_config_for_hf(_described_base(model, own["base"]), str(path))
             config = json.loads(path.read_text()) | shared
             path.write_text(json.dumps(config, indent=2), encoding="utf-8")

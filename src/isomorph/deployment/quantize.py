@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from isomorph.analysis.speed import measure_speeds
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import describe, load_artefact, preparation_notes
-from isomorph.deployment.export import Progress, check_exportable, check_output, check_path, describe_left, encode
+from isomorph.deployment.export import (
+    Progress,
+    check_exportable,
+    check_output,
+    check_path,
+    describe_left,
+    encode,
+)
 from isomorph.deployment.program import only_tensor, prepare, quiet, to_onnx, trace
 from isomorph.deployment.shapes import INPUT, ExportShapes, plan_export
 from isomorph.errors import UserError
@@ -46,7 +53,8 @@ _BETWEEN_LAYERS = (
     "Transpose",
     "Unsqueeze",
 )
-_ATTENTION = ("LayerNormalization", "Softmax")  # with these only layers are rounded: sums range too widely
+# with these only layers are rounded: sums range too widely
+_ATTENTION = ("LayerNormalization", "Softmax")
 _SPEED_IMAGES = 8
 _DECIBELS = 120.0  # of equal outputs
 
@@ -237,7 +245,11 @@ def _outputs(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _measure(
-    model: nn.Module, before: "ModelProto", after: "ModelProto", batches: Sequence[Tensor], shapes: ExportShapes
+    model: nn.Module,
+    before: "ModelProto",
+    after: "ModelProto",
+    batches: Sequence[Tensor],
+    shapes: ExportShapes,
 ) -> dict[str, Any]:
     """Return the numbers of a report: SQNR = 10 log10(sum(signal^2) / sum((signal - rounded)^2)), in decibels."""
     in_float = load_artefact(before.SerializeToString(), "onnx")

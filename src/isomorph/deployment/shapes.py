@@ -9,15 +9,25 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.input_sizes import ImageSize, evaluation_config, fit_to_size, image_size, input_size_problem
+from isomorph.models.input_sizes import (
+    ImageSize,
+    evaluation_config,
+    fit_to_size,
+    image_size,
+    input_size_problem,
+)
 from isomorph.surgery.calls import Inputs, own_inputs
 
-# What may be dynamic: the number of images, their height and width (of texts their length), both, or nothing.
+# What may be dynamic: the number of images, their height and width (of texts their length), both,
+# or nothing.
 DYNAMIC = ("batch", "batch,size", "size", "none")
 INPUT = "images"
-_STEPS = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)  # differences to the model's own height and width to try, ascending
-_TRACE_STEP = 32  # least difference of the traced heights and widths, else the tracer takes them for one
-_MAX_LENGTH = 512  # length of the sequences of a text network without dynamic size, if it takes more
+# differences to the model's own height and width to try, ascending
+_STEPS: tuple[int, ...] = (1, 2, 4, 7, 8, 12, 14, 16, 28, 32, 64)
+# least difference of the traced heights and widths, else the tracer takes them for one
+_TRACE_STEP = 32
+# length of the sequences of a text network without dynamic size, if it takes more
+_MAX_LENGTH = 512
 NamedTensors = dict[str, Tensor]
 
 
@@ -95,7 +105,8 @@ def plan_shapes(model: Any, dynamic: str, size: ImageSize | None = None, least_m
     if "size" in dynamic:
         multiple = _size_step(model, (channels, height, width), least_multiple)
         far = _far(multiple)
-        # a traced graph has no branches: where a network pads maps of odd size, it is right for even ones alone
+        # a traced graph has no branches: where a network pads maps of odd size, it is right for
+        # even ones alone
         for way in (multiple, multiple - far):
             sides = (height + way, width + way)
             if multiple != far and min(sides) > multiple and not input_size_problem(model, (channels, *sides)):
@@ -157,7 +168,11 @@ def _size_step(model: nn.Module, own: tuple[int, int, int], least: int) -> int:
 
 
 def _plan_text(
-    model: Any, dynamic: str, size: ImageSize | None, batches: tuple[int, ...], batch_axis: dict[int, str]
+    model: Any,
+    dynamic: str,
+    size: ImageSize | None,
+    batches: tuple[int, ...],
+    batch_axis: dict[int, str],
 ) -> ExportShapes:
     """Return sequences, those of later batches with padding, and the types of their tokens if they count."""
     if size:
@@ -171,7 +186,8 @@ def _plan_text(
     checks = []
     for more, (batch, N) in enumerate(zip(batches, lengths, strict=True)):
         drawn: Any = own_inputs(model, batch + more, (1, N))
-        inputs = {name: x[more:] for name, x in drawn.items()}  # the first sequences have the least padding
+        # the first sequences have the least padding
+        inputs = {name: x[more:] for name, x in drawn.items()}
         if getattr(model.body.config, "type_vocab_size", 0) > 1:
             second_half = (torch.arange(N) >= N // 2).long()
             inputs["token_type_ids"] = second_half * inputs["attention_mask"]  # (batch, N)

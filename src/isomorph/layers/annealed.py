@@ -80,7 +80,11 @@ class AnnealedPair(nn.Sequential):
     """
 
     def __init__(
-        self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
+        self,
+        first: nn.Conv2d | nn.Linear,
+        second: nn.Conv2d | nn.Linear,
+        last_norm: bool = True,
+        slope: float = 0.0,
     ) -> None:
         if isinstance(second, nn.Conv2d) and not is_pointwise(second):
             raise UserError(f"the second convolution, {second}, needs a 1x1 kernel, stride 1 and no padding or groups")

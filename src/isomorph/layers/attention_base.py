@@ -131,7 +131,12 @@ class AttentionBase(Attention):
         return self.q_norm(q), self.k_norm(k), v
 
     def content_scores(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *_: Any,
+        **__: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the scaled queries and the keys whose products are the scores, and what is added to these, or None.
 

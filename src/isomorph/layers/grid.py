@@ -30,7 +30,12 @@ def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> 
 
 
 def axis_offsets(
-    queries: int, keys: int, start: float = 0, stride: float = 1, device: Any = None, dtype: torch.dtype = torch.float32
+    queries: int,
+    keys: int,
+    start: float = 0,
+    stride: float = 1,
+    device: Any = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return key - query, for queries at `start + i * stride`. Shape: -> (queries, keys)"""
     places = start + stride * torch.arange(queries, device=device, dtype=dtype)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
 
-# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not know.
+# Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not
+# know.
 Mixin: Any = object
 
 
@@ -55,7 +56,13 @@ def _entrypoint(module: str, create: Callable[..., nn.Module], name: str, varian
 
 
 def build_variant(
-    kind: type, name: str, pretrained: bool, /, feature_cfg: Any = None, own_cfg: Any = (), **arguments: Any
+    kind: type,
+    name: str,
+    pretrained: bool,
+    /,
+    feature_cfg: Any = None,
+    own_cfg: Any = (),
+    **arguments: Any,
 ) -> Any:
     """Build a variant through timm; the module of the class `kind` has its `checkpoint_filter_fn`.
 
@@ -114,7 +121,8 @@ class ForeignCheckpoints(Mixin):
         """Return the tensors of another layout under the model's own names."""
         return own_filter(type(self))(state, self)
 
-    # torch calls this hook for the module and its children, so it also works when the model is part of another one
+    # torch calls this hook for the module and its children, so it also works when the model is part
+    # of another one
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         own = getattr(self, "pos_embed", None)

@@ -46,7 +46,8 @@ class AnySizeViT(ForeignCheckpoints, VisionTransformer):
             x = x.flatten(1, 2)
         if positions is not None and self.no_embed_class:
             x = positions + x  # laid out as the positions are
-        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()  # else channels stay outermost in every block
+        # else channels stay outermost in every block
+        x = torch.cat([*prefix, x], dim=1) if prefix else x.contiguous()
         if positions is None:
             return x
         return self.pos_drop(x if self.no_embed_class else x + positions)
@@ -94,7 +95,10 @@ class BlockwiseViT(AnySizeViT):
         return block(*arguments)
 
     def forward_features(
-        self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, maps: list[Any] | None = None
+        self,
+        x: Tensor,
+        rearrange: Callable[[Tensor], Tensor] | None = None,
+        maps: list[Any] | None = None,
     ) -> Tensor:
         """Return the tokens after the last norm; the maps that blocks pass on are appended to the list `maps`.
 
@@ -134,14 +138,17 @@ class BlockwiseViT(AnySizeViT):
             x, maps = self.run_block(i, x, maps, (H, W))
             if i in take:
                 y = self.norm(x) if norm else x
-                prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
+                prefix_tokens = y.shape[1] - H * W
+                prefix, patches = y.split([prefix_tokens, H * W], dim=1)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
                 taken.append((patches, prefix) if return_prefix_tokens else patches)
         return taken if intermediates_only else (self.norm(x), taken)
 
     def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+        self,
+        img_size: int | tuple[int, int] | None = None,
+        patch_size: int | tuple[int, int] | None = None,
     ) -> None:
         """Resize the position embedding (and the patch filters) permanently, which saves resizing at each call."""
         embed = self.patch_embed
@@ -234,5 +241,6 @@ class DenseHeadViT(BlockwiseViT):
         return logits + 0.5 * self.aux_head(patches).amax(1)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier, and that of the patches if there is one."""
         super().reset_classifier(num_classes, global_pool)
         self.aux_head = self.build_aux_head(num_classes)

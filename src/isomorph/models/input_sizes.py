@@ -159,7 +159,8 @@ def fit_to_size(model: nn.Module, size: int | ImageSize) -> nn.Module:
     if problem and not _uncovered_edge(model, shape) and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
-            with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
+            # timm warns when it interpolates relative positions
+            with warnings.catch_warnings(action="ignore"):
                 model.set_input_size(img_size=size)  # type: ignore[operator]
             problem = input_size_problem(model, shape)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
@@ -292,7 +293,11 @@ def class_count(model: nn.Module, size: ImageSize | None = None) -> int:
 
 
 def check_own_classes(
-    model: nn.Module, classes: Sequence[str], where: str = "", more: str = "", size: ImageSize | None = None
+    model: nn.Module,
+    classes: Sequence[str],
+    where: str = "",
+    more: str = "",
+    size: ImageSize | None = None,
 ) -> None:
     """Raise UserError for data with another number of classes than the model's; `where` it is, `more` that helps."""
     own = len(label_names(model)) or class_count(model, size)

@@ -50,7 +50,8 @@ def _visible_count(patches: int, ratio: float) -> int:
 
 def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
     """Return the tokens at the given indices. Shape: tokens (B, N, C), indices (B, K) -> (B, K, C)"""
-    return tokens.gather(1, indices[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
+    channels = tokens.shape[2]
+    return tokens.gather(1, indices[:, :, None].expand(-1, -1, channels))
 
 
 def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
@@ -205,7 +206,8 @@ class MaskedAutoencoder(nn.Module):
     def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
         """Encode the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
-        # the steps of timm's forward_features, of which only its private _pos_embed adds positions to all patches
+        # the steps of timm's forward_features, of which only its private _pos_embed adds positions
+        # to all patches
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
         prefix = tokens[:, : vit.num_prefix_tokens]
         patches = tokens[:, vit.num_prefix_tokens :]
@@ -224,7 +226,8 @@ class MaskedAutoencoder(nn.Module):
         x = self.decoder_embed(self.encode(images, seen))  # (B, prefix + V, width)
         prefix = self.encoder.num_prefix_tokens
         B, N = seen.restore.shape
-        hidden = self.mask_token.to(x.dtype).expand(B, N - seen.visible.shape[1], -1)  # (B, N - V, width)
+        V = seen.visible.shape[1]
+        hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
         patches = torch.cat([x[:, prefix:], hidden], dim=1)
         patches = gather_tokens(patches, seen.restore) + positions.to(x.dtype)  # (B, N, width)
         x = torch.cat([x[:, :prefix], patches], dim=1)  # (B, prefix + N, width)
@@ -267,8 +270,10 @@ class MaskedAutoencoder(nn.Module):
         return reconstruction_error(prediction, self.target(images), mask)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks of both halves in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters without weight decay: the mask token and the encoder's."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}

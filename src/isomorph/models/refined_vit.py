@@ -22,7 +22,13 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined.attention import ReusedAttention
 from isomorph.layers.refined.refiner import MapConvolution
 from isomorph.layers.refined.released import ReleasedAttention, ReleasedReuse
-from isomorph.models.base import Variant, build_variant, image_cfg, register_variants, unwrap_state_dict
+from isomorph.models.base import (
+    Variant,
+    build_variant,
+    image_cfg,
+    register_variants,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import DenseHeadViT
 from isomorph.surgery import AttentionToRefined
 
@@ -173,6 +179,7 @@ class RefinedViT(DenseHeadViT):
         return self.call_block(i, x, maps, grid_size)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for a plain ViT's weights, which have no refiners."""
         return is_plain_vit(state, self)
 
 
@@ -187,7 +194,7 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
     # the map is passed on, so it must be formed and convolved explicitly
     refine: nn.Module = nn.Identity()
     if not plain:
-        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))  # type: ignore[arg-type]
+        refine = MapConvolution(given["num_heads"], rule.kernel, rule.init, **factory_kwargs(given))
     return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
 
 
@@ -254,6 +261,7 @@ class ReleasedRefinedViT(DenseHeadViT):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for weights with a classifier of patches that this network does not have."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
 
@@ -295,7 +303,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "l": dict(depth=32, embed_dim=512, num_heads=16),
 }
 _LARGE = dict(mlp_ratio=3, conv_embed=True, share=1)
-# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP, and shared maps.
+# Refiner Table 10; top-1: Tables 7, 11. The sizes of S, M, L need the released embedding and MLP,
+# and shared maps.
 VARIANTS = {
     "refined_vit_b": Variant(_SIZES["b"], "86M parameters, 81.2 top-1"),
     "refined_vit_s": Variant(_SIZES["s"] | _LARGE, "25M parameters, 83.6 top-1"),

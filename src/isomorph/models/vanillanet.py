@@ -87,6 +87,7 @@ class VanillaNet(StagedNet):
         return self.stem(x)
 
     def get_classifier(self) -> nn.Module:
+        """Return the last layer, which gives the logits."""
         return getattr(self.head, "second", self.head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -104,6 +105,7 @@ class VanillaNet(StagedNet):
         self.head.to(next(self.stem.parameters())).train(self.training)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return patterns of parameter names by stage, for layer decay."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 

@@ -27,7 +27,8 @@ from isomorph.layers.gated.taps import TapAxis, folded_taps, soft_taps
 from isomorph.layers.grid import batched, conv_output_size, window_centres
 from isomorph.layers.modes import can_keep, on_cpu, require_same
 
-# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint).
+# Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a
+# misprint).
 SOFTPLUS_BETA = 5.0
 
 
@@ -36,6 +37,7 @@ FAR = 64
 
 
 def inverse_softplus(value: float) -> float:
+    """Return the raw value whose softplus is a locality."""
     return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 
@@ -242,7 +244,13 @@ class TapHeads(PositionHeads):
         """
         conv = self.tap_convolution()
         shape = (1, self.in_channels, 4 * self.kernel_size + 3, 4 * self.kernel_size + 5)
-        require_same(self, conv, shape, atol, "keep it as attention, or give a larger atol, which changes the outputs")
+        require_same(
+            self,
+            conv,
+            shape,
+            atol,
+            "keep it as attention, or give a larger atol, which changes the outputs",
+        )
         return conv
 
     @torch.no_grad()
@@ -275,7 +283,8 @@ class TapHeads(PositionHeads):
         rows, columns = nearest_taps(self.centre, self.kernel_size).unbind(1)
         filters = self.folded_filters()
         taps = filters.new_zeros(*filters.shape[:2], self.kernel_size**2)
-        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)  # heads on the same tap add up
+        # heads on the same tap add up
+        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)
         conv.weight.copy_(taps.view_as(conv.weight))
         if self.bias is not None and conv.bias is not None:
             conv.bias.copy_(self.bias)

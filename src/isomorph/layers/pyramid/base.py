@@ -30,7 +30,13 @@ from isomorph.layers.pyramid.batchnorm import (
 )
 from isomorph.layers.pyramid.chains import Chains, LinearTensors, Unit, join
 from isomorph.layers.pyramid.closed_form import collapse
-from isomorph.layers.pyramid.moments import Moments, autocast_dtype, cast_clamped, measure_moments, sync_group
+from isomorph.layers.pyramid.moments import (
+    Moments,
+    autocast_dtype,
+    cast_clamped,
+    measure_moments,
+    sync_group,
+)
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 TrainingForm = Literal["closed", "branches"]
@@ -236,7 +242,8 @@ def set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> No
 class Pyramid(Parallel):
     """Parallel branches over one input, summed and rectified: the base of the linear and the convolutional pyramid."""
 
-    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take.
+    # False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can
+    # take.
     replaces_bias = True
 
     def __init__(
@@ -267,6 +274,7 @@ class Pyramid(Parallel):
 
     @property
     def parts(self) -> list[Any]:
+        """The pyramid itself, its only part."""
         return [self]
 
     def _make_norm(self, features: int, affine: bool) -> _BatchNorm:
@@ -319,6 +327,7 @@ class Pyramid(Parallel):
 
     @property
     def output_scale(self) -> float:
+        """Factor of the sum of the branches, 1 unless they are rescaled."""
         return self.rescale_by**-0.5 if self.rectify == "rescale" else 1.0
 
     @property
@@ -362,13 +371,14 @@ class Pyramid(Parallel):
         return Chains(units, lasts, skip, self.norm, self.output_scale)
 
     def run_branches(self, x: Tensor) -> Tensor:
+        """Run every branch on all tokens, and rectify their sum. Shape: as `forward`"""
         tokens = x.flatten(0, -2) if self.window is None else x
         terms = [branch(tokens) for branch in self.branches]
         if self.skip is not None:
             terms.append(self.skip(tokens))
         total = sum(terms[1:], terms[0])
         y = total * self.output_scale if self.norm is None else self.norm(total)
-        return y.view(*x.shape[:-1], self.out_features) if self.window is None else y
+        return y.view(*x.shape[:-1], -1) if self.window is None else y
 
     def costs_less_by_outputs(self, x: Tensor) -> bool:
         """True on a CPU for one unit alone that does not widen its input.

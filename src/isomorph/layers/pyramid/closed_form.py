@@ -31,7 +31,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.modes import is_eager, saves_work, without_autocast
 from isomorph.layers.pyramid.batchnorm import update_statistics
-from isomorph.layers.pyramid.chains import Chains, ChainSizes, ChainTensors, LinearTensors, Unit, join
+from isomorph.layers.pyramid.chains import (
+    Chains,
+    ChainSizes,
+    ChainTensors,
+    LinearTensors,
+    Unit,
+    join,
+)
 from isomorph.layers.pyramid.moments import Moments, symmetric_product
 
 # Channels from which P is kept for the backward pass; narrower ones are computed again.
@@ -387,7 +394,12 @@ class _Collapse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sizes: ChainSizes, centred: bool, mean: Tensor, covariance: Tensor, *tensors: Tensor
+        ctx: Any,
+        sizes: ChainSizes,
+        centred: bool,
+        mean: Tensor,
+        covariance: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         found = _run(ChainTensors(sizes, tensors, mean), mean, covariance)
         bias = found.bias if centred else _move(found.weight, found.bias, mean)
@@ -418,7 +430,11 @@ class _Collapse(torch.autograd.Function):
             d_bias = weight.new_zeros(weight.shape[:-1])
         if torch.is_grad_enabled() and is_eager():
             inputs = (mean, covariance, *tensors)
-            return None, None, *_differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias)
+            return (
+                None,
+                None,
+                *_differentiable_gradients(sizes, ctx.centred, inputs, d_weight, d_bias),
+            )
 
         if not ctx.centred:
             d_weight = _add_product(d_weight, d_bias.unsqueeze(-1), mean.unsqueeze(-2), alpha=-1)

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.attention_base import AttentionBase, factory_kwargs, join_heads, plain_attention, split_heads
+from isomorph.layers.attention_base import (
+    AttentionBase,
+    factory_kwargs,
+    join_heads,
+    plain_attention,
+    split_heads,
+)
 from isomorph.layers.grid import GridSize, fill_grid
 from isomorph.layers.modes import on_cpu, recomputed
 from isomorph.layers.refined.refiner import Expansion, MapConvolution, Refiner, SpatialRefiner
@@ -73,7 +79,12 @@ class RefinedAttention(AttentionBase):
     forms_maps: ClassVar[bool] = True
 
     def __init__(
-        self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        refine: nn.Module | None = None,
+        recompute: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         if refine is None:
@@ -100,7 +111,12 @@ class RefinedAttention(AttentionBase):
         return self.refined_maps(q, k, token_mask, **more) @ v
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **kw: Any,
     ) -> Any:
         """Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)"""
         token_mask = _padding_mask(x, attn_mask, is_causal)
@@ -117,7 +133,12 @@ class RefinedAttention(AttentionBase):
         return function(*arguments, **kw)
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False, **kw: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **kw: Any,
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
@@ -222,7 +243,12 @@ class SpatialAttention(RefinedAttention):
     default_refiner = SpatialRefiner
 
     def __init__(
-        self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), prefix_tokens: int = 0, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        prefix_tokens: int = 0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.grid_size = grid_size
@@ -272,6 +298,7 @@ class LocalAttention(RefinedAttention):
     forms_maps = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, **more: Any) -> Tensor:
+        """Return attention on the convolved values, its k parts shifted and summed. Shape: as RefinedAttention"""
         drop = self.attn_drop.p if self.training else 0.0
         if token_mask is None:
             values = _convolve_values(v, self.refine.local())  # (B, H, N, k hd)

@@ -47,9 +47,11 @@ class SquareKernel(nn.Module):
         self.reset_parameters()
 
     def make_taps(self, maps: int, **kind: Any) -> None:
+        """Create the parameters of the kernels of `maps` maps."""
         self.taps = nn.Parameter(torch.empty(maps, self.kernel_size, self.kernel_size, **kind))
 
     def reset_parameters(self) -> None:
+        """Set the kernels to the identity, or draw them, as `init` says."""
         _init_taps(self.taps, self.init)
 
     def forward(self) -> Tensor:
@@ -152,6 +154,7 @@ class Expansion(KeepsInEval):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Set the mixture of heads to copies of each, or draw it, as `init` says."""
         if self.init == "paper":
             bound = self.num_heads**-0.5
             nn.init.uniform_(self.expand, -bound, bound)
@@ -208,7 +211,8 @@ class Refiner(Expansion):
             bound = self.reduce.shape[1] ** -0.5
             nn.init.uniform_(self.reduce, -bound, bound)
         else:
-            # in float64, which not every device has, so that R E is 1 within the rounding of the model's own dtype
+            # in float64, which not every device has, so that R E is 1 within the rounding of the
+            # model's own dtype
             directions = torch.empty(self.expand.shape, dtype=torch.float64, device="cpu")
             self.expand.copy_(nn.init.orthogonal_(directions))
             self.reduce.copy_(self.expand.mT)

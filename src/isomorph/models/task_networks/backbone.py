@@ -12,7 +12,12 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.base import build_variant, own_filter, parameters_without_decay, unwrap_state_dict
+from isomorph.models.base import (
+    build_variant,
+    own_filter,
+    parameters_without_decay,
+    unwrap_state_dict,
+)
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.spec import record_config, spec_of
 
@@ -144,6 +149,7 @@ class BackboneNetwork(nn.Module):
         return layer_of
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass instead of storing their activations."""
         self.backbone.set_grad_checkpointing(enable)
 
 
@@ -174,7 +180,8 @@ def backbone_state(network: BackboneNetwork, state: dict[str, Any], fresh: Colle
     if not own.keys() & given.keys():
         raise UserError(f"the weights are not those of a {type(backbone).__name__}: no tensor has the name of its own")
     last_names = (*fresh, "num_batches_tracked")
-    kept = {name for name in own.keys() - given.keys() if name.rpartition(".")[2] in last_names}
+    missing = own.keys() - given.keys()
+    kept = {name for name in missing if name.rpartition(".")[2] in last_names}
     if own.keys() <= given.keys() | kept:  # complete: the others belong to later layers
         given = {name: tensor for name, tensor in given.items() if name in own}
     converted = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith("backbone.")}
