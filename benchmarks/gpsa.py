@@ -87,7 +87,7 @@ def map_table(device, rounds=9, scale=1):
         batch = scale * few
         x = torch.randn(batch, channels, H, W, device=device)
         conv = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(device)
-        ours = iso.ConvToGPSA("paper").build(conv).to(device)
+        ours = iso.ConvToGPSA("paper").build(iso.surgery.Site(conv)).to(device)
         layers = {"ours": ours, "naive": NaiveGPSA2d(ours), "conv": conv}
         if not torch.is_autocast_enabled(device.type):
             torch.testing.assert_close(layers["naive"](x), ours(x), atol=1e-4, rtol=1e-4)

@@ -65,7 +65,7 @@ def stage_table(device, rounds):
             if form == "global" and conv(x).shape[-1] ** 2 > MAX_GLOBAL:
                 continue
             for start in STARTS if form == "positions" else ("exact",):
-                layers[form, start] = rule(form, start).build(conv).to(device)
+                layers[form, start] = rule(form, start).build(iso.surgery.Site(conv)).to(device)
         run = interleaved({key: forward(layer, x) for key, layer in layers.items()}, device, rounds)
         train = interleaved({key: step(layer, x) for key, layer in layers.items()}, device, max(rounds // 2, 2))
         for key, layer in layers.items():
@@ -142,7 +142,7 @@ def naive_table(device, rounds):
     for stage in ("28", "14", "7"):
         conv, x = convolution(stage)
         x = x[:2].to(device)
-        layers = {form: rule(form, "paper (1, 1)").build(conv.to(device)) for form in FORMS}
+        layers = {form: rule(form, "paper (1, 1)").build(iso.surgery.Site(conv.to(device))) for form in FORMS}
         layers["naive"] = NaiveGPSA2d(layers["global"])
         run = interleaved({form: forward(layer, x) for form, layer in layers.items()}, device, rounds)
         train = interleaved({form: step(layer, x) for form, layer in layers.items()}, device, max(rounds // 2, 2))

@@ -40,11 +40,11 @@ class LinearToLowRank(iso.Rule):
     atol: ClassVar[float] = 1e-5
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)
 
-    def reason(self, module: nn.Module) -> str | None:
-        return None if type(module) is nn.Linear else "not a plain nn.Linear"
+    def reason(self, site: iso.surgery.Site) -> str | None:
+        return None if type(site.module) is nn.Linear else "not a plain nn.Linear"
 
-    def build(self, module: nn.Linear) -> nn.Module:
-        return LowRankLinear(module, self.rank)
+    def build(self, site: iso.surgery.Site) -> nn.Module:
+        return LowRankLinear(site.module, self.rank)
 
 
 torch.manual_seed(0)

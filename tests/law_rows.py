@@ -184,7 +184,7 @@ RULES = {
 def accepted(network: str, rule: Any) -> Callable[[str, nn.Module], bool]:
     """All attention of a network, but for the last layer of one whose output is its class token alone."""
     last = "layer_1" if "torchvision" in network else "none"
-    return lambda name, module: last not in name and rule.accepts(module)
+    return lambda name, module: last not in name and rule.accepts(iso.surgery.Site(module))
 
 
 def of_layer(name: str, rule: str) -> Row:

@@ -134,7 +134,9 @@ def test_windows_keep_no_maps():
 
 @pytest.mark.parametrize("content", gated.CONTENT)
 def test_the_attention_of_one_query_is_a_row_of_the_map(content):
-    layer = perturbed(iso.ConvToGPSA(content=content).build(nn.Conv2d(4, 6, 3, stride=2, padding=1)).double())
+    layer = perturbed(
+        iso.ConvToGPSA(content=content).build(iso.surgery.Site(nn.Conv2d(4, 6, 3, stride=2, padding=1))).double()
+    )
     x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     whole = layer.attention(x)
     for query in (0, 7, whole.shape[2] - 1):

@@ -38,11 +38,11 @@ class Identity(iso.surgery.Rule):
     atol: ClassVar[float] = 0.0
     kind: ClassVar[tuple[type, ...]] = (nn.Conv2d,)
 
-    def reason(self, module):
+    def reason(self, site):
         return None
 
-    def build(self, module):
-        return copy.deepcopy(module)
+    def build(self, site):
+        return copy.deepcopy(site.module)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adafactor"])

@@ -35,7 +35,7 @@ def test_a_block_of_pyramids_is_timms_forward_pass(options):
 
 def test_a_skip_carries_the_function_in_train_mode_too():
     plain = nn.Linear(6, 10)
-    wide = iso.LinearToPyramid().build(plain).train()
+    wide = iso.LinearToPyramid().build(iso.surgery.Site(plain)).train()
     x = torch.randn(20, 6) * 3 + 1
     torch.testing.assert_close(wide(x), plain(x))
 
@@ -44,7 +44,7 @@ def test_a_skip_carries_the_function_in_train_mode_too():
 @pytest.mark.parametrize("layout", ["P-W2S", "P-W3", "naive-W2"])
 def test_every_weight_learns(layout, init):
     """No two branches are alike, and after two steps nothing that can learn is where it was born."""
-    layer = iso.LinearToPyramid(layout, init).build(nn.Linear(6, 10)).train()
+    layer = iso.LinearToPyramid(layout, init).build(iso.surgery.Site(nn.Linear(6, 10))).train()
     born = copy.deepcopy(layer.state_dict())
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     for _ in range(2):

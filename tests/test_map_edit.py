@@ -91,7 +91,7 @@ def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
 
 def test_a_refined_map_is_that_of_refined_attention():
     plain, x = Attention(C, 4, qkv_bias=True).double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
-    fast, grads = iso.AttentionToRefined().build(plain).double().eval(), []
+    fast, grads = iso.AttentionToRefined().build(iso.surgery.Site(plain)).double().eval(), []
     noisy(fast.refine)
     for recompute in (False, True):
         edited = edit_map(plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None, recompute)

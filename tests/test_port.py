@@ -150,19 +150,38 @@ def test_another_function_is_never_called_equal(case):
     assert "NOT equal" in str(report)
 
 
-NAMED = {
-    "gelu": (lambda: OwnViT(act=F.silu), "operations", "silu"),
-    "eps": (lambda: OwnViT(eps=1e-3), "eps", 1e-3),
-    "heads": (lambda: timm_vit(num_heads=4), "heads or windows of attention", 4),
+class Shifted(nn.Module):
+    """A norm with another number added, which is not a weight."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x) + 0.1
+
+
+def with_more(model):
+    model.layers[0]["a"] = Shifted(model.layers[0]["a"])
+    return model
+
+
+NAMED = {  # a target, its setting and value, and whether that alone makes it another function
+    "gelu": (lambda: OwnViT(act=F.silu), "operations", "silu", True),
+    "eps": (lambda: OwnViT(eps=1e-3), "eps", 1e-3, True),
+    "heads": (lambda: timm_vit(num_heads=4), "heads or windows of attention", 4, False),
+    "eps and a constant": (lambda: with_more(OwnViT(eps=1e-3)), "eps", 1e-3, False),
+    "eps and the order of pixels": (lambda: Transposed(OwnViT(eps=1e-3)), "eps", 1e-3, False),
 }
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_settings_that_are_not_weights_are_named(case):
-    make_target, name, value = NAMED[case]
+def test_settings_that_are_not_weights_are_named_and_tried(case):
+    make_target, name, value, alone = NAMED[case]
     report = iso.port_weights(give_random_weights(timm_vit()), make_target(), images(), True)
-    assert report.explained
-    assert [(setting.name, setting.target) for setting in report.settings] == [(name, value)]
+    assert not report.equal
+    assert report.explained is alone
+    assert (name, value) in [(setting.name, setting.target) for setting in report.settings]
 
 
 def test_heads_that_one_side_has_are_said():
@@ -256,5 +275,7 @@ def test_the_command_writes_a_model_and_its_report(tmp_path):
     other = isomorph("port", source, "cifar_resnet32", "--out", tmp_path / "other.safetensors")
     assert other.returncode == 2
     assert "NOT equal" in other.stderr
-    assert "partial" in other.stderr
+    assert "--partial" in other.stderr
+    assert len(other.stderr.strip().splitlines()) == 1
+    assert "\n  note: of the target alone:" in other.stdout
     assert not (tmp_path / "other.safetensors").exists()

@@ -29,7 +29,7 @@ def test_a_closed_layer_is_position_alone(case):
     whole.set_gating(gate=60.0)
     if isinstance(whole, ViTGPSA):
         whole.q_norm, whole.k_norm = nn.LayerNorm(6).double(), nn.LayerNorm(6).double()
-    pruned = Prune("position").build(whole)
+    pruned = Prune("position").build(iso.surgery.Site(whole))
     assert type(pruned) is kind
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(pruned(x), whole(x), rtol=1e-11, atol=1e-12)
@@ -51,9 +51,9 @@ def test_a_layer_on_its_taps_becomes_the_convolution():
         return iso.surgery.prunable_layers(nn.Sequential(layer), tolerance).get("0")
 
     conv = nn.Conv2d(8, 6, 3, 2, 1)
-    layer = iso.ConvToGPSA().build(conv)
+    layer = iso.ConvToGPSA().build(iso.surgery.Site(conv))
     assert becomes() == "convolution"
-    torch.testing.assert_close(Prune("convolution").build(layer).weight, conv.weight)
+    torch.testing.assert_close(Prune("convolution").build(iso.surgery.Site(layer)).weight, conv.weight)
     layer.centre.data[0] = torch.tensor([0.0, 1.0])  # two heads on one tap: still a convolution
     both = iso.prune(nn.Sequential(layer))[0]
     assert type(both) is nn.Conv2d

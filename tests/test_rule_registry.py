@@ -10,7 +10,8 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.lab.training.recipe.recipe import document_fields, validate
-from isomorph.surgery.rule import RULES, rule_options
+from isomorph.surgery.rule import RULES
+from isomorph.surgery.rule_options import rule_options
 from refusals import refused
 
 
@@ -24,17 +25,17 @@ class Kept(iso.surgery.Rule):
 
     atol: ClassVar[float] = 0.0
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: iso.surgery.Site) -> str | None:
         return None
 
-    def build(self, module: nn.Module) -> nn.Module:
-        return module
+    def build(self, site: iso.surgery.Site) -> nn.Module:
+        return site.module
 
 
 class Anew(Kept):
     """A layer made anew, as torch makes it."""
 
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, site: iso.surgery.Site) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4))
 
 
@@ -112,3 +113,47 @@ def test_values_beyond_reason_are_one_clear_line(rule, field):
         said = refused(".", rule, **others, **{field: value})
         assert field in said or rule is iso.Anneal, said
         assert len(said) < 200, said
+
+
+def test_a_rule_written_for_modules_is_told_what_to_change():
+    def build(self, module):
+        return module
+
+    def attach(self, model):
+        pass
+
+    for name, method, said in (
+        (
+            "reason",
+            build,
+            r"Own\.reason takes a module, and rules get a Site now; write reason\(self, site\), and site\.module",
+        ),
+        ("build", build, r"write build\(self, site\)"),
+        ("within", attach, r"Own\.within is never called: rules get a Site now; read site\.model"),
+        ("attach", attach, r"name it connect\(self, site\)"),
+    ):
+        refused(said, type, "Own", (iso.surgery.Rule,), {name: method})
+    refused(r"this is a Conv2d; give iso\.surgery\.Site\(module\)", iso.ConvToGPSA().build, nn.Conv2d(3, 4, 3))
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(4, 12), "k": nn.Linear(4, 4)})
+
+
+def test_a_site_knows_its_module_its_parent_and_what_is_found_once():
+    model, calls = Parts(), []
+    root = iso.surgery.Site(model)
+    assert (root.module, root.parent, root.part_names) == (model, None, ())
+    part, whole, own = root.at("attn.v"), root.at("attn.qkv"), root.at("attn.k")
+    assert (part.module, part.part, part.path, part.name) == (model.attn["qkv"], "v", "attn.qkv", "attn.v")
+    assert part.parent is whole.parent is model.attn
+    assert (own.module, own.part) == (model.attn["k"], ""), "a module has precedence over a part"
+    assert root.find("attn.x") is None
+    refused("the model has no module attn.x", root.at, "attn.x")
+    found = [site.once(lambda model: model) for site in (part, whole)]
+    assert found == [model, model]
+    for site in (root, part, whole):
+        site.once(calls.append)
+    assert calls == [model]

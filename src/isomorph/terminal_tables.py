@@ -1,6 +1,5 @@
 """Tables of metrics, and printing in a terminal: control characters in names from files are escaped here."""
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,17 +59,6 @@ PIPE_WIDTH = 200  # columns of a table that is not printed in a terminal
 
 # Characters that move a terminal's cursor, change the direction of the text, or cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def json_values(value: Any) -> Any:
-    """Return a value of dicts, lists and numbers as JSON can hold it, with None for NaN and infinity."""
-    if isinstance(value, Mapping):
-        return {key: json_values(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_values(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def printable(text: object) -> str:

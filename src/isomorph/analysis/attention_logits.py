@@ -64,7 +64,9 @@ def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
 
 def summarise_scores(scores: AppliedAttention) -> Tensor:
     """Return largest logit, largest attention and entropy, computed for some queries at a time. Shape: -> (3, nh)"""
-    tops, peaks, entropies = [], [], []
+    tops = []
+    peaks = []
+    entropies = []
     queries = scores.shape[0]
     for start in range(0, queries, _QUERIES_PER_CHUNK):
         logits = scores.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
@@ -74,5 +76,7 @@ def summarise_scores(scores: AppliedAttention) -> Tensor:
         highest = logits.amax(-1)
         tops.append(highest.amax(-1))
         peaks.append((highest - total).exp().amax(-1))
-    largest, sharpest = (torch.stack(parts).amax(0).mean(0) for parts in (tops, peaks))
-    return torch.stack([largest, sharpest, torch.stack(entropies).sum(0).mean(0) / queries])
+    largest = torch.stack(tops).amax(0).mean(0)  # (nh,)
+    sharpest = torch.stack(peaks).amax(0).mean(0)
+    entropy = torch.stack(entropies).sum(0).mean(0) / queries
+    return torch.stack([largest, sharpest, entropy])

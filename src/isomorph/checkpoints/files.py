@@ -270,6 +270,15 @@ def check_foreign_kwargs(value: Any, where: str = "") -> None:
         raise ValueError(f"{where} is {value[:60]!r}: a file may name no other file, repository or code")
 
 
+def may_be_in_file(name: str, value: Any) -> bool:
+    """True for an argument of timm.create_model that a file may give (`check_foreign_kwargs`)."""
+    try:
+        check_foreign_kwargs({name: value})
+    except ValueError:
+        return False
+    return True
+
+
 class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

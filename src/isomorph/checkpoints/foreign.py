@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.files import Contents, check_foreign_kwargs, parse_data, strip_wrappers
 from isomorph.checkpoints.hub import read_config
-from isomorph.checkpoints.model import build_checked, load_state, record_base, record_data
+from isomorph.checkpoints.model import build_checked, record_data
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 from isomorph.models.input_sizes import describe_images, training_config
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Edit, Reparameterize, apply_edit
 from isomorph.surgery.rule import add_notes
+from isomorph.surgery.site import Site
 
 _IMAGE_SETTINGS = ("input_size", "img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -48,18 +49,18 @@ class ModelOptions(NamedTuple):
 NO_OPTIONS = ModelOptions()
 
 
-def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.Module:
-    """Open a checkpoint that isomorph did not write: a state dict, or one of timm's training script; in eval mode.
+def build_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.Module:
+    """Build the model of a checkpoint that isomorph did not write: a state dict, or one of timm's training script.
 
     The architecture is the one given, else the one that the file or timm's config.json next to it names. Number of
     classes, channels and image size are read from the tensors (`read_arguments`).
 
     Raises: UserError when the architecture is unknown or does not fit.
     """
-    path, tensors = contents.path, strip_wrappers(contents.tensors)
+    path = contents.path
+    tensors = strip_wrappers(contents.tensors)
     settings = read_config(path) if path.suffix == ".safetensors" else contents.settings
-    named = settings.get("model", settings.get("arch"))  # by timm's training script
-    name = options.arch or (named if isinstance(named, str) and timm.is_model(named.partition(".")[0]) else None)
+    name = options.arch or _named_model(settings)
     if not name:
         raise UserError(
             f"{path} does not say what model it is; give --arch NAME, one of timm.list_models(), or --arch "
@@ -71,19 +72,28 @@ def open_foreign(contents: Contents, options: ModelOptions = NO_OPTIONS) -> nn.M
     except UserError as error:
         raise UserError(f"cannot open {path} as {name}: {error}") from None
     model = build_checked(contents, lambda: create(name, **arguments), f"{name} without other --model-kwargs")
-    record_base(model, {"name": name, **arguments})
-    if tensors.keys() != model.state_dict().keys() and Reparameterize().accepts(model):
-        thin = apply_edit(copy.deepcopy(model).eval(), Edit(Reparameterize(), ("",)))
-        model = thin if thin.state_dict().keys() == tensors.keys() else model
-    load_state(model, tensors, path)
+    model = _with_layers_of(model, tensors)
     images = _image_settings(settings, model, path)
     if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
         record_data(model, images)
         if not images:
             prepared = f"as for {name}'s public weights: {describe_images(model)}"
             add_notes(model, f"{path.name} does not say how its images were prepared; {prepared}")
-    add_notes(model, *contents.notes)
-    return model.eval()
+    return model
+
+
+def _named_model(settings: Mapping[str, Any]) -> str | None:
+    """Return the timm model that a training script named, or None."""
+    named = settings.get("model", settings.get("arch"))
+    return named if isinstance(named, str) and timm.is_model(named.partition(".")[0]) else None
+
+
+def _with_layers_of(model: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
+    """Return the model, or its reparameterized form if the tensors are those of that form."""
+    if tensors.keys() == model.state_dict().keys() or not Reparameterize().accepts(Site(model)):
+        return model
+    thin = apply_edit(copy.deepcopy(model).eval(), Edit(Reparameterize(), ("",)))
+    return thin if tensors.keys() == thin.state_dict().keys() else model
 
 
 def _model_settings(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:

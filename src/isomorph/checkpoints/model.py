@@ -8,13 +8,11 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save as serialize
-from timm.models._input import get_model_args
 from torch import Tensor, nn
 
 from isomorph.checkpoints.files import (
@@ -22,6 +20,7 @@ from isomorph.checkpoints.files import (
     FORMAT,
     Contents,
     Header,
+    may_be_in_file,
     parse_header,
     read_contents,
     short_reason,
@@ -29,13 +28,14 @@ from isomorph.checkpoints.files import (
     write_atomically,
 )
 from isomorph.errors import DataWarning, UserError
-from isomorph.models import arguments_before, create
+from isomorph.models import arguments_before, arguments_to_record, create
 from isomorph.models.input_sizes import built_size, label_names
 from isomorph.operations import unwrap
+from isomorph.spec import record_config, spec_of
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, apply_edit, edits
-from isomorph.surgery.modules import joint_candidates
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.rule import add_notes, record, update_record
+from isomorph.surgery.site import joint_candidates
 
 _ALWAYS_ALLOWED_NUMEL = 2**20  # models of up to this many numbers are built however small their file is
 # Attributes that change neither what a model computes nor how it is trained; grids follow the last image.
@@ -55,68 +55,47 @@ def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments with which timm would create the model as it is now, those that JSON can hold.
-
-    timm keeps those of changes such as reset_classifier too, but leaves out dropout rates.
-    """
-    arguments = {}
-    for name, value in {**getattr(model, "_model_args", {}), **get_model_args(model)}.items():
-        with suppress(TypeError):
-            json.dumps(value)
-            arguments[name] = value
-    return arguments
-
-
 def describe_base(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of `record_base`, else name, number of classes and channels for timm.create_model."""
-    if recorded := record(model).base:
-        return dict(recorded)
-    config = getattr(model, "pretrained_cfg", None) or {}
-    if not config.get("architecture"):
+    """Return the name and arguments with which timm.create_model makes the model as it is now, without its edits.
+
+    They were recorded when it was created; timm says what was changed since, such as the number of classes.
+
+    Raises: UserError for a model that timm did not create.
+    """
+    spec = spec_of(model)
+    recorded = record(model).base or {"name": spec.name}
+    if not recorded["name"]:
         raise UserError(f"{type(model).__name__} does not come from timm.create_model; give save() its base")
-    return {
-        "name": config["architecture"],
-        "num_classes": getattr(model, "num_classes", None),
-        "in_chans": getattr(model, "in_chans", 3),
-        **_arguments_to_record(model),
-    }
-
-
-def _arguments_to_record(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments that a record spells out, because older records leave them out for another value."""
-    arguments = getattr(model, "arguments_to_record", None)
-    return arguments() if callable(arguments) else {}
-
-
-def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
-    """Record on the model the timm.create_model arguments of its base, for `save`."""
-    base = {**_arguments_to_record(model), **base}
-    update_record(model, base={key: value for key, value in base.items() if key != "pretrained"})
-    return model
+    now = {name: value for name, value in spec.arguments.items() if may_be_in_file(name, value)}
+    numbers = {"num_classes": getattr(model, "num_classes", None), "in_chans": getattr(model, "in_chans", 3)}
+    return {**numbers, **arguments_to_record(model), **recorded, **now}
 
 
 def describe_data(model: nn.Module) -> dict[str, Any]:
-    """Return the images that the model expects, from its pretrained_cfg, at the size that it was built for.
+    """Return the images that the model expects, at the size that it was built for.
 
     Class names are left out where `label_names` takes them for those of other weights.
     """
-    config = getattr(model, "pretrained_cfg", None) or {}
+    config = spec_of(model).config
     data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
     if not label_names(model):
         data.pop("label_names", None)
-    if (size := built_size(model)) and "input_size" in data:
+    size = built_size(model)
+    if size is not None and "input_size" in data:
         data["input_size"] = (data["input_size"][0], *size)
         data.pop("test_input_size", None)
     return data
 
 
+# Entries of a model's config that hold for the weights that it had before.
+_OF_OLD_WEIGHTS = ("test_input_size", "test_crop_pct", "label_names", "split", "task")
+
+
 def record_data(model: nn.Module, data: dict[str, Any]) -> None:
-    """Record the images that the model expects in its pretrained_cfg, where timm's resolve_data_config reads them."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    of_old_weights = ("test_input_size", "test_crop_pct", "label_names", "split", "task")
-    config = {key: value for key, value in config.items() if key not in of_old_weights}
-    model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
+    """Record the images that the model expects, where timm's resolve_data_config reads them."""
+    config = {key: value for key, value in spec_of(model).config.items() if key not in _OF_OLD_WEIGHTS}
+    config |= {key: value for key, value in data.items() if key in DATA_KEYS}
+    record_config(model, config)
     if "input_size" in data:
         update_record(model, trained_size=True)
 
@@ -128,15 +107,20 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     model = create(base["name"], **arguments)
     for edit in recorded[len(edits(model)) :]:
         model = apply_edit(model, edit)
-    return record_base(model, base)
+    return model
+
+
+def _why_not_rebuilt(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> str | None:
+    """Return what differs in the network that a base and edits build, or why they build none, or None."""
+    try:
+        with torch.device("meta"):
+            return find_difference(model, rebuild(base, made))
+    except UserError as error:
+        return str(error)
 
 
 def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
-    try:
-        with torch.device("meta"):
-            difference = find_difference(model, rebuild(base, made))
-    except UserError as error:
-        difference = str(error)
+    difference = _why_not_rebuilt(model, base, made)
     if difference:
         raise UserError(
             f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
@@ -144,29 +128,22 @@ def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ..
         )
 
 
-def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]] | None:
-    """Return the shortest base and edits that rebuild the model: for a fused model, the plain network if possible.
+def _rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]] | None:
+    """Return the base and the edits that rebuild the model; of a fused one those of the plain network, if it is that.
 
     None if there are none and the user's function builds its base.
     """
-    own = record(model).is_own
-    base, made = describe_base(model), edits(model)
+    base = describe_base(model)
+    made = edits(model)
     remaining = _drop_fused_edits(made)
-    plain = base if remaining == made else {**base, **getattr(model, "fused_arguments", {})}
-    now = _describe_arguments(model)
-    records = [
-        (arguments, kept)
-        for start, kept in ((plain, remaining), (plain, made), (base, made))
-        for arguments in (start, {**now, **start}, {**start, **now})
-    ]
-    for candidate in records if own else records[:-1]:
-        with suppress(UserError):
-            _check_rebuilds(model, *candidate)
-            return candidate
-    if own:
+    if remaining != made:
+        plain = {**base, **getattr(model, "fused_arguments", {})}
+        if not _why_not_rebuilt(model, plain, remaining):
+            return plain, remaining
+    if record(model).is_own and _why_not_rebuilt(model, base, made):
         return None
-    _check_rebuilds(model, *records[-1])
-    return records[-1]
+    _check_rebuilds(model, base, made)
+    return base, made
 
 
 def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
@@ -182,17 +159,19 @@ def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
 
 def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
-    made, config = edits(model), getattr(model, "pretrained_cfg", None) or {}
+    made = edits(model)
+    found = None
     if isinstance(base, dict):
-        base = {**_arguments_to_record(model), **base}
-        _check_rebuilds(model, base, made)
-        parts: dict[str, Any] = {"base": base}
-    elif base is None and (record(model).base or config.get("architecture")) and (found := _find_rebuild_record(model)):
-        parts = {"base": found[0]}
+        found = {**arguments_to_record(model), **base}, made
+        _check_rebuilds(model, *found)
+    elif base is not None:
+        _check_edits_on(base, model)
+    elif record(model).base or spec_of(model).name:
+        found = _rebuild_record(model)
+    if found is not None:
+        parts: dict[str, Any] = {"base": found[0]}
         made = found[1]
     else:
-        if base is not None:
-            _check_edits_on(base, model)
         kind = type(base or model)
         parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
     parts |= {"edits": describe_edits(made), "data": describe_data(model)}
@@ -437,10 +416,9 @@ def _check_tied(own: dict[str, Any], state: dict[str, Any], path: Path) -> None:
 
 def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the model's own classifier if it has none, or one for other classes."""
-    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
-    names = (classifier,) if isinstance(classifier, str) else classifier
     own = model.state_dict()
-    heads = [name for name in own if name.startswith(tuple(f"{head}." for head in names))]
+    classifiers = tuple(f"{name}." for name in spec_of(model).classifiers)
+    heads = [name for name in own if name.startswith(classifiers)]
     if all(name in state and not _shape_differs(own, state, name) for name in heads):
         return state
     return {**state, **{name: own[name] for name in heads}}

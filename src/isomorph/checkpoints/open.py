@@ -1,4 +1,8 @@
-"""Opening a model: from its file, by its name in timm, or from the folder of its run."""
+"""Opening a model: from its file, by its name in timm, or from the folder of its run.
+
+One way for all files: find the path (`local_file`), read tensors and header (`read_contents`, `_read_run`), build the
+model that they describe, load the tensors (`_open`).
+"""
 
 import copy
 import os
@@ -15,7 +19,7 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.files import Contents, is_own, read_contents, read_header, short_reason
-from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign, read_arguments
+from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, build_foreign, read_arguments
 from isomorph.checkpoints.hub import download_model
 from isomorph.checkpoints.model import (
     cast_like,
@@ -25,7 +29,6 @@ from isomorph.checkpoints.model import (
     read_parts,
     rebuild,
     rebuild_from_header,
-    record_base,
     record_data,
     warn_of_nan,
 )
@@ -69,17 +72,16 @@ def load(
     >>> iso.load("other.pth", base="cifar_resnet20").num_classes
     3
     """
-    path = local_file(path, revision)
     if callable(base) and not isinstance(base, nn.Module):
         name = getattr(base, "__name__", "base")
         raise UserError(f"base {name} is a {type(base).__name__}, not a module; give base={name}()")
     if isinstance(base, nn.Module) and arguments:
         raise UserError(f"base is a module, which is taken as it is; leave {', '.join(arguments)} out")
-    contents = read_contents(path, ema)
+    contents = read_contents(local_file(path, revision), ema)
     warn_of_nan(contents.tensors, "loaded")
     if isinstance(base, nn.Module):
-        return _load_into_base(contents, base)
-    return _open_file(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
+        return _open(contents, base=base)
+    return _open(contents, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
 
 
 def local_file(name: str | Path, revision: str | None = None) -> Path:
@@ -95,20 +97,60 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
     return download_model(repository, revision or named or None)
 
 
-def _open_file(contents: Contents, options: ModelOptions) -> nn.Module:
-    if options.arch and is_function(options.arch):
-        return _load_into_base(contents, build_own(options.arch, options.arguments()))
-    if not contents.is_own:
-        return open_foreign(contents, options)
-    if options.arch and "module" in contents.header:  # such as torchvision's ResNets
-        require_registered(options.arch)
-        arguments = read_arguments(options.arch, contents.tensors, options.arguments())
-        base = record_base(create(options.arch, **arguments), {"name": options.arch, **arguments})
-        return _load_into_base(contents, base)
-    model = rebuild_from_header(contents)
-    load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
-    _check_agreement(model, options, contents.path)
+def _open(contents: Contents, options: ModelOptions = NO_OPTIONS, base: nn.Module | None = None) -> nn.Module:
+    """Return the model that a file, the options or a base describe, with the file's tensors; in eval mode."""
+    if base is None:
+        base = _named_base(contents, options)
+    if base is not None:
+        model = _with_edits_of(contents, base)
+    elif contents.is_own:
+        model = cast_like(rebuild_from_header(contents), contents.tensors)
+        _check_agreement(model, options, contents.path)
+    else:
+        model = build_foreign(contents, options)
+    try:
+        load_state(model, contents.tensors, contents.path)
+    except UserError as error:
+        if base is None:
+            raise
+        raise UserError(f"{error}{_hint_of_base(contents, model)}") from None
+    add_notes(model, *contents.notes)
     return model.eval()
+
+
+def _named_base(contents: Contents, options: ModelOptions) -> nn.Module | None:
+    """Return the model that the options name as the base of a file's edits, or None."""
+    if options.arch and is_function(options.arch):
+        return build_own(options.arch, options.arguments())
+    if options.arch and contents.is_own and "module" in contents.header:  # such as torchvision's ResNets
+        require_registered(options.arch)
+        return create(options.arch, **read_arguments(options.arch, contents.tensors, options.arguments()))
+    return None
+
+
+def _with_edits_of(contents: Contents, base: nn.Module) -> nn.Module:
+    """Return a copy of a base in the precision of a file, with the edits and the images that its header records."""
+    model = copy.deepcopy(base)
+    if not contents.is_own:
+        return cast_like(model, contents.tensors)
+    header = read_parts(contents)
+    done = edits(base)
+    if done != header.edits[: len(done)]:
+        raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
+    try:
+        for edit in header.edits[len(done) :]:
+            model = apply_edit(model, edit)
+    except UserError as error:
+        raise UserError(f"base {type(model).__name__} does not fit {contents.path}: {error}") from None
+    if header.data:
+        record_data(model, header.data)
+    return cast_like(model, contents.tensors)
+
+
+def _hint_of_base(contents: Contents, model: nn.Module) -> str:
+    module = read_parts(contents).module if contents.is_own else {}
+    saved_from = f" (it was saved from a {module['class']})" if module else ""
+    return f"{saved_from}; give the base as it was before it was recast" if edits(model) else saved_from
 
 
 @contextmanager
@@ -157,28 +199,6 @@ def build_own(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     return model.eval()
 
 
-def _load_into_base(contents: Contents, base: nn.Module) -> nn.Module:
-    parts, model, done = read_parts(contents) if contents.is_own else None, copy.deepcopy(base), edits(base)
-    recorded = parts.edits if parts else ()
-    if parts and done != recorded[: len(done)]:
-        raise UserError(f"base has other edits than {contents.path}; give the module as it was before it was recast")
-    try:
-        for edit in recorded[len(done) :]:
-            model = apply_edit(model, edit)
-    except UserError as error:
-        raise UserError(f"base {type(model).__name__} does not fit {contents.path}: {error}") from None
-    saved_from = f" (it was saved from a {parts.module['class']})" if parts and parts.module else ""
-    try:
-        load_state(cast_like(model, contents.tensors), contents.tensors, contents.path)
-    except UserError as misfit:
-        recast = "; give the base as it was before it was recast" if done or recorded else ""
-        raise UserError(f"{misfit}{saved_from}{recast}") from None
-    if parts and parts.data:
-        record_data(model, parts.data)
-    add_notes(model, *contents.notes)
-    return model.eval()
-
-
 def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
     """Open a checkpoint with other arguments of timm.create_model; return the model and the names of its new tensors.
 
@@ -212,14 +232,14 @@ def open_model(
         return open_trained(Path(name), options)
     if is_function(name):
         model = build_own(name, options.arguments() | arguments)
-        return _load_into_base(read_contents(weights, options.ema), model) if weights else model
+        return _open(read_contents(weights, options.ema), base=model) if weights else model
     if options.arch:
         raise UserError(f"--arch is for checkpoints; {name!r} is not a file")
     require_registered(name)
     arguments = {**arguments, **options.arguments()}
     if weights:
         named = options._replace(arch=name, num_classes=None, model_kwargs=arguments)
-        return open_foreign(read_contents(weights, options.ema), named)
+        return _open(read_contents(weights, options.ema)._replace(header={}), named)
     public = _pretrained_cfg(name)
     if pretrained and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
@@ -254,9 +274,8 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
     path = local_file(path)
-    if not path.is_dir():
-        return _open_file(read_contents(path, options.ema), options)
-    return _open_run(path, options)
+    contents = _read_run(path, options.ema) if path.is_dir() else read_contents(path, options.ema)
+    return _open(contents, options)
 
 
 def needs_options(name: str) -> bool:
@@ -283,26 +302,28 @@ def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> Non
         raise UserError(f"{path} says how to build its model, {base['name']}; leave {' and '.join(given)} out")
 
 
-def _open_run(path: Path, options: ModelOptions) -> nn.Module:
+def _read_run(path: Path, ema: bool) -> Contents:
+    """Return the tensors of a run's newest snapshot and its model's header, or those of the model that it wrote last.
+
+    Raises: UserError when there is no model yet, or the file is damaged.
+    """
     found = newest_snapshot(path)
-    if found and found.damaged:  # an older one is another model
-        raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")
     if found is None and (path / "model.safetensors").is_file():
-        return _open_file(read_contents(path / "model.safetensors"), options)
+        return read_contents(path / "model.safetensors")
     if found is None:
         raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
+    if found.damaged:  # an older one is another model
+        raise DamagedSnapshot(f"{found.damaged[0][1]}; resume the run, or give one of its files")
     tensors = read_snapshot(found.path)
-    has_average = any(name.startswith(AVERAGED_PREFIX) for name in tensors)
-    prefix = AVERAGED_PREFIX if options.ema and has_average else MODEL_PREFIX
-    prefix += _encoder_prefix(found.values["recipe"])
+    recipe = found.values["recipe"]
+    progress = found.values["progress"]
+    averaged = ema and any(name.startswith(AVERAGED_PREFIX) for name in tensors)
+    prefix = (AVERAGED_PREFIX if averaged else MODEL_PREFIX) + _encoder_prefix(recipe)
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    model = _open_file(Contents(path, state, found.values["model"]), options)
-    progress, total = found.values["progress"], found.values["recipe"].get("epochs")
-    kind = "averaged weights (EMA)" if prefix.startswith(AVERAGED_PREFIX) else "weights"
-    when = f"after {progress['closed']} of {total} epochs, {progress['step']} steps"
-    whole = "the finished run" if progress["closed"] == total else "the run's last snapshot"
-    add_notes(model, f"{path}: {kind} of {whole}, {when}")
-    return model
+    which = "averaged weights (EMA)" if averaged else "weights"
+    whole = "the finished run" if progress["closed"] == recipe.get("epochs") else "the run's last snapshot"
+    when = f"after {progress['closed']} of {recipe.get('epochs')} epochs, {progress['step']} steps"
+    return Contents(path, state, found.values["model"], notes=(f"{path}: {which} of {whole}, {when}",))
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:

@@ -41,12 +41,19 @@ def port(
         from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_given
         from isomorph.models.input_sizes import random_inputs
+        from isomorph.surgery import NotPorted
     check_pretrained_option([source], opening.weights, opening.pretrained)
     with spinner("port") as show_step:
         show_step(f"loading {source} and {target}")
         first = open_given(source, opening)
         second = open_given(target, opt.CheckpointOptions(), pretrained=False)
         show_step("comparing what both compute")
-        report = iso.port_weights(first, second, random_inputs(2, first, size), partial)
-    iso.save(report.model, out)
-    show(json_, {"out": str(out), "report": report.as_dict()}, f"{report}\nwrote {out}")
+        report = iso.port_weights(first, second, random_inputs(2, first, size), partial=True)
+    is_written = report.equal or partial
+    if is_written:
+        iso.save(report.model, out)
+    written = f"\nwrote {out}" if is_written else ""
+    found = {"out": str(out) if is_written else None, "report": report.as_dict()}
+    show(json_, found, f"{report}{written}")
+    if not is_written:
+        raise NotPorted(report, "; --partial saves the target with what could be carried")

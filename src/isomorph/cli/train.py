@@ -36,7 +36,7 @@ def demo(*, out: Path = Path("isomorph-demo.html"), overwrite: opt.Overwrite = F
     write_demo_page(result, out)
     print()
     print_table(result.table())
-    print(f"\n{result.gain}\n\npage: {out}  ({result.seconds:.0f} s; the models are in {folder})\n\nTry next:")
+    print(f"\n{result.start}\n\npage: {out}  ({result.seconds:.0f} s; the models are in {folder})\n\nTry next:")
     for what, line in next_commands(folder):
         print(f"  {line}  # {what}")
 

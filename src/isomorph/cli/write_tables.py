@@ -15,7 +15,7 @@ from isomorph.lab.data.formats.registry import SOURCES
 from isomorph.lab.data.streams import STREAMS
 from isomorph.lab.training.recipe.recipe import document_fields
 from isomorph.lab.training.recipe.tasks import TASKS, find_task
-from isomorph.surgery.rule import rule_options, rule_texts
+from isomorph.surgery.rule_options import rule_options, rule_texts
 
 
 def library_tables() -> dict[str, Any]:

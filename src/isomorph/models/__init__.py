@@ -10,6 +10,8 @@ from isomorph.errors import UserError, unknown_model
 from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet
 from isomorph.models.download import build_pretrained, is_connection_error
 from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer, upernet
+from isomorph.spec import is_plain
+from isomorph.surgery.rule import update_record
 
 _MODULES = (cifar_resnet, coatnet, convit, refined_vit, tcnn, tdrl_vit, vanillanet)
 _NETWORKS = (ddpm_unet, mask_rcnn, text_transformer, upernet)
@@ -54,9 +56,10 @@ def create(name: str, **arguments: Any) -> nn.Module:
     pretrained = bool(arguments.get("pretrained"))
     build = partial(timm.create_model, name, **arguments)
     try:
-        return (
-            build_pretrained(build, timm.get_pretrained_cfg(name, allow_unregistered=True)) if pretrained else build()
-        )
+        if pretrained:
+            model = build_pretrained(build, timm.get_pretrained_cfg(name, allow_unregistered=True))
+        else:
+            model = build()
     except UserError:
         raise
     except Exception as error:
@@ -65,9 +68,25 @@ def create(name: str, **arguments: Any) -> nn.Module:
                 f"cannot download the weights of {name}: its server does not answer; give checkpoint_path=FILE, "
                 "or pretrained=False for random weights"
             ) from error
-        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"timm cannot create {name}: {reason}" + f" (with {given})" * bool(given)) from error
+        message = f"timm cannot create {name}: {reason}"
+        given = ", ".join(f"{key}={str(value)[:40]}" for key, value in arguments.items() if key != "pretrained")
+        if given:
+            message += f" (with {given})"
+        raise UserError(message) from error
+    kept = {key: value for key, value in arguments.items() if key not in _OF_WEIGHTS and is_plain(value)}
+    update_record(model, base={**arguments_to_record(model), "name": name, **kept})
+    return model
+
+
+# Arguments of timm.create_model that say where weights come from, and not what the model is.
+_OF_WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_filter_fn")
+
+
+def arguments_to_record(model: nn.Module) -> dict[str, Any]:
+    """Return the arguments that a record spells out, because older records leave them out for another value."""
+    arguments = getattr(model, "arguments_to_record", None)
+    return arguments() if callable(arguments) else {}
 
 
 def arguments_before(name: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -14,6 +13,8 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from timm.models import PretrainedCfg
+
+from isomorph.process import replaced_attribute
 
 # Seconds to wait for an answer of the server that has the weights.
 PATIENCE = 3.0
@@ -30,7 +31,7 @@ def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
 
     Raises: what `build` raises; `is_connection_error` is then true if the server does not answer.
     """
-    with patch.object(torch.hub, "urlopen", _open_url):  # its downloads end if the server does not answer
+    with replaced_attribute(torch.hub, "urlopen", _open_url):  # it has no option for a time limit
         if config is None or config.file or not config.hf_hub_id:
             return build()
         if is_in_hub_cache(config.hf_hub_id):
@@ -85,7 +86,7 @@ def is_in_hub_cache(repository: str) -> bool:
 
 
 def _offline_hub() -> AbstractContextManager[Any]:
-    return patch.object(constants, "HF_HUB_OFFLINE", True)
+    return replaced_attribute(constants, "HF_HUB_OFFLINE", True)
 
 
 def _open_url(request: Request) -> Any:

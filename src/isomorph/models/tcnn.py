@@ -46,10 +46,12 @@ class TransformedMixin(ForeignCheckpoints):
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """Return True for a CNN's weights: the filters of every attention layer, and no other tensor of any."""
         layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
-        filters = bool(layers) and all(f"{name}.weight" in state for name in layers)
-        return filters and not any(name in state for name in _attention_tensors(self))
+        if not layers or any(f"{name}.weight" not in state for name in layers):
+            return False
+        return state.keys().isdisjoint(_attention_tensors(self))
 
     def no_weight_decay(self) -> set[str]:
+        """Return the names of the parameters of attention that weight decay would pull to other positions."""
         return parameters_without_decay(self)
 
 
@@ -83,13 +85,14 @@ class TCifarResNet(TransformedMixin, CifarResNet):
 
 
 def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": tensor
-        for name, module in model.named_modules()
-        if isinstance(module, GPSA2d)
-        for key, tensor in module.state_dict().items()
-        if key not in ("weight", "bias")
-    }
+    """Return the tensors of attention layers that a convolution does not have."""
+    tensors: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GPSA2d):
+            for key, tensor in module.state_dict(prefix=f"{name}.").items():
+                if key not in (f"{name}.weight", f"{name}.bias"):
+                    tensors[key] = tensor
+    return tensors
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from isomorph.operations.maps import (
     to_standard_map,
     usual_layout,
 )
+from isomorph.operations.observe import ModuleCall, observe, observing
 from isomorph.operations.traces import left_no_trace, state_of
 from isomorph.operations.values import Value, tensors_in, value_of
 from isomorph.operations.wrapped_models import (
@@ -29,6 +30,7 @@ __all__ = [
     "FollowMaps",
     "FusedCall",
     "MapLayout",
+    "ModuleCall",
     "Operation",
     "ReadMaps",
     "Value",
@@ -39,6 +41,8 @@ __all__ = [
     "images_per_chunk",
     "is_compiled",
     "left_no_trace",
+    "observe",
+    "observing",
     "records_outputs",
     "see",
     "state_of",

@@ -2,8 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from isomorph.operations.observe import ModuleCall, Running, observing
 from isomorph.operations.values import Value, leaves_in, tensors_in, value_of
 
 # Operations that read of their second tensor its shape or dtype alone.
@@ -42,7 +42,7 @@ class Flow(TorchFunctionMode):
         self.made: dict[Value, Operation] = {}
         self.inputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
         self.outputs: dict[str, list[tuple[Value, ...]]] = defaultdict(list)
-        self.running = [""]
+        self.running = Running()
         # What the call returned.
         self.result: Any = None
         # Values in what the call returned, and those that it left in attributes of modules.
@@ -56,9 +56,9 @@ class Flow(TorchFunctionMode):
         # Values that follow from parameters and buffers alone.
         self.constant = set(self.tensors)
         # Modules in whose own code the numbers of a batch reach Python, which may branch on them.
-        self.deciding: set[str] = set()
+        self.branches_on_data: set[str] = set()
         # Whether numbers of a parameter or buffer reach Python, or what follows from these alone.
-        self.numbers = False
+        self.reads_parameters = False
         # Where the numbers of the tensors are that were seen.
         self._memories: set[int] = set()
         self.kernels = Kernels(self)
@@ -80,7 +80,7 @@ class Flow(TorchFunctionMode):
         self.tensors |= {value_of(tensor): tensor for tensor in made}
         self.tensors |= dict(zip(inputs, read, strict=True))
         self._memories |= set(map(_memory_of, made))
-        self._record(Operation(name, self.running[-1], inputs, outputs, args, kwargs, func))
+        self._record(Operation(name, self.running.innermost, inputs, outputs, args, kwargs, func))
         return out
 
     def _find_shared_memory(self, read: list[Tensor]) -> None:
@@ -103,9 +103,9 @@ class Flow(TorchFunctionMode):
         if self.kernels.values_decide and inputs:
             self.kernels.values_decide = False
             if constant:
-                self.numbers = True
+                self.reads_parameters = True
             else:
-                self.deciding.add(operation.module)
+                self.branches_on_data.add(operation.module)
         if not outputs or name in SHAPES_ALONE or set(outputs) <= set(inputs):  # its input again
             return
         self.operations.append(operation)
@@ -115,13 +115,11 @@ class Flow(TorchFunctionMode):
         if constant:
             self.constant |= set(outputs)
 
-    def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.running.append(name)
-        self.inputs[name].append(_values_in(args, kwargs))
+    def enter(self, call: ModuleCall) -> None:
+        self.inputs[call.name].append(_values_in(call.args, call.kwargs))
 
-    def leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        self.running.pop()
-        self.outputs[name].append(_values_in(output))
+    def leave(self, call: ModuleCall) -> None:
+        self.outputs[call.name].append(_values_in(call.output))
 
     def record_unseen(self, name: str, read: list[Tensor], out: Any) -> None:
         """Record an operation that no torch function called, as inside a scripted function."""
@@ -129,7 +127,7 @@ class Flow(TorchFunctionMode):
         self.tensors |= {value_of(tensor): tensor for tensor in (*read, *made)}
         inputs = tuple(map(value_of, read))
         outputs = tuple(map(value_of, made))
-        self._record(Operation(name, self.running[-1], inputs, outputs))
+        self._record(Operation(name, self.running.innermost, inputs, outputs))
 
 
 class Kernels(TorchDispatchMode):
@@ -244,12 +242,8 @@ def see(model: nn.Module, call: Callable[[], Any]) -> Flow:
         (['conv2d', 'batch_norm', 'relu'], 1)
     """
     flow = Flow(_constants(model))
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(flow.enter, name), with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(partial(flow.leave, name)))
-        with flow.kernels, flow:
-            flow.result = call()
+    with observing(model, flow.enter, flow.leave) as flow.running, flow.kernels, flow:
+        flow.result = call()
     flow.given_out = set(map(value_of, (*tensors_in(flow.result), *_tensors_of_attributes(model))))
     return flow
 

@@ -23,6 +23,7 @@ from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.rules.window import AttentionToWindow
+from isomorph.surgery.site import Site
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import compare_outputs, verify
 from isomorph.surgery.verify_report import NotEqual, VerifyReport
@@ -67,6 +68,7 @@ __all__ = [
     "Reparameterize",
     "Revert",
     "Rule",
+    "Site",
     "Unstride",
     "VerifyReport",
     "absorb",

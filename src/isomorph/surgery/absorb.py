@@ -2,9 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +10,15 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import copy_module
+from isomorph.operations import ModuleCall, copy_module, observing
+from isomorph.spec import record_config, spec_of
 from isomorph.surgery.calls import relative_difference, run_model
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.plain_layers import layer_mismatch, plain_layer, same_padding
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, check_number, copy_model
+from isomorph.surgery.site import Site
 
 _COLOURS = "rgb"
 _GREY = ("grey", "gray")
@@ -47,7 +47,7 @@ class Absorb(Rule):
     """Rule that lets a convolution of normalised images read raw ones; see `absorb`.
 
     >>> rule = iso.surgery.Absorb((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    >>> rule.build(torch.nn.Conv2d(3, 4, 3, bias=False)).bias.shape
+    >>> rule.build(iso.surgery.Site(torch.nn.Conv2d(3, 4, 3, bias=False))).bias.shape
     torch.Size([4])
     """
 
@@ -97,7 +97,8 @@ class Absorb(Rule):
             raw = raw[:, [self.order.index(channel) for channel in range(len(self.mean))]]
         return (raw / self.scale - mean) / std
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
+        module = site.module
         plain = plain_layer(module)
         if not isinstance(plain, nn.Conv2d):
             return f"it is a {type(module).__name__}, not a convolution"
@@ -109,8 +110,9 @@ class Absorb(Rule):
         return layer_mismatch(plain, nn.Conv2d, "nn.Conv2d")
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
         plain = plain_layer(module)
         assert isinstance(plain, nn.Conv2d)
         weight, mean = self._for_raw_images(plain)
@@ -220,7 +222,7 @@ def absorb(
     if not names:
         raise UserError("no layer reads the images as they are; normalise them in front of the model")
     for name in names:
-        reason = rule.reason(new.get_submodule(name))
+        reason = rule.reason(Site(new, name))
         if reason is not None:
             raise UserError(f"{name} reads the images, and cannot absorb their normalisation: {reason}")
     padded = [name for name in names if pads_with_zeros(new.get_submodule(name))]
@@ -236,19 +238,20 @@ def absorb(
 @torch.no_grad()
 def _layers_that_read(model: nn.Module, images: Tensor) -> list[str]:
     """Return the names of the layers whose input is the image itself."""
+    leaves = []
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
+            leaves.append(name)
     found: dict[str, None] = {}
 
-    def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = args[0] if args else None
+    def note(call: ModuleCall) -> None:
+        given = call.input
         if isinstance(given, Tensor) and given.shape == images.shape and torch.equal(given, images):
-            found[name] = None
+            found[call.name] = None
 
-    with ExitStack() as hooks, eval_mode(model):
-        for name, module in model.named_modules():
-            if not any(True for _ in module.children()):
-                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+    with eval_mode(model), observing(model, before=note, names=leaves):
         run_model(model, images)
-    return [name for name in found if not isinstance(model.get_submodule(name), nn.Identity)]
+    return list(found)
 
 
 @torch.no_grad()
@@ -269,9 +272,9 @@ def _check_equal(model: nn.Module, edit: Edit, rule: Absorb, example: Tensor) ->
 
 def _record_raw_images(model: nn.Module, rule: Absorb) -> None:
     """Let the model's data config say that images are raw."""
-    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    config = dict(spec_of(model).config)
     count = 1 if rule.is_grey else len(rule.order)
     config |= dict(mean=(0.0,) * count, std=(1 / rule.scale,) * count)
     if config.get("input_size"):
         config["input_size"] = (count, *config["input_size"][1:])
-    model.pretrained_cfg = model.default_cfg = config  # type: ignore[assignment]
+    record_config(model, config)

@@ -51,8 +51,8 @@ class Plan:
         self._owners: dict[str, list[str]] = {}
         for name, module in model.named_modules():
             self._add_module(name, module)
-        self._deciding = set(flow.deciding)
-        for name in sorted(flow.deciding, key=len, reverse=True):
+        self._deciding = set(flow.branches_on_data)
+        for name in sorted(flow.branches_on_data, key=len, reverse=True):
             while name in self._deciding and name and not any(flow.outputs[name]):  # its parent gets what it decided
                 name = name.rpartition(".")[0]
                 self._deciding.add(name)
@@ -353,7 +353,9 @@ class Plan:
     def _multiplied(self, value: Value) -> Affine | None:
         """Return a value of layers that the model's own code multiplies by a number, or None."""
         made = self.flow.made.get(value)
-        if self.flow.deciding or self.flow.numbers or made is None:  # numbers may not be those of the code
+        if self.flow.branches_on_data or self.flow.reads_parameters:  # numbers may not be those of the code
+            return None
+        if made is None:
             return None
         if made.name not in MUL | DIV or len(made.inputs) != 1 or not self._is_read_once(value):
             return None

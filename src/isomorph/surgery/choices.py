@@ -7,10 +7,8 @@ the choices are made from, and the outputs.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from isomorph.operations.observe import Running, observing
 from isomorph.operations.values import leaves_in
 
 # Operations from floating-point numbers to others that jump at some of them.
@@ -80,7 +79,7 @@ def record_choices(model: nn.Module, call: Callable[[], Any]) -> ChosenCall:
         (['argmax'], torch.Size([1, 3]))
     """
     mode = _Recorder()
-    with _named(model, mode), mode:
+    with observing(model) as mode.running, mode:
         output = call()
     return ChosenCall(output, tuple(mode.choices))
 
@@ -99,7 +98,7 @@ def repeat_choices(model: nn.Module, call: Callable[[], Any], made: ChosenCall) 
         ([0, 1, 2], ('sort',))
     """
     mode = _Repeater(made.choices)
-    with _named(model, mode), mode:
+    with observing(model) as mode.running, mode:
         output = call()
     choices = tuple(mode.own[number] for number in sorted(mode.own))
     missing = [choice.place for waiting in mode.waiting.values() for _, choice in waiting]
@@ -112,7 +111,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.choices: list[Choice] = []
-        self.running = [""]
+        self.running = Running()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,7 +131,7 @@ class _Recorder(TorchDispatchMode):
         settings = repr(tree_map_only(Tensor, lambda _: "tensor", (args, kwargs)))
         inputs = tuple(x.clone() for x in read)
         copies = tuple(x.clone() for x in results)
-        choice = Choice(operation, self.running[-1], inputs, copies, settings)
+        choice = Choice(operation, self.running.innermost, inputs, copies, settings)
         return self.decide(choice, output)
 
     def decide(self, choice: Choice, output: Any) -> Any:
@@ -187,20 +186,3 @@ class _Repeater(_Recorder):
 
 def _is_chosen(x: Any) -> bool:
     return isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
-
-
-@contextmanager
-def _named(model: nn.Module, mode: _Recorder) -> Iterator[None]:
-    """Context in which the mode knows the name of the module that runs."""
-
-    def enter(name: str, *_: Any) -> None:
-        mode.running.append(name)
-
-    def leave(*_: Any) -> None:
-        mode.running.pop()
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
-            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
-        yield

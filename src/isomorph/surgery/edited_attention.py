@@ -167,16 +167,9 @@ class EditedAttention(AlteredAttention):
         return self.plain()
 
 
-class _AnyAttention(type):
-    def __instancecheck__(cls, module: Any) -> bool:
-        return isinstance(module, Attention | AlteredAttention) or attention_facts(type(module)) is not None
-
-
-class AnyAttention(nn.Module, metaclass=_AnyAttention):
-    """Attention of any class: with a map that can be edited, or known to have none. Not to be created."""
-
-
-AnyAttention.__name__ = "attention"
+def is_attention(module: nn.Module) -> bool:
+    """Return True for attention of any class: with a map that can be edited, or known to have none."""
+    return isinstance(module, Attention | AlteredAttention) or attention_facts(type(module)) is not None
 
 
 def edit_reason(layer: nn.Module) -> str | None:

@@ -20,9 +20,10 @@ from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.merge import NOT_CALLED, FuseReport, find_faults, merge
 from isomorph.surgery.modules import acts_alike_in_both_modes, outermost_modules
 from isomorph.surgery.plain_layers import describe_stand_in, first_altered_part, is_quantised
-from isomorph.surgery.recast import apply_edit, check_finite, check_model, usual_defaults
+from isomorph.surgery.recast import apply_edit, check_finite, check_model, float32_on
 from isomorph.surgery.reference_calls import ReferenceCalls, own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
+from isomorph.surgery.site import Site
 
 # Layers that are fused before the block around them.
 _FUSED_FIRST = (Pyramid, JointPyramid, ConvNorm)
@@ -39,19 +40,20 @@ class Fuse(Rule):
 
     Raises: UserError from `build` if the module is not a layer of isomorph with a `fuse()`.
 
-    >>> type(iso.surgery.Fuse().build(iso.layers.PyramidLinear(4, 8).eval())).__name__
+    >>> type(iso.surgery.Fuse().build(iso.surgery.Site(iso.layers.PyramidLinear(4, 8).eval()))).__name__
     'Linear'
     """
 
     atol: ClassVar[float] = 1e-4
 
-    def reason(self, module: nn.Module) -> str | None:
-        return None if _has_own_fuse(module) else f"{type(module).__name__} has no fused form"
+    def reason(self, site: Site) -> str | None:
+        return None if _has_own_fuse(site.module) else f"{type(site.module).__name__} has no fused form"
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
-        if around := getattr(module, "around", None):  # a block is inserted after it
-            return around(self.build)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
+        if hasattr(module, "around"):  # a block is inserted after it
+            return module.around(self)
         kind = type(module)
         defining = next(i for i, base in enumerate(kind.__mro__) if "fuse" in vars(base))
         # the inherited method may not know what the forward of a subclass computes
@@ -69,17 +71,21 @@ class Fuse(Rule):
             fused.has_new_bias = not module.replaces_bias
         return fused
 
-    def attach(self, model: nn.Module) -> None:
+    def connect(self, site: Site) -> None:
         """Move the biases that fused pyramids have, and their layers had not, into the norms after them."""
-        parents = Counter(layer for unit in model.modules() for layer in unit.children())
-        for unit in model.modules():
-            known = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith("timm.")
-            linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
-            for layer, norm in pairwise(unit.children()):
-                is_new = known and linear == [layer] and getattr(layer, "has_new_bias", False)
-                if is_new and isinstance(norm, _BatchNorm) and norm.running_mean is not None and parents[layer] == 1:
-                    norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator]
-                    layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
+        site.once(_move_biases)
+
+
+def _move_biases(model: nn.Module) -> None:
+    parents = Counter(layer for unit in model.modules() for layer in unit.children())
+    for unit in model.modules():
+        known = isinstance(unit, nn.Sequential) or type(unit).__module__.startswith("timm.")
+        linear = [layer for layer in unit.children() if isinstance(layer, nn.Linear | nn.Conv2d)]
+        for layer, norm in pairwise(unit.children()):
+            is_new = known and linear == [layer] and getattr(layer, "has_new_bias", False)
+            if is_new and isinstance(norm, _BatchNorm) and norm.running_mean is not None and parents[layer] == 1:
+                norm.running_mean.sub_(layer.bias.detach())  # type: ignore[operator]
+                layer.bias, layer.has_new_bias = None, False  # type: ignore[assignment]
 
 
 def _is_own(kind: Any) -> bool:
@@ -94,8 +100,8 @@ def fuse_pyramids(module: nn.Module) -> None:
     """Fuse the pyramids inside a module in place."""
     for name, inner in outermost_modules(module, lambda part: isinstance(part, _FUSED_FIRST)).items():
         if name:
-            module.set_submodule(name, Fuse().build(inner))
-    Fuse().attach(module)
+            module.set_submodule(name, Fuse().build(Site(inner)))
+    _move_biases(module)
 
 
 def fuse(
@@ -140,7 +146,7 @@ def fuse(
     >>> type(wide.linear).__name__, type(thin.linear).__name__, type(thin.bn1).__name__
     ('PyramidLinear', 'Linear', 'Identity')
     """
-    with usual_defaults(check_model(model)):
+    with float32_on(check_model(model)):
         new, report = fuse_with_report(model, example, norms, affine, across, only_forward)
     if report.left and report.difference is None:
         warnings.warn(f"fuse merged no norms ({len(report.left)}): {next(iter(report.left.values()))}", stacklevel=2)
@@ -284,4 +290,4 @@ def fusible_modules(model: nn.Module) -> tuple[str, ...]:
     >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
     ('linear',)
     """
-    return tuple(outermost_modules(unwrap(model), Fuse().accepts))
+    return tuple(outermost_modules(unwrap(model), _has_own_fuse))

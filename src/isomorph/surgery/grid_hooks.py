@@ -9,17 +9,17 @@ The grid is a property of the call: threads may share a model, and run it on ima
 """
 
 import threading
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from timm.layers import PatchDropout
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention
 from isomorph.layers.grid import GridSize
-from isomorph.surgery.edited_attention import AlteredAttention
+from isomorph.surgery.edited_attention import AlteredAttention, is_attention
 from isomorph.surgery.rule import Rule, check_grid
+from isomorph.surgery.site import Site, TokenGrid, embedding_of, only_embedding_model
 
 # Layers that need the grid positions of their tokens.
 GRID_LAYERS = (SpatialAttention, ViTGPSA, ViTPositionalAttention, ViTRelativeAttention, AlteredAttention)
@@ -127,52 +127,13 @@ def _register_grid_hooks(model: Any) -> None:
     if not layers:
         return
     grids = _Grids()
-    if embedding := _embedding_of(model):
+    if embedding := embedding_of(model):
         embedding.register_forward_pre_hook(grids.before_embedding, with_kwargs=True)
     outer = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
     for module in {named[name] for name in outer}:
         module.register_forward_pre_hook(grids.before_block, with_kwargs=True)
     for layer in {named[name] for name in layers}:
         layer.register_forward_pre_hook(grids.before_layer, with_kwargs=True)
-
-
-def _embedding_of(model: Any) -> nn.Module | None:
-    embedding = getattr(model, "patch_embed", None)
-    if hasattr(embedding, "dynamic_feat_size"):
-        return embedding
-    inner = (module for module in model.modules() if module is not model and not isinstance(module, nn.Embedding))
-    return next((m for m in inner if any(p.ndim > 1 for p in m.parameters(recurse=False))), None)
-
-
-def embedding_models(model: nn.Module) -> list[Any]:
-    """Return the submodules with a `patch_embed` that gives the grid of an image, one for each embedding."""
-    parts = [part for part in model.modules() if hasattr(getattr(part, "patch_embed", None), "dynamic_feat_size")]
-    return list({id(part.patch_embed): part for part in reversed(parts)}.values())
-
-
-def _only_embedding_model(model: nn.Module) -> Any:
-    owners = embedding_models(model)
-    if len(owners) > 1:
-        raise UserError("the model has several patch embeddings; recast each part, or give grid_size and prefix_tokens")
-    if owners and isinstance(getattr(owners[0], "patch_drop", None), PatchDropout) and owners[0].patch_drop.prob:
-        raise UserError(
-            "the model drops patches in training, so its tokens have no full grid; create it with patch_drop_rate=0"
-        )
-    return owners[0] if owners else None
-
-
-# Names of the parameters that are tokens before those of the patches: timm's, torchvision's and transformers'.
-_PREFIX_TOKENS = ("cls_token", "class_embedding", "class_token", "distillation_token", "register_tokens")
-
-
-def _class_tokens(model: Any) -> int | None:
-    if hasattr(model, "num_prefix_tokens"):
-        return model.num_prefix_tokens
-    for module in model.modules():
-        tokens = [module._parameters[name] for name in _PREFIX_TOKENS if name in module._parameters]
-        if tokens:
-            return sum(1 if token.ndim == 1 else token.shape[-2] for token in tokens if token is not None)
-    return None
 
 
 class GridRule(Rule):
@@ -184,7 +145,6 @@ class GridRule(Rule):
 
     grid_size: tuple[int, int] | None
     prefix_tokens: int | None
-    grid_from_image: ClassVar[bool] = False
 
     def check_grid_fields(self) -> None:
         """Check the grid, and make a list of JSON a tuple. Raises: UserError for an impossible value."""
@@ -192,34 +152,49 @@ class GridRule(Rule):
         if self.grid_size is not None:
             object.__setattr__(self, "grid_size", tuple(self.grid_size))
 
-    def grid_reason(self) -> str | None:
-        """Return that the grid of the tokens is unknown and what to give, or None if the rule knows it."""
+    def grid_at(self, site: Site) -> TokenGrid:
+        """Return the grid of the tokens: the rule's fields, and the model's where they are None."""
         if self.grid_size is not None and self.prefix_tokens is not None:
+            return TokenGrid(self.grid_size, self.prefix_tokens)
+        grid = site.grid
+        if self.grid_size is not None:
+            grid = grid._replace(size=self.grid_size)
+        if self.prefix_tokens is not None:
+            grid = grid._replace(prefix_tokens=self.prefix_tokens)
+        return grid
+
+    def grid_reason(self, site: Site) -> str | None:
+        """Return that the grid of the tokens is unknown and what to give, or None if it is known."""
+        grid = self.grid_at(site)
+        if grid.size is not None and grid.prefix_tokens is not None:
             return None
         given = f"{type(self).__name__} grid_size=(height, width) and prefix_tokens"
         return f"the grid of its tokens is unknown; give {given}"
 
-    def within(self, model: nn.Module) -> Self:
-        """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""
-        owner = None if None not in (self.grid_size, self.prefix_tokens) else _only_embedding_model(model)
-        takes_images = False
-        if owner is None:
-            grid_size, prefix, embedding = None, _class_tokens(model), _embedding_of(model)
-            parts = list(embedding.modules()) if embedding else []
-            takes_images = hasattr(embedding, "patch_size") or any(isinstance(part, nn.Conv2d) for part in parts)
-        else:
-            grid_size, prefix = owner.patch_embed.grid_size, getattr(owner, "num_prefix_tokens", 0)
-        prefix = prefix if self.prefix_tokens is None else self.prefix_tokens
-        grid_size = self.grid_size or grid_size
-        return self._with_facts(grid_from_image=takes_images, grid_size=grid_size, prefix_tokens=prefix)
-
-    def attach(self, model: nn.Module) -> None:
+    def connect(self, site: Site) -> None:
         """Register the hooks that pass the grid of each image to the layers, unless the rule gives a grid."""
-        if self.grid_size is not None:
-            return
-        _remove_grid_hooks(model)
-        owner = _only_embedding_model(model)
-        if owner is None and any(isinstance(module, AlteredAttention) for module in model.modules()):
-            owner = model
-        if owner is not None:
-            _register_grid_hooks(owner)
+        if self.grid_size is None:
+            site.once(_pass_grids)
+
+
+class AnyAttentionRule(GridRule):
+    """A rule for attention of any class, which it knows by its operations."""
+
+    @classmethod
+    def is_of_kind(cls, module: nn.Module) -> bool:
+        """Return True for attention of any class."""
+        return is_attention(module)
+
+    @classmethod
+    def kind_names(cls) -> list[str]:
+        """Return what the rule recasts, as messages name it."""
+        return ["attention"]
+
+
+def _pass_grids(model: nn.Module) -> None:
+    _remove_grid_hooks(model)
+    owner = only_embedding_model(model)
+    if owner is None and any(isinstance(module, AlteredAttention) for module in model.modules()):
+        owner = model
+    if owner is not None:
+        _register_grid_hooks(owner)

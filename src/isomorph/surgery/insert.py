@@ -2,10 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,16 +14,21 @@ from isomorph.errors import DoesNotRun, UserError, first_line
 from isomorph.layers import MapAttention
 from isomorph.layers.map_attention import InsertedBlock, Layout
 from isomorph.layers.modes import eval_mode
-from isomorph.operations import tensors_in
+from isomorph.operations import ModuleCall, observing, tensors_in
+from isomorph.operations.observe import Notice
 from isomorph.surgery.altered import Altered, altered_class, copy_as
 from isomorph.surgery.calls import Inputs, map_tensors, other_inputs, run_model, to_model
 from isomorph.surgery.modules import Where, describe_where, matches_where, nearest_names
 from isomorph.surgery.recast import apply_edit, check_model
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model
+from isomorph.surgery.site import Site
 
 # A function from a number of channels to a block that keeps the shape of its input.
 MakeBlock = Callable[[int], nn.Module]
+
+# What follows the name of a module in that of the block inserted after it.
+_BLOCK = ".inserted.block"
 
 # Blocks by the name under which checkpoints store them.
 BLOCKS: dict[str, MakeBlock] = {}
@@ -70,9 +74,9 @@ class WithBlock(Altered):
         del plain.inserted
         return plain
 
-    def around(self, build: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    def around(self, rule: Rule) -> nn.Module:
         """Return what a rule makes of the module without its block, with the block after it."""
-        made = build(self.to_original(1.0))
+        made = rule.build(Site(self.to_original(1.0)))
         new = copy_as(made, altered_class(WithBlock, type(made)))
         new.inserted = copy.deepcopy(self.inserted)
         return new
@@ -101,7 +105,8 @@ class Insert(Rule):
 
     Raises: UserError from `build` for a block that is not registered (`register_block`).
 
-    >>> relu = iso.surgery.Insert("isomorph.layers.map_attention.MapAttention", 8).build(torch.nn.ReLU())
+    >>> rule = iso.surgery.Insert("isomorph.layers.map_attention.MapAttention", channels=8)
+    >>> relu = rule.build(iso.surgery.Site(torch.nn.ReLU()))
     >>> relu.inserted.gamma.shape
     torch.Size([8])
     """
@@ -121,13 +126,14 @@ class Insert(Rule):
     atol: ClassVar[float] = 0.0
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         if self.block not in BLOCKS:
             return f"the block {self.block} is not registered; call iso.surgery.register_block with it first"
-        return "a block is inserted after it already" if hasattr(module, "inserted") else None
+        return "a block is inserted after it already" if hasattr(site.module, "inserted") else None
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
         new = copy_as(module, altered_class(WithBlock, type(module)))
         new.inserted = InsertedBlock(BLOCKS[self.block](self.channels), self.channels, self.layout, self.entry)
         return new
@@ -170,13 +176,18 @@ def insert(
     if example is None:
         raise UserError("give an example, a batch as the model reads it: the shapes are those of its outputs")
     example = map_tensors(to_model(example, model), torch.clone)  # inference tensors have no gradients
-    name, seen = _registered_name(block), {place: list[Any]() for place in _places(model, after)}
-    hooks = {place: (None, lambda *call, at=place: seen[at].append(call[-1])) for place in seen}
-    before = _run(copy_model(model), example, hooks)
+    name = _registered_name(block)
+    seen: dict[str, list[Any]] = {place: [] for place in _places(model, after)}
+
+    def note(call: ModuleCall) -> None:
+        seen[call.name].append(call.output)
+
+    before = _outputs(copy_model(model), example, seen, after=note)
     counts = {place: len(found) for place, found in seen.items()}
-    for other in (x for what, x in other_inputs(example) if what == "another size"):
-        with suppress(UserError):  # it runs at one size only
-            _run(copy_model(model), other, hooks)
+    for what, other in other_inputs(example):
+        if what == "another size":
+            with suppress(UserError):  # it runs at one size only
+                _outputs(copy_model(model), other, seen, after=note)
     rules = {place: _rule(model, place, found, name, entry) for place, found in seen.items()}
     new = copy_model(model)
     for rule in dict.fromkeys(rules.values()):
@@ -221,14 +232,11 @@ def _places(model: nn.Module, after: Where) -> Iterator[str]:
         yield place
 
 
-def _run(model: nn.Module, example: Inputs, hooks: Mapping[str, tuple[Any, Any]]) -> list[Tensor]:
-    """Return the outputs of a model, which may keep a part of this call: give a copy."""
-    with ExitStack() as active, eval_mode(model):  # with gradients: the same kernels with and without blocks
-        for name, (before, after) in hooks.items():
-            module = model.get_submodule(name)
-            if before:
-                active.enter_context(module.register_forward_pre_hook(before))
-            active.enter_context(module.register_forward_hook(after))
+def _outputs(
+    model: nn.Module, example: Inputs, names: Iterable[str], before: Notice | None = None, after: Notice | None = None
+) -> list[Tensor]:
+    """Return the outputs of a model while modules are observed; it may keep a part of this call: give a copy."""
+    with eval_mode(model), observing(model, before, after, names):  # with gradients: the same kernels with blocks
         return tensors_in(run_model(model, example))
 
 
@@ -281,15 +289,17 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
     running: list[tuple[str, Tensor, int]] = []
     seen: Counter[str] = Counter()
 
-    def enter(place: str, _: nn.Module, args: tuple[Any]) -> None:
-        x = args[0]
+    def enter(call: ModuleCall) -> None:
+        place = call.name.removesuffix(_BLOCK)
+        x = call.input
         if not isinstance(x, Tensor):
             raise UserError(f"{place} iterates over its children with a {type(x).__name__}; insert after one of them")
         running.append((place, x, x._version))
         seen[place] += 1
 
-    def leave(_: nn.Module, __: Any, y: Any) -> None:
+    def leave(call: ModuleCall) -> None:
         place, x, version = running.pop()
+        y = call.output
         if x._version != version:
             raise UserError(f"the block after {place} changes its input in place; make its first layer not in place")
         if not isinstance(y, Tensor) or y.shape != x.shape:
@@ -297,7 +307,7 @@ def _check_blocks(model: nn.Module, calls: Mapping[str, int], example: Inputs) -
             raise UserError(f"the block after {place} turns {tuple(x.shape)} into {found}; it must keep the shape")
 
     try:
-        outputs = _run(model, example, {f"{place}.inserted.block": (partial(enter, place), leave) for place in calls})
+        outputs = _outputs(model, example, [place + _BLOCK for place in calls], enter, leave)
     except DoesNotRun as error:
         place, x, _ = running[0]
         reason = first_line(error)[:160]

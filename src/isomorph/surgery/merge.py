@@ -18,6 +18,7 @@ from isomorph.surgery.layer_calls import InputWindow
 from isomorph.surgery.modules import list_names
 from isomorph.surgery.reference_calls import ReferenceCalls
 from isomorph.surgery.rule import Rule
+from isomorph.surgery.site import Site
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Merge(Rule):
     "identity", what is left of a norm or scale, its activation; "nothing", a branch that gives 0; "unscaled", a norm
     without its weight and bias. The values come from `fuse`, or from a checkpoint.
 
-    >>> iso.surgery.Merge("identity").build(torch.nn.BatchNorm2d(4))
+    >>> iso.surgery.Merge("identity").build(iso.surgery.Site(torch.nn.BatchNorm2d(4)))
     Identity()
     """
 
@@ -39,15 +40,17 @@ class Merge(Rule):
     atol: ClassVar[float] = 1e-4
     keeps_output: ClassVar[bool] = False
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
+        module = site.module
         needs_weight = self.form in ("layer", "unscaled")
         return "it has no weight" if needs_weight and getattr(module, "weight", None) is None else None
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
         if self.form == "nothing":
-            return Nothing()
+            return ZeroBranch()
         if self.form == "identity":
             kept = [(name, child) for name, child in module.named_children() if type(child) is not nn.Identity]
             return nn.Sequential(OrderedDict(kept)) if kept else nn.Identity()
@@ -65,7 +68,7 @@ class Merge(Rule):
         return new
 
 
-class Nothing(nn.Module):
+class ZeroBranch(nn.Module):
     """A branch that was written into another layer: it gives 0 for any input."""
 
     def forward(self, *_: Any) -> int:
@@ -349,7 +352,7 @@ def _apply(model: nn.Module, aliases: Aliases, group: Group) -> list[tuple[Merge
 
     def reshape(rule: Merge, name: str) -> Any:
         old = model.get_submodule(name)
-        new = rule.build(old).eval()
+        new = rule.build(Site(old)).eval()
         for alias in aliases[name]:
             model.set_submodule(alias, new)
         edits.append((rule, name))

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
+from isomorph.operations import ModuleCall, observing
 from isomorph.surgery.calls import (
     Inputs,
     call_model,
@@ -114,6 +115,8 @@ class ModelPair:
         self.others |= {type(leaf).__name__ for _, leaf in leaves(outputs[2]) if not _is_known(leaf)}
         redraw = partial(self._redraw, batch)
         o, r, exact, other = map(tensors_by_path, outputs)
+        r = _named_alike(o, r)
+        other = _named_alike(exact, other)
         try:
             tensors = compare_tensors((o, r), (exact, other), self.atol, redraw)
         except UserError:
@@ -216,30 +219,26 @@ class ModelPair:
     def targets(self, batch: Inputs) -> tuple[Difference, ...]:
         original, recast = self.models[torch.float64]
         found: dict[str, Difference] = {}
-
         given: dict[str, list[Any]] = {}
 
-        def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given[name] = copy_inputs([args, kwargs])
+        def keep(call: ModuleCall) -> None:
+            given[call.name] = copy_inputs([call.args, call.kwargs])
 
-        def compare(name: str, _: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> None:
+        def compare(call: ModuleCall) -> None:
+            name = call.name
             module = recast.get_submodule(name)
             args, kwargs = given.pop(name)
             if type(module) is Attention:  # it has no use for the grid that a hook passes to gated attention
-                kwargs = {name: value for name, value in kwargs.items() if name != "grid_size"}
-            x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), torch.zeros(1))
-            largest = x.abs().max().item()
-            row = _compare_module(name, module, output, module(*args, **kwargs), self.atol, largest)
+                kwargs.pop("grid_size", None)
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            largest = tensors[0].abs().max().item() if tensors else 0.0
+            row = _compare_module(name, module, call.output, module(*args, **kwargs), self.atol, largest)
             found[name] = max(row, found.get(name, row), key=lambda row: relative(row.fp64, row.scale))
 
         present = dict(original.named_modules())
         names = [name for name in self.edited if name in present]
-        with ExitStack() as hooks:
-            for name in names:
-                module = present[name]
-                hooks.enter_context(module.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-                hooks.enter_context(module.register_forward_hook(partial(compare, name), with_kwargs=True))
-            run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below
+        run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below
+        with observing(original, before=keep, after=compare, names=names):
             run_model(original, batch)
         return tuple(found[name] for name in names if name in found)
 
@@ -266,6 +265,13 @@ def _compare_module(
 
 
 _REPEATED = "compared with the choices of the original, and so are the numbers that they are made from"
+
+
+def _named_alike(outputs: Tensors, others: Tensors) -> Tensors:
+    """Return the other model's outputs, a single one by the name of the first model's, such as `logits`."""
+    if len(outputs) == len(others) == 1:
+        return dict(zip(outputs, others.values(), strict=True))
+    return others
 
 
 def _call(run: _Run) -> Any:

@@ -11,8 +11,7 @@ import dis
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid.base import Pyramid
+from isomorph.surgery.site import Site
 
 # A glob over module names, several globs, or a function (name, module) -> bool.
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -40,44 +39,61 @@ def matches_where(where: Where, name: str, module: nn.Module) -> bool:
 
 def is_excluded(exclude: Where, name: str, module: nn.Module) -> bool:
     """Return True if `exclude` selects a module, or by a glob one around it."""
-    globs = () if callable(exclude) else [exclude] if isinstance(exclude, str) else exclude
-    return matches_where(exclude, name, module) or any(fnmatchcase(name, f"{glob}.*") for glob in globs)
+    if matches_where(exclude, name, module):
+        return True
+    return any(fnmatchcase(name, f"{glob}.*") for glob in _globs_of(exclude))
+
+
+def _globs_of(where: Where) -> list[str]:
+    """Return the globs of a `where`, none of a function."""
+    if callable(where):
+        return []
+    return [where] if isinstance(where, str) else list(where)
 
 
 def describe_where(where: Where, argument: str = "where") -> str:
     """Return a description of `where`, given as an argument of that name, for an error message."""
-    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"{argument}={where!r}"
+    if callable(where):
+        return f"the predicate {getattr(where, '__name__', where)}"
+    return f"{argument}={where!r}"
 
 
 def list_names(names: Sequence[str]) -> str:
     """Return at most three names in a row, and the number of the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += f" and {len(names) - 3} more"
+    return shown
 
 
 def nearest_names(where: Where, names: Iterable[str]) -> str:
     """Return a hint: the names closest to a `where` that selects nothing, or the first; as globs over numbers."""
-    globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
-    grouped: dict[str, str] = {}
-    names = list(filter(None, names))
+    globs = _globs_of(where)
+    names = [name for name in names if name]
+    grouped: dict[str, str] = {}  # a glob for names that differ in a number
     for name in names:
         glob = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name)
-        glob = glob if glob.strip("*.") else name  # not *.*, which selects all
+        if not glob.strip("*."):  # it would select all
+            glob = name
         grouped[glob] = glob if glob in grouped else name
-    wild = any(set("*?[") & set(glob) for glob in globs)
-    known = grouped if wild else grouped | {name: name for name in names}
-    near = [each for glob in globs for each in difflib.get_close_matches(glob, known, n=3, cutoff=0.4)]
+    known = dict(grouped)
+    if not any(set("*?[") & set(glob) for glob in globs):
+        known.update(zip(names, names, strict=True))
+    near: dict[str, None] = {}
+    for glob in globs:
+        for close in difflib.get_close_matches(glob, known, n=3, cutoff=0.4):
+            near.setdefault(known[close])
     if near:
-        return f"; nearest names: {', '.join(dict.fromkeys(known[each] for each in near))}"
+        return f"; nearest names: {', '.join(near)}"
     return f"; its layers: {list_names(list(grouped.values()))}" if grouped else ""
 
 
 @torch.no_grad()
 def acts_alike_in_both_modes(module: nn.Module) -> bool:
     """Return True for a layer without children, parameters and buffers that gives the same in train and eval mode."""
-    if any(True for _ in module.children()) or module._parameters or module._buffers:
+    if module._modules or module._parameters or module._buffers:
         return False
-    outputs = []
+    outputs: list[Any] = []
     for mode in (True, False):
         layer = copy.copy(module)
         layer.__dict__["training"] = mode
@@ -87,65 +103,27 @@ def acts_alike_in_both_modes(module: nn.Module) -> bool:
                 outputs.append(layer(torch.randn(32, 32, 8, 8)))
             except Exception:  # of a layer that reads something else than a map
                 return False
-    return all(isinstance(output, torch.Tensor) for output in outputs) and torch.equal(*outputs)
-
-
-# The last component of a joint projection's name, mapped to the names of its parts in order.
-JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-
-
-@dataclass(frozen=True)
-class JointPart:
-    """One part of a joint projection: for example `blocks.0.attn.v`, a part of the layer `blocks.0.attn.qkv`."""
-
-    joint: nn.Linear | JointPyramid
-    joint_name: str
-    name: str
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all parts of the layer, in order."""
-        return JOINT_PARTS[self.joint_name.rpartition(".")[2]]
-
-
-def joint_parts(model: nn.Module) -> dict[str, JointPart]:
-    """Return the parts of every joint projection by name, except where a module already has that name."""
-    named = dict(model.named_modules(remove_duplicate=False))
-    parts_by_name: dict[str, JointPart] = {}
-    for name, module in named.items():
-        parent, _, last = name.rpartition(".")
-        if last in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid):
-            for part in JOINT_PARTS[last]:
-                parts_by_name[f"{parent}.{part}".lstrip(".")] = JointPart(module, name, part)
-    return {name: part for name, part in parts_by_name.items() if name not in named}
-
-
-def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
-    """Return the module or the part of a joint projection with this name, or None if there is neither."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return joint_parts(model).get(name)
-
-
-def joint_candidates(name: str) -> list[str]:
-    """Return the names of the joint projections that a part with this name may belong to."""
-    parent, dot, last = name.rpartition(".")
-    return [f"{parent}{dot}{joint}" for joint, parts in JOINT_PARTS.items() if last in parts]
+    first, second = outputs
+    return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
 
 
 def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the modules by all their names, except those inside a pyramid, which reads the weights of its layers."""
     named = list(model.named_modules(remove_duplicate=False))
-    inside = tuple(f"{name}." if name else "" for name, module in named if isinstance(module, Pyramid))
+    inside = tuple(_beginning(name) for name, module in named if isinstance(module, Pyramid))
     return [(name, module) for name, module in named if isinstance(module, Pyramid) or not name.startswith(inside)]
+
+
+def _beginning(path: str) -> str:
+    """Return how the names of the modules inside a module begin."""
+    return f"{path}." if path else ""
 
 
 def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return the modules for which `wanted` is True and that are not inside another such module, by name."""
     outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in outermost)
+        inside = name.startswith(tuple(map(_beginning, outermost)))
         if not inside and wanted(module):
             outermost[name] = module
     return outermost
@@ -157,67 +135,87 @@ _FORMS = {"dtype", "device", "shape", "size", "ndim", "dim", "is_meta", "require
 
 def functions_of(kind: type) -> Iterator[Any]:
     """Yield the forward of a class, and the methods and functions of its module that it uses."""
-    waiting, seen = [getattr(kind, "forward", None)], set()
+    waiting: list[Any] = [getattr(kind, "forward", None)]
+    seen = set()
     while waiting:
-        function = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
+        function = inspect.unwrap(waiting.pop())
         code = getattr(function, "__code__", None)
         if code is None or code in seen:
             continue
         seen.add(code)
         yield function
         for name in code.co_names:
-            method, other = inspect.getattr_static(kind, name, None), function.__globals__.get(name)
-            waiting += [getattr(kind, name)] if inspect.isfunction(method) else []
-            waiting += [other] if inspect.isfunction(other) and other.__module__ == function.__module__ else []
+            if inspect.isfunction(inspect.getattr_static(kind, name, None)):
+                waiting.append(getattr(kind, name))
+            other = function.__globals__.get(name)
+            if inspect.isfunction(other) and other.__module__ == function.__module__:
+                waiting.append(other)
 
 
-def why_not_called(model: nn.Module, name: str) -> str | None:
+def why_not_called(site: Site) -> str | None:
     """Return that the parents of a layer read its weight and never call it, or None."""
-    path = name.split(".")
+    if not site.name:
+        return None
+    path = site.path.split(".")
     found = None
     for depth in range(1, len(path) + 1):
-        parent = model.get_submodule(".".join(path[:-depth]))
+        parent = site.model.get_submodule(".".join(path[:-depth]))
         reads, uses = _uses(type(parent), tuple(path[-depth:]))  # type: ignore[arg-type]
         if uses:
             return None
-        found = found or (f"{type(parent).__name__} reads its weight without calling it" if reads else None)
+        if reads and found is None:
+            found = f"{type(parent).__name__} reads its weight without calling it"
     return found
 
 
 @cache
 def _uses(kind: type, path: tuple[str, ...]) -> tuple[bool, bool]:
-    """Return whether the forward of a class reads the weight of a module inside, and whether it uses it otherwise."""
-    reads = uses = False
+    """Return whether the forward of a class reads the weight of a module inside, and whether it uses it otherwise.
+
+    The code of the class is read, as recasting needs no input with which the model could be called.
+    """
+    reads = False
+    uses = False
     for function in functions_of(kind):
-        steps: list[Any] = [None, *dis.get_instructions(function)]
-        names = [s.argval if s and s.opname in ("LOAD_ATTR", "LOAD_METHOD") else None for s in steps] + [None] * 2
-        for i in range(len(steps) - len(path) + 1):
-            if tuple(names[i : i + len(path)]) == path:
-                after, form = names[i + len(path)], names[i + len(path) + 1]
-                reads |= after == "weight" and form not in _FORMS
-                uses |= after is None
+        names = _attributes_in_turn(function)
+        for start in range(len(names) - len(path)):
+            if tuple(names[start : start + len(path)]) != path:
+                continue
+            after = names[start + len(path)]
+            form = names[start + len(path) + 1] if after else None
+            reads |= after == "weight" and form not in _FORMS
+            uses |= after is None
     return reads, uses
+
+
+def _attributes_in_turn(function: Any) -> list[str | None]:
+    """Return the attributes that a function reads, step by step of its code; None for a step of another kind."""
+    names: list[str | None] = [None]
+    for step in dis.get_instructions(function):
+        names.append(step.argval if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None)
+    return [*names, None, None]
 
 
 def make_parents_call(model: nn.Module, names: Iterable[str]) -> None:
     """Turn off the fast paths of torch's encoders around replaced modules, whose weights they read without a call."""
+    names = list(names)
     for path, module in model.named_modules():
-        if any(name != path and f"{name}.".startswith(f"{path}." if path else "") for name in names):
-            if isinstance(module, nn.TransformerEncoderLayer):
-                module.activation_relu_or_gelu = 0
-            elif isinstance(module, nn.TransformerEncoder):
-                module.use_nested_tensor = False
+        if not any(name != path and name.startswith(_beginning(path)) for name in names):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 # Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight.
 SEPARATE_BIAS = "qkv_bias_separate"
 
 
-def call_joint_projections(model: nn.Module) -> None:
-    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that was replaced."""
-    for module in model.modules():
-        if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
-            setattr(module, SEPARATE_BIAS, True)
+def call_joint_projection(site: Site) -> None:
+    """Make timm's attention with separate biases (BEiT, EVA, Swin V2) call its qkv if that was replaced."""
+    if hasattr(site.parent, SEPARATE_BIAS) and type(getattr(site.parent, "qkv", None)) is not nn.Linear:
+        setattr(site.parent, SEPARATE_BIAS, True)
 
 
 class Ties:
@@ -235,20 +233,34 @@ class Ties:
         current = dict(_parameters_by_module(model))
         new = [name for name in current if name not in self.known]
         for names in self.groups:
-            candidates = [current[name] for name in names if name in current]
-            shared = Counter(candidates).most_common(1)[0][0] if candidates else None
-            tied = [n for n in names if n in current and shared is not None and _are_equal(current[n], shared)]
-            for name in tied:
-                path, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(path), leaf, shared)
-            if lost := [name for name in names if name not in tied]:
+            present = [name for name in names if name in current]
+            tied = []
+            if present:
+                shared = Counter(current[name] for name in present).most_common(1)[0][0]
+                tied = [name for name in present if _are_equal(current[name], shared)]
+                _share(model, tied, shared)
+            lost = [name for name in names if name not in tied]
+            if lost:
                 verb = "was" if tied and len(lost) == 1 else "were"
                 partners = f" to {list_names(tied)}" if tied else ""
                 yield f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"
-            paths = dict.fromkeys(name.rpartition(".")[0] for name in tied)
-            if wider := [path for path in paths if path and any(name.startswith(f"{path}.") for name in new)]:
-                whose = f"{list_names(wider)} {'has' if len(wider) == 1 else 'have'}"
+            wider = _with_new_parameters(tied, new)
+            if wider:
+                verb = "has" if len(wider) == 1 else "have"
+                whose = f"{list_names(wider)} {verb}"
                 yield f"{list_names(tied)} are still tied, but {whose} new parameters that train apart"
+
+
+def _share(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, parameter)
+
+
+def _with_new_parameters(tied: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Return the modules of tied parameters that have new parameters too."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in tied)
+    return [path for path in paths if path and any(name.startswith(f"{path}.") for name in new)]
 
 
 def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -257,5 +269,8 @@ def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
-    same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    return a is b or (same_form and (a.is_meta or torch.equal(a, b)))
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return a.is_meta or torch.equal(a, b)

@@ -8,7 +8,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize
 from isomorph.layers.modes import first_float
-from isomorph.operations import FollowMaps, FusedCall
+from isomorph.operations import FollowMaps, FusedCall, observing
+from isomorph.operations.observe import Running
+from isomorph.spec import spec_of
 from isomorph.surgery.altered import copy_as
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
 
@@ -66,18 +67,11 @@ class _OfLayers(FollowMaps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[str] = []
+        self.running = Running()
         self.found: dict[str, Scores] = {}
 
-    def enter(self, name: str, *_: Any) -> None:
-        self.running.append(name)
-
-    def leave(self, *_: Any) -> None:
-        self.running.pop()
-
     def _record(self, scores: Scores) -> None:
-        if self.running:
-            self.found.setdefault(self.running[-1], scores)
+        self.found.setdefault(self.running.innermost, scores)
 
     def at_fused(self, call: FusedCall) -> Tensor:
         self._record(Scores(fused=call))
@@ -240,10 +234,10 @@ def _fit_scale(logits: Tensor, call: FusedCall) -> float | None:
 
 def _image_sizes(model: Any) -> Iterator[tuple[int, ...]]:
     """Yield shapes of images that a model may take: what it says itself, then usual ones."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    channels = config.get("input_size", (3,))[0]
+    own_size = spec_of(model).input_size or (3,)
+    channels = own_size[0]
     said = [getattr(getattr(model, "patch_embed", None), "img_size", None)]
-    said.append(config.get("input_size", (3, None))[1:])
+    said.append(own_size[1:])
     owners = [getattr(module, "config", None) for module in model.modules()]
     for owner in owners[:1]:
         said.append(getattr(owner, "image_size", None))
@@ -266,18 +260,13 @@ def observe_calls(model: nn.Module) -> dict[nn.Module, Scores]:
     except Exception:  # a model that cannot be copied
         return {}
     for shape in _image_sizes(model):
-        mode, handles = _OfLayers(), []
-        for name in layers:
-            part = copied.get_submodule(name)
-            handles.append(part.register_forward_pre_hook(partial(mode.enter, name)))
-            handles.append(part.register_forward_hook(mode.leave, always_call=True))
+        mode = _OfLayers()
         image = torch.empty(1, *shape, device="meta", dtype=first_float(model).dtype)
+        watching = observing(copied, names=layers)
         try:
-            with warnings.catch_warnings(action="ignore"), mode:
+            with warnings.catch_warnings(action="ignore"), watching as mode.running, mode:
                 copied(image)
         except Exception:  # of any model, which does not take images of this size
-            for handle in handles:
-                handle.remove()
             continue
-        return {layers[name]: scores for name, scores in mode.found.items()}
+        return {layers[name]: scores for name, scores in mode.found.items() if name in layers}
     return {}

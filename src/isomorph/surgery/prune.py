@@ -13,6 +13,7 @@ from isomorph.surgery.modules import Where, describe_where, matches_where, outer
 from isomorph.surgery.recast import apply_edit, check_finite, check_model
 from isomorph.surgery.rule import Edit, Rule, check_choice, check_number, copy_model
 from isomorph.surgery.rules.window import WindowAttention
+from isomorph.surgery.site import Site
 
 # Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open.
 TOLERANCE = (0.0, 0.5)
@@ -38,8 +39,8 @@ class Prune(Rule):
 
     Raises: UserError for an unknown form or a tolerance out of range; from `build`, for a layer without that form.
 
-    >>> layer = iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1))
-    >>> type(iso.surgery.Prune("position").build(layer)).__name__
+    >>> layer = iso.ConvToGPSA().build(iso.surgery.Site(torch.nn.Conv2d(4, 4, 3, padding=1)))
+    >>> type(iso.surgery.Prune("position").build(iso.surgery.Site(layer))).__name__
     'PositionalConv2d'
     """
 
@@ -60,18 +61,19 @@ class Prune(Rule):
         """Largest difference that `verify` accepts by default: what heads leave out adds up, windows are exact."""
         return 1e-5 if self.becomes == "windows" else min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
+        module = site.module
         if not isinstance(module, PRUNABLE):
             return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
         if not hasattr(module, _METHODS[self.becomes]):
             return f"{type(module).__name__} does not become {self.becomes!r}"
         return None
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
-        if around := getattr(module, "around", None):  # a block is inserted after it
-            return around(self.build)
-        method = getattr(module, _METHODS[self.becomes])
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        if hasattr(site.module, "around"):  # a block is inserted after it
+            return site.module.around(self)
+        method = getattr(site.module, _METHODS[self.becomes])
         return method(math.inf) if self.becomes == "attention" else method()
 
 

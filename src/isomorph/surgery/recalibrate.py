@@ -13,6 +13,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.modes import eval_mode
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.layers.pyramid.moments import measure_moments
+from isomorph.operations import ModuleCall, observing
 from isomorph.surgery.calls import run_model, to_model
 from isomorph.surgery.modules import outermost_modules
 from isomorph.surgery.rule import copy_model
@@ -84,15 +85,13 @@ def _measure_inputs(model: nn.Module) -> Iterator[None]:
     """Context at whose end BatchNorms get the statistics of their inputs; as functions stay, one pass will do."""
     moments_of: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
 
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        for norm, mean, variance in _norm_inputs(module, args[0]):
+    def measure(call: ModuleCall) -> None:
+        for norm, mean, variance in _norm_inputs(call.module, call.input):
             moments_of.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
-    handles = [module.register_forward_pre_hook(hook) for module in layers.values()]
-    yield
-    for handle in handles:
-        handle.remove()
+    with observing(model, before=measure, names=layers):
+        yield
     for norm, pairs in moments_of.items():
         means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
         _set_statistics(norm, means, variances)

@@ -14,13 +14,10 @@ from torch import nn
 from isomorph.errors import NotFinite, UserError
 from isomorph.operations import records_outputs, unwrap
 from isomorph.surgery.modules import (
-    JointPart,
     Ties,
     Where,
     describe_where,
-    find_target,
     is_excluded,
-    joint_parts,
     list_names,
     make_parents_call,
     matches_where,
@@ -30,6 +27,7 @@ from isomorph.surgery.modules import (
 )
 from isomorph.surgery.plain_layers import check_attached, class_name, describe_stand_in
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, record, update_record
+from isomorph.surgery.site import Site, part_names
 
 
 def check_model(model: Any) -> nn.Module:
@@ -89,21 +87,28 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     >>> iso.surgery.acceptance(timm.create_model("convnext_atto"), iso.ConvToGPSA()).rejected["stem.0"]
     'the 4x4 kernel has even sides, so no tap lies in its middle'
     """
-    model = check_model(model)
-    return _judge(model, rule.within(model), [x for x in model.named_modules() if matches_where(where, *x)])
+    root = Site(check_model(model))
+    return _judge(
+        rule, [root.at(name) for name, module in root.model.named_modules() if matches_where(where, name, module)]
+    )
 
 
-def _judge(model: nn.Module, rule: Rule, named: Sequence[tuple[str, Any]]) -> Acceptance:
-    found = Acceptance([], {})
-    for name, module in named:
-        joint = module.joint_name if isinstance(module, JointPart) else name
-        reason = rule.reason(module) or (why_not_called(model, joint) if name else None)
+def _judge(rule: Rule, sites: Sequence[Site]) -> Acceptance:
+    accepted: list[str] = []
+    rejected: dict[str, str] = {}
+    for site in sites:
+        reason = rule.reason(site) or why_not_called(site)
         if reason is None:
-            found.accepted.append(name)
-        elif isinstance(module, (*rule.kind, JointPart)):
-            late = "; a block is inserted after it, recast before you insert" * hasattr(module, "inserted")
-            found.rejected[name] = reason + late
-    return found
+            accepted.append(site.name)
+        elif _is_of_kind(rule, site):
+            if hasattr(site.module, "inserted"):
+                reason += "; a block is inserted after it, recast before you insert"
+            rejected[site.name] = reason
+    return Acceptance(accepted, rejected)
+
+
+def _is_of_kind(rule: Rule, site: Site) -> bool:
+    return bool(site.part) or rule.is_of_kind(site.module)
 
 
 def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()) -> list[str]:
@@ -125,54 +130,98 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = (
 
 
 def _select(model: nn.Module, rule: Rule, where: Where, exclude: Where) -> Acceptance:
-    if not isinstance(rule, Rule):
-        like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
-        raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
-    model = check_model(model)
-    rule = rule.within(model)
-    named: list[tuple[str, Any]] = selectable_modules(model)
-    if rule.takes_parts and not callable(where):
-        named += joint_parts(model).items()
-    own = [name for name, module in named if name and isinstance(module, (*rule.kind, JointPart))]
+    _check_rule(rule)
+    sites = _sites(check_model(model), parts=rule.takes_parts and not callable(where))
+    own = [site.name for site in sites if site.name and _is_of_kind(rule, site)]
     for globs in (where, exclude):
-        _check_globs(globs, [name for name, _ in named], own)
-    first_names: dict[Any, str] = {}  # every module once
-    for name, module in named:
-        if matches_where(where, name, module) and not is_excluded(exclude, name, module):
-            first_names.setdefault(module, name)
-    selected = [(n, m) for m, n in first_names.items() if not (isinstance(m, JointPart) and m.joint in first_names)]
-    found = _judge(model, rule, selected)
-    if not (found.accepted or found.rejected):
-        own_names = [kind.__name__ for kind in rule.kind]
-        shown = sorted({class_name(module, own_names) for _, module in selected})
-        what = f"only other classes ({', '.join(shown)})" if selected else "no module"
-        parts = tuple(f"{name}." for name, _ in selected)
-        inside = _judge(model, rule, [each for each in named if each[0].startswith(parts)]).accepted
-        stand_ins = [(name, said) for name, module in selected if (said := describe_stand_in(module))]
-        if stand_ins:
-            hint = "; {} {}".format(*stand_ins[0])
-        elif inside and exclude == ():
-            hint = f"; name what is inside: {list_names(inside)}"
-        else:
-            hint = "; exclude leaves out the others" if exclude != () and selected else nearest_names(where, own)
-        known = [kind for kind in rule.kind if not kind.__module__.startswith("isomorph.layers")]
-        texts = [kind.__name__ + " of timm" * kind.__module__.startswith("timm.") for kind in known]
-        recasts = f"{type(rule).__name__} recasts {' and '.join(texts) or 'other modules'}"
-        if where == "*" and not exclude and not own:
-            raise UserError(f"{recasts}, and the model has none")
-        raise UserError(f"{recasts}, but {describe_where(where)} matches {what}{hint}")
+        _check_globs(globs, [site.name for site in sites], own)
+    selected = _matching(sites, where, exclude)
+    found = _judge(rule, selected)
+    if not found.accepted and not found.rejected:
+        raise UserError(_why_none(rule, sites, selected, own, where, exclude))
     if found.rejected and (where != "*" or not found.accepted):
         name, reason = next(iter(found.rejected.items()))
         raise UserError(f"{name or 'the model'}: {type(rule).__name__} does not fit this module: {reason}")
-    names = found.accepted
-    if where == "*":  # of modules inside each other the outermost, but for the model itself
-        names = [name for name in names if name] or names
-        names = [name for name in names if not any(name.startswith(f"{outer}.") for outer in names)]
+    if where == "*":
+        return found._replace(accepted=_outermost(found.accepted))
+    _check_apart(found.accepted)
+    return found
+
+
+def _check_rule(rule: Any) -> None:
+    if isinstance(rule, Rule):
+        return
+    like = f"{rule.__name__}()" if isinstance(rule, type) else "ConvToGPSA(init='exact')"
+    raise UserError(f"{rule!r} is not a rule; give an instance, like {like}")
+
+
+def _sites(model: nn.Module, parts: bool) -> list[Site]:
+    """Return the sites of all modules that can be selected, and of the parts of joint projections if they can be."""
+    root = Site(model)
+    names = [name for name, _ in selectable_modules(model)]
+    if parts:
+        names += part_names(model)
+    return [root.at(name) for name in names]
+
+
+def _matching(sites: Sequence[Site], where: Where, exclude: Where) -> list[Site]:
+    """Return the selected sites, each module under its first name; of a joint projection no parts, or no whole."""
+    selected: dict[tuple[nn.Module, str], Site] = {}
+    for site in sites:
+        if not matches_where(where, site.name, site.module) or is_excluded(exclude, site.name, site.module):
+            continue
+        if site.part and (site.module, "") in selected:
+            continue
+        selected.setdefault((site.module, site.part), site)
+    return list(selected.values())
+
+
+def _why_none(
+    rule: Rule, sites: Sequence[Site], selected: Sequence[Site], own: Sequence[str], where: Where, exclude: Where
+) -> str:
+    """Return why a rule fits none of the selected modules: what it recasts, what they are, and what to select."""
+    recasts = f"{type(rule).__name__} recasts {' and '.join(rule.kind_names()) or 'other modules'}"
+    if where == "*" and not exclude and not own:
+        return f"{recasts}, and the model has none"
+    recasts_but = f"{recasts}, but {describe_where(where)} matches"
+    if not selected:
+        return f"{recasts_but} no module{nearest_names(where, own)}"
+    own_names = [kind.__name__ for kind in rule.kind]
+    shown = sorted({class_name(site.module, own_names) for site in selected})
+    instead = _what_instead(rule, sites, selected, own, where, exclude)
+    return f"{recasts_but} only other classes ({', '.join(shown)}){instead}"
+
+
+def _what_instead(
+    rule: Rule, sites: Sequence[Site], selected: Sequence[Site], own: Sequence[str], where: Where, exclude: Where
+) -> str:
+    for site in selected:
+        stands_in = describe_stand_in(site.module)
+        if stands_in is not None:
+            return f"; {site.name} {stands_in}"
+    if exclude != ():
+        return "; exclude leaves out the others"
+    around = tuple(f"{site.name}." for site in selected)
+    inside = _judge(rule, [site for site in sites if site.name.startswith(around)]).accepted
+    if inside:
+        return f"; name what is inside: {list_names(inside)}"
+    return nearest_names(where, own)
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    """Return the names of which no other is the beginning; the model itself, "", only if it is alone."""
+    inner = [name for name in names if name]
+    if not inner:
+        return list(names)
+    return [name for name in inner if not any(name.startswith(f"{outer}.") for outer in inner)]
+
+
+def _check_apart(names: Sequence[str]) -> None:
     for outer in names:
-        inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
-        if inner:
-            raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
-    return found._replace(accepted=names)
+        for name in names:
+            if name != outer and (not outer or name.startswith(f"{outer}.")):
+                around = outer or "the model itself"
+                raise UserError(f"target {name} is inside target {around}; select only one of them")
 
 
 def _check_globs(where: Where, names: Sequence[str], own: Sequence[str]) -> None:
@@ -231,10 +280,12 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*", exclude: Where = ()
     >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
     ('Conv2d', 'GPSA2d')
     """
-    found, named = _select(model, rule, where, exclude), dict(check_model(model).named_modules(remove_duplicate=False))
+    found = _select(model, rule, where, exclude)
+    root = Site(check_model(model))
     for name in found.accepted:
-        if name in named:
-            check_finite(named[name], name)
+        site = root.at(name)
+        if not site.part:
+            check_finite(site.module, name)
     new = apply_edit(copy_model(model), Edit(rule, tuple(found.accepted)))
     if skipped := [f"{name} ({reason})" for name, reason in found.rejected.items()]:
         add_notes(new, f"not recast, as {type(rule).__name__} does not accept them: {list_names(skipped)}")
@@ -252,32 +303,32 @@ def apply_edit(model: nn.Module, edit: Edit) -> nn.Module:
     >>> type(iso.surgery.apply_edit(timm.create_model("cifar_resnet20"), edit).layer3[0].conv1).__name__
     'GPSA2d'
     """
-    rule = edit.rule.within(model)
     ties = Ties(model)
     with kept_random_state(model):
-        model = _replace_targets(model, rule, edit.names)
+        model = _replace_targets(model, edit)
     add_notes(model, *ties.restore(model))
     update_record(model, edits=(*edits(model), edit))
     attach(model)
     return model
 
 
-def _replace_targets(model: nn.Module, rule: Rule, names: Sequence[str]) -> nn.Module:
-    for name in names:
-        target: Any = find_target(model, name)
-        if target is None:
+def _replace_targets(model: nn.Module, edit: Edit) -> nn.Module:
+    rule = edit.rule
+    root = Site(model)
+    for name in edit.names:
+        site = root.find(name)
+        if site is None:
             raise UserError(f"the model has no module {name}, which {type(rule).__name__} should recast")
-        part = isinstance(target, JointPart)
-        original, path = (target.joint, target.joint_name) if part else (target, name)
-        with usual_defaults(original):
+        original = site.module
+        with float32_on(original):
             try:
-                replacement = rule.build(target)
+                replacement = rule.build(site)
             except UserError as error:
                 raise UserError(f"{name or 'the model'}: {error}") from None
             replacement = match_original(replacement, original)
-            if path and not model.get_submodule(path.rpartition(".")[0]).training:
+            if site.parent is not None and not site.parent.training:
                 replacement.eval()  # a layer that timm makes while it merges is in train mode
-            model = replace_module(model, path, original, replacement)
+            model = replace_module(model, site.path, original, replacement)
     return model
 
 
@@ -298,8 +349,12 @@ def apply_rule(model: nn.Module, rule: Rule, where: Where) -> nn.Module:
 
 def attach(model: nn.Module) -> None:
     """Connect the layers of all edits to the rest of the model, and let their parents call them."""
+    root = Site(model)
     for edit in edits(model):
-        edit.rule.attach(model)
+        for name in edit.names:
+            site = root.find(name)
+            if site is not None:
+                edit.rule.connect(site)
     make_parents_call(model, [name for edit in edits(model) for name in edit.names])
 
 
@@ -308,16 +363,22 @@ def edited_names(model: nn.Module, since: int = 0) -> list[str]:
 
     Merged modules, whose output another layer computes, and modules around them are left out.
     """
-    parts, present = joint_parts(model), dict(model.named_modules(remove_duplicate=False))
-    made = edits(model)[since:]
-    names = [name for edit in made if edit.rule.keeps_output for name in edit.names]
-    whole = [parts[name].joint_name if name in parts else name for name in names]
-    others = [f"{name}." for edit in made if not edit.rule.keeps_output for name in edit.names]
-    return [n for n in dict.fromkeys(whole) if n in present and not any(o.startswith(f"{n}.") for o in others)]
+    root = Site(model)
+    names: dict[str, None] = {}
+    moved: list[str] = []
+    for edit in edits(model)[since:]:
+        if not edit.rule.keeps_output:
+            moved += edit.names
+            continue
+        for name in edit.names:
+            site = root.find(name)
+            if site is not None:
+                names.setdefault(site.path)
+    return [name for name in names if not any(other.startswith(f"{name}.") for other in moved)]
 
 
 @contextmanager
-def usual_defaults(original: nn.Module) -> Iterator[None]:
+def float32_on(original: nn.Module) -> Iterator[None]:
     """Context in which layers are made for an original, whatever defaults of torch the caller has changed."""
     dtype, device = torch.get_default_dtype(), next((p.device for p in original.parameters()), torch.device("cpu"))
     torch.set_default_dtype(torch.float32)

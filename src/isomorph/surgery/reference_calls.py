@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +11,9 @@ from timm.models import get_model_input_config
 from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, NotFinite, UserError, first_line
-from isomorph.operations import Flow, copy_module, left_no_trace, see, state_of, tensors_in
+from isomorph.operations import Flow, copy_module, left_no_trace, observing, see, state_of, tensors_in
 from isomorph.slow_work import SlowWork
+from isomorph.spec import spec_of
 from isomorph.surgery.calls import (
     Inputs,
     cast_floats,
@@ -38,7 +38,7 @@ def own_example(model: nn.Module) -> Inputs | None:
     """Return a random input of the size that timm or the model itself knows, or None. Shape: -> (1, C, H, W)"""
     if own := own_inputs(model, 1):
         return to_model(own, model)
-    if not (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
+    if spec_of(model).input_size is None:
         return None
     size = get_model_input_config(model)["input_size"]
     generator = torch.Generator().manual_seed(0)
@@ -52,6 +52,10 @@ class Call(NamedTuple):
     inputs: Inputs
     outputs: list[Tensor]
     made: ChosenCall
+
+
+def _is_finite(call: Call) -> bool:
+    return all(torch.isfinite(output).all() for output in call.outputs)
 
 
 class ReferenceCalls:
@@ -97,12 +101,12 @@ class ReferenceCalls:
         self._check(first)
 
     def _check(self, first: Inputs) -> None:
-        numbers = [tensor for call in self.calls for tensor in call.outputs]
-        if not numbers:
-            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
-        if not all(torch.isfinite(tensor).all() for tensor in numbers):
-            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
         self.calls = [call for call in self.calls if call.outputs]
+        if not self.calls:
+            raise DoesNotRun("the model's outputs hold no floating-point numbers to compare")
+        if not all(_is_finite(call) for call in self.calls if call.inputs is first and call.entry == FORWARD):
+            raise NotFinite("the model's outputs are not finite; check its weights and statistics, and the example")
+        self.calls = [call for call in self.calls if _is_finite(call)]  # at other sizes a model may divide by 0
         self.calls.sort(key=lambda call: (call.inputs is not first, call.entry != FORWARD))
         self.sizes = tuple(dict.fromkeys(describe_shape(call.inputs) for call in self.calls))
 
@@ -110,7 +114,7 @@ class ReferenceCalls:
         copied = copy_module(model)
         flow = see(copied, lambda: run_model(copied, _copy(first)))
         watched = []
-        for name in flow.deciding:
+        for name in flow.branches_on_data:
             watched += [f"{name}.{child}".lstrip(".") for child, _ in model.get_submodule(name).named_children()]
         return watched
 
@@ -128,8 +132,9 @@ class ReferenceCalls:
         if not left_no_trace(copied, before, model):
             self._leaves_traces = True
             self._unchanged = None
-        self.calls.append(Call(entry, inputs, outputs, made))
-        return bool(outputs)
+        call = Call(entry, inputs, outputs, made)
+        self.calls.append(call)
+        return bool(outputs) and _is_finite(call)
 
     def _count_call(self) -> None:
         self._number_of_calls += 1
@@ -153,10 +158,8 @@ class ReferenceCalls:
         """
         self._count_call()
         found: list[Any] = []
-        with ExitStack() as hooks, torch.random.fork_rng():
-            for name in self._watched:
-                watched = model.get_submodule(name)
-                hooks.enter_context(watched.register_forward_hook(lambda *call: found.append(call[-1])))
+        watching = observing(model, after=lambda call: found.append(call.output), names=self._watched)
+        with watching, torch.random.fork_rng():
             torch.manual_seed(0)
             made = run(model, partial(entry, model, _copy(inputs)))
         return _numbers_of(found, made.output), made

@@ -10,6 +10,7 @@ from torch import nn
 from isomorph.layers.pyramid.base import Pyramid
 from isomorph.surgery.fuse import fuse_pyramids
 from isomorph.surgery.rule import Rule
+from isomorph.surgery.site import Site
 
 # Methods of timm's blocks that `reparameterize_model` calls.
 _METHODS = ("fuse", "reparameterize", "switch_to_deploy")
@@ -24,18 +25,20 @@ class Reparameterize(Rule):
     Raises: UserError from `build` for a model that is not timm's.
 
     >>> repvgg = timm.create_model("repvgg_a0").eval()
-    >>> sum(isinstance(part, torch.nn.BatchNorm2d) for part in iso.surgery.Reparameterize().build(repvgg).modules())
+    >>> merged = iso.surgery.Reparameterize().build(iso.surgery.Site(repvgg))
+    >>> sum(isinstance(part, torch.nn.BatchNorm2d) for part in merged.modules())
     0
     """
 
     atol: ClassVar[float] = 1e-4
 
-    def reason(self, module: nn.Module) -> str | None:
-        is_timm = type(module).__module__.startswith("timm.")
-        return None if is_timm else f"{type(module).__name__} is not a model of timm"
+    def reason(self, site: Site) -> str | None:
+        is_timm = type(site.module).__module__.startswith("timm.")
+        return None if is_timm else f"{type(site.module).__name__} is not a model of timm"
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        module = site.module
         trained = any(parameter.requires_grad for parameter in module.parameters())
         merged: nn.Module = reparameterize_model(module)
         first = next(module.parameters())

@@ -8,10 +8,11 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.modules import Ties, Where, describe_where, find_target, list_names, matches_where
+from isomorph.surgery.modules import Ties, Where, describe_where, list_names, matches_where
 from isomorph.surgery.plain_layers import first_altered_part
-from isomorph.surgery.recast import attach, check_model, kept_random_state, replace_module, usual_defaults
+from isomorph.surgery.recast import attach, check_model, float32_on, kept_random_state, replace_module
 from isomorph.surgery.rule import Edit, Rule, add_notes, copy_model, edits, update_record
+from isomorph.surgery.site import Site
 
 # Methods by which a recast layer converts back to its original form, if it still computes the same function.
 _REVERT_METHODS = ("to_original", "to_conv", "to_attention")
@@ -36,18 +37,19 @@ class Revert(Rule):
 
     Raises: UserError from `build` if the module has no original form.
 
-    >>> type(iso.surgery.Revert().build(iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1)))).__name__
+    >>> layer = iso.ConvToGPSA().build(iso.surgery.Site(torch.nn.Conv2d(4, 4, 3, padding=1)))
+    >>> type(iso.surgery.Revert().build(iso.surgery.Site(layer))).__name__
     'Conv2d'
     """
 
     atol: ClassVar[float] = 1e-3
 
-    def reason(self, module: nn.Module) -> str | None:
-        return None if _revert_method(module) else f"{type(module).__name__} has no original form"
+    def reason(self, site: Site) -> str | None:
+        return None if _revert_method(site.module) else f"{type(site.module).__name__} has no original form"
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
-        return _reverted(module, math.inf)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        return _reverted(site.module, math.inf)
 
 
 def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
@@ -78,7 +80,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     inner_first = sorted(zip(names, layers, strict=True), key=lambda pair: -pair[0].count("."))
     for name, layer in inner_first:
         try:
-            with usual_defaults(layer), kept_random_state(layer):
+            with float32_on(layer), kept_random_state(layer):
                 original = _reverted(layer, atol)
         except ValueError as error:
             others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""
@@ -92,7 +94,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
     last = Edit(Revert(), tuple(name for name in names if name in kept))
     inside = {name for edit in edits(model) for name in edit.names if any(name.startswith(f"{r}.") for r in reverted)}
-    gone = {name for name in inside if find_target(model, name) is None}
+    gone = {name for name in inside if Site(model).find(name) is None}
     changed = [*_without(edits(model), reverted - kept | gone), last]
     attach(model)  # the edits before: their rules remove the connections of what is reverted
     update_record(model, edits=tuple(edit for edit in changed if edit.names))

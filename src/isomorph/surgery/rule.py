@@ -1,36 +1,35 @@
 """Rules, by name, and what a model carries of them: its base, its edits and notes."""
 
-import copy
 import dataclasses
 import inspect
-import re
-import types
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.operations import copy_module, is_compiled, unwrap, wrappers_of
+from isomorph.surgery.site import Site
 
 
 class Rule:
     """Base class of the rules: replace a module by another that computes the same function.
 
     A rule is a frozen dataclass, which prints, hashes and is stored with the model. It defines `atol`, `reason` and
-    `build`, and where it needs them the other members.
+    `build`, and where it needs them the other members. Each gets a `Site`: the module, its name, and what is around it.
+
+    Raises: UserError for a class whose methods read a module instead of a site.
 
     >>> from dataclasses import dataclass
     >>> from typing import ClassVar
     >>> @dataclass(frozen=True)
     ... class ReLUToLeakyReLU(iso.surgery.Rule):
     ...     atol: ClassVar[float] = 1e-5
-    ...     def reason(self, module):
-    ...         return None if isinstance(module, torch.nn.ReLU) else "it is not a ReLU"
-    ...     def build(self, module):
+    ...     def reason(self, site):
+    ...         return None if isinstance(site.module, torch.nn.ReLU) else "it is not a ReLU"
+    ...     def build(self, site):
     ...         return torch.nn.LeakyReLU(0.0)
     >>> cnn = timm.create_model("cifar_resnet20").eval()
     >>> iso.verify(cnn, iso.recast(cnn, ReLUToLeakyReLU(), where="layer3.*"), torch.randn(1, 3, 32, 32)).passed
@@ -44,11 +43,14 @@ class Rule:
     """Module classes: a selected module that the rule rejects is an error if it is of one, and skipped otherwise."""
 
     takes_parts: ClassVar[bool] = False
-    """True if globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule receives as a
-    `JointPart`."""
+    """True if globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`)."""
 
     keeps_output: ClassVar[bool] = True
     """False if a replacement computes something else than its module, and only the model computes the same."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_members(cls)
 
     @property
     def accepted_difference(self) -> float:
@@ -60,35 +62,60 @@ class Rule:
         """False for options with which the outputs change."""
         return True
 
-    def reason(self, module: Any) -> str | None:
+    @classmethod
+    def is_of_kind(cls, module: nn.Module) -> bool:
+        """Return True for a module whose rejection is an error."""
+        return isinstance(module, cls.kind)
+
+    @classmethod
+    def kind_names(cls) -> list[str]:
+        """Return what the rule recasts, as messages name it."""
+        known = [kind for kind in cls.kind if not kind.__module__.startswith("isomorph.layers")]
+        return [f"{kind.__name__} of timm" if kind.__module__.startswith("timm.") else kind.__name__ for kind in known]
+
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         raise NotImplementedError
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return the replacement, with new parameters. Raises: UserError if the module is not accepted."""
         raise NotImplementedError
 
-    def within(self, model: nn.Module) -> "Rule":
-        """Return the rule completed with facts about the model."""
-        return self
+    def connect(self, site: Site) -> None:
+        """Connect a replacement, `site.module`, to the rest of the model.
 
-    def _with_facts(self, **facts: Any) -> Self:
-        """Return a copy of the rule with facts about a model as its attributes."""
-        bound = copy.copy(self)
-        vars(bound).update(facts)
-        return bound
+        Called for every module that the rule replaced, after each edit of the model, so more than once. A revert may
+        have replaced the module again: then what connected it is removed.
+        """
 
-    def attach(self, model: nn.Module) -> None:
-        """Connect the replacements to the rest of the model, and remove connections that a revert made unnecessary."""
-
-    def accepts(self, module: Any) -> bool:
+    def accepts(self, site: Site) -> bool:
         """Return True if the module can be recast."""
-        return self.reason(module) is None
+        return self.reason(site) is None
 
-    def check(self, module: Any) -> None:
+    def check(self, site: Site) -> None:
         """Check that the rule fits a module. Raises: UserError with the reason if not."""
-        if reason := self.reason(module):
+        if isinstance(site, nn.Module):
+            raise UserError(f"rules get a Site, and this is a {type(site).__name__}; give iso.surgery.Site(module)")
+        reason = self.reason(site)
+        if reason is not None:
             raise UserError(f"{type(self).__name__} does not fit this module: {reason}")
+
+
+def _check_members(rule: type[Rule]) -> None:
+    """Check that a rule reads sites. Raises: UserError for one written for modules, with what to change."""
+    for name, instead in (("within", "read site.model in reason and build"), ("attach", "name it connect(self, site)")):
+        if name in vars(rule):
+            raise UserError(f"{rule.__name__}.{name} is never called: rules get a Site now; {instead}")
+    for name in ("reason", "build"):
+        method = vars(rule).get(name)
+        if not inspect.isfunction(method):
+            continue
+        given = list(inspect.signature(method).parameters)[1:]
+        if given == ["module"]:
+            raise UserError(
+                f"{rule.__name__}.{name} takes a module, and rules get a Site now; write {name}(self, site), and "
+                "site.module for the module"
+            )
 
 
 # At 1,000 the attention to the next position is exp(-1000), 0 in float64; below 1e-4 it is nearly uniform.
@@ -169,14 +196,6 @@ RULES: dict[str, type[Rule]] = {}
 RuleType = TypeVar("RuleType", bound=type[Rule])
 
 
-class RuleOption(NamedTuple):
-    """A field of one rule or of several: its type with None for "not given", and its help, which names rules."""
-
-    name: str
-    type: Any
-    help: str
-
-
 def register_rule(rule: RuleType) -> RuleType:
     """Add a rule to those that recipes, checkpoints and the command line know by name; a class decorator.
 
@@ -213,44 +232,6 @@ def build_rule(name: str, **fields: Any) -> Rule:
     if unknown := [field for field in given if field not in known]:
         raise UserError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
     return RULES[name](**given)
-
-
-def rule_texts() -> dict[str, str]:
-    """Return the first line of the docstring of every registered rule, by name."""
-    return {name: (rule.__doc__ or "").partition("\n")[0] for name, rule in RULES.items()}
-
-
-def rule_options() -> dict[str, RuleOption]:
-    """Return the fields of all registered rules by name; fields of one name become one option.
-
-    Its type is any of their types, with one Literal for the choices of all; each group of rules has a help text.
-    """
-    types_of: dict[str, dict[Any, None]] = {}
-    rules_of: dict[str, dict[str, list[str]]] = {}
-    for rule_name, rule in RULES.items():
-        hints, texts = get_type_hints(rule), _field_docstrings(rule)
-        for field in dataclasses.fields(rule):  # type: ignore[arg-type]
-            kind = hints[field.name]
-            parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-            types_of.setdefault(field.name, {}).update(dict.fromkeys((*parts, None)))
-            rules_of.setdefault(field.name, {}).setdefault(texts.get(field.name, ""), []).append(rule_name)
-    options = {}
-    for name, kinds in types_of.items():
-        literals = tuple(kind for kind in kinds if get_origin(kind) is Literal)
-        joint: Any = Union[(*([Literal[literals]] if literals else []), *(k for k in kinds if k not in literals))]
-        help_ = " ".join(f"{', '.join(rules)}: {text}" for text, rules in rules_of[name].items())
-        options[name] = RuleOption(name, joint, help_)
-    return options
-
-
-def _field_docstrings(rule: type) -> dict[str, str]:
-    """Return the docstring under each field of a class and its bases, on one line; empty without their source."""
-    texts: dict[str, str] = {}
-    for kind in rule.__mro__[-2::-1]:  # without object
-        with suppress(OSError, TypeError):
-            found = re.findall(r'^    (\w+):[^\n]*\n    """(.*?)"""', inspect.getsource(kind), re.MULTILINE | re.DOTALL)
-            texts |= {name: " ".join(text.split()) for name, text in found}
-    return texts
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Remove the strides of a stage, as T-ResNets and BoTNet do; unlike `recast`, this changes the function."""
 
 import copy
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +11,13 @@ from torch import Tensor, nn
 
 from isomorph.errors import DoesNotRun, UserError
 from isomorph.layers.modes import eval_mode
+from isomorph.operations import ModuleCall, observing
 from isomorph.surgery.calls import run_model
 from isomorph.surgery.modules import Where
 from isomorph.surgery.recast import apply_rule
 from isomorph.surgery.reference_calls import own_example
 from isomorph.surgery.rule import Rule, copy_model, edits
+from isomorph.surgery.site import Site
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,24 @@ class Unstride(Rule):
 
     Raises: UserError from `build` if the module has no stride, or a pool that is not supported.
 
-    >>> iso.surgery.Unstride().build(torch.nn.Conv2d(3, 4, 3, stride=2)).stride
+    >>> iso.surgery.Unstride().build(iso.surgery.Site(torch.nn.Conv2d(3, 4, 3, stride=2))).stride
     (1, 1)
     """
 
     atol: ClassVar[float] = 0.0
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
+        module = site.module
         if not any(map(_is_strided, module.modules())):
             return "it has no stride to remove"
         kinds = nn.MaxPool2d | BlurPool2d
         pools = ((name, part) for name, part in module.named_modules() if _is_strided(part, kinds))
         return next((f"it cannot remove the stride of {name} ({type(part).__name__})" for name, part in pools), None)
 
-    def build(self, module: nn.Module) -> nn.Module:
-        self.check(module)
-        stage = copy.deepcopy(module)
+    def build(self, site: Site) -> nn.Module:
+        self.check(site)
+        stage = copy.deepcopy(site.module)
         for name, part in list(stage.named_modules()):
             if isinstance(part, nn.Conv2d) and _is_strided(part):
                 part.stride = (1, 1)
@@ -85,9 +87,7 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
 
 @torch.no_grad()
 def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
-    with ExitStack() as hooks, eval_mode(model), eval_mode(new):
-        for name in edits(new)[-1].names:
-            hooks.enter_context(new.get_submodule(name).register_forward_hook(partial(_check_stage, name)))
+    with eval_mode(model), eval_mode(new), observing(new, after=_check_stage, names=edits(new)[-1].names):
         try:
             run_model(new, example)
         except DoesNotRun as error:
@@ -96,8 +96,14 @@ def _check_resolution(model: nn.Module, new: nn.Module, example: Any) -> None:
                 raise UserError(f"without these strides {error}; select others, or unstride before recasting") from None
 
 
-def _check_stage(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    maps = [x.shape for x in (*args[:1], output) if isinstance(x, Tensor) and x.ndim == 4]  # (B, C, H, W), (B, H, W, C)
-    if len(maps) == 2 and maps[0][2:] != maps[1][2:] and maps[0][1:3] != maps[1][1:3]:
-        reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
-        raise UserError(f"{name} still makes {tuple(maps[1])} from {tuple(maps[0])}: {reason}; select other modules")
+def _check_stage(call: ModuleCall) -> None:
+    given = call.input
+    made = call.output
+    if not (isinstance(given, Tensor) and isinstance(made, Tensor) and given.ndim == made.ndim == 4):
+        return
+    if given.shape[2:] == made.shape[2:] or given.shape[1:3] == made.shape[1:3]:  # (B, C, H, W), (B, H, W, C)
+        return
+    reason = "a kernel is not padded to keep the size, or a strided layer is no convolution or average pool"
+    raise UserError(
+        f"{call.name} still makes {tuple(made.shape)} from {tuple(given.shape)}: {reason}; select other modules"
+    )

@@ -35,6 +35,7 @@ from isomorph.models.input_sizes import (
     recorded_split,
     shorten,
 )
+from isomorph.spec import spec_of
 from isomorph.surgery.rule import record, update_record
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of loaded weights
@@ -42,7 +43,7 @@ _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")  # timm's `source` of
 
 def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
-    config = getattr(model, "pretrained_cfg", None) or {}
+    config = spec_of(model).config
     source = config.get("source")
     named = source in registry.SOURCES or not Path(str(source)).exists()  # a file may name no folder of this machine
     if source and source not in _WEIGHT_LOCATIONS and named:

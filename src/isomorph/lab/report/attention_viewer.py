@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import count_images, some_images
 from isomorph.analysis.layer_attention import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
-from isomorph.analysis.windows import Windows, attention_windows, observed_windows
+from isomorph.analysis.windows import WindowMembers, attention_windows, observed_windows
 from isomorph.errors import UserError
 from isomorph.lab.report.charts import json_numbers
 from isomorph.lab.report.page_images import PageImage
@@ -44,7 +44,7 @@ class LayerMaps:
     where: TokenGrid
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
-    windows: Windows | None = None
+    windows: WindowMembers | None = None
     exact: Tensor | None = field(default=None, repr=False)
 
     @property

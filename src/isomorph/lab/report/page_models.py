@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isomorph.analysis import attention_entropy, nonlocality
 from isomorph.layers.modes import eval_mode
 from isomorph.models.input_sizes import class_namer, named_logits
+from isomorph.spec import spec_of
 from isomorph.surgery import edits
 from isomorph.surgery.calls import Inputs, run_model
 from isomorph.surgery.rule import record
@@ -131,8 +132,7 @@ def register_count(model: Any) -> int:
 
 def model_history(model: PageModel) -> str:
     """Return what is recorded of how the model was made: its base, its edits in order, its recipe."""
-    config = getattr(model.model, "pretrained_cfg", None) or {}
-    base = record(model.model).base or {"name": config.get("architecture", type(model.model).__name__)}
+    base = record(model.model).base or {"name": spec_of(model.model).name or type(model.model).__name__}
     lines = ["base: " + json.dumps(base, default=str)]
     for edit in edits(model.model):
         names = ", ".join(edit.names[:6]) + f", ... ({len(edit.names)} in all)" * (len(edit.names) > 6)

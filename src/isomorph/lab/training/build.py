@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.files import read_contents, strip_wrappers
-from isomorph.checkpoints.model import load_state, record_base
+from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.open import build_own, load, local_file, open_with_classes
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
@@ -50,7 +50,6 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
         start = describe_loaded_weights(model, part.weights, new)
     else:
         model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
-        record_base(model, {"name": part.name, **arguments})
     if part.head_std is not None:
         start_classifiers(model, part.head_std)
     if part.name and part.weights and not part.is_own:

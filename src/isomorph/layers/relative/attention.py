@@ -24,9 +24,10 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
     Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, 2 H' - 1, 2 W' - 1)
     """
+    _, height, width = table.shape
     size = [2 * n - 1 for n in grid_size]
     # sizes that an export leaves open are not known to be equal, and are interpolated
-    if all(known_true(current == wanted) for current, wanted in zip(table.shape[1:], size, strict=True)):
+    if known_true(height == size[0]) and known_true(width == size[1]):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     exact = exact.unsqueeze(0)  # which, unlike [None], lets go of the GIL: torch could wait for itself in two threads
@@ -39,11 +40,13 @@ def _entries(grid_size: GridSize, prefix: int, device: torch.device) -> Tensor:
     In front are three: from a prefix token to a position, from a position to a prefix token, between prefix tokens.
     """
     H, W = grid_size
-    rows, columns = (n - 1 - axis_offsets(n, n, device=device, dtype=torch.long) for n in grid_size)
+    rows = H - 1 - axis_offsets(H, H, device=device, dtype=torch.long)
+    columns = W - 1 - axis_offsets(W, W, device=device, dtype=torch.long)
     entries = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
     entries = entries.view(H * W, H * W)
     if prefix:
-        entries = F.pad(F.pad(entries + 3, (0, 0, prefix, 0), value=0), (prefix, 0), value=1)
+        entries = F.pad(entries + 3, (0, 0, prefix, 0), value=0)
+        entries = F.pad(entries, (prefix, 0), value=1)
         entries[:prefix, :prefix] = 2
     return entries
 
@@ -55,8 +58,10 @@ def expand_table(table: Tensor, grid_size: GridSize, prefix: int = 0, scalars: T
     Source of the scalars: BEiT (Bao et al., 2022), as published
     """
     flat = table.flatten(1)
-    if prefix:
-        flat = F.pad(flat, (3, 0)) if scalars is None else torch.cat([scalars.mT.to(flat.dtype), flat], 1)
+    if prefix and scalars is None:
+        flat = F.pad(flat, (3, 0))
+    elif prefix and scalars is not None:
+        flat = torch.cat([scalars.mT.to(flat.dtype), flat], 1)
     entries = constant(_entries, table, grid_size, prefix)
     return flat.index_select(1, entries.flatten()).unflatten(1, entries.shape)
 
@@ -76,8 +81,11 @@ def attend_with_bias(bias: Tensor, drop: float, scale: float, q: Tensor, k: Tens
 
     logits = (q * scale) @ k.mT  # (B, nh, N, N)
     # in place where allowed: allocating another map for the sum is slow
-    maps = (logits + bias if is_functorch_tensor(bias) else logits.add_(bias)).softmax(-1)
-    return (F.dropout(maps, drop) if drop else maps) @ v
+    scores = logits + bias if is_functorch_tensor(bias) else logits.add_(bias)
+    maps = scores.softmax(-1)
+    if drop:
+        maps = F.dropout(maps, drop)
+    return maps @ v
 
 
 def trains_bias(bias: Tensor) -> bool:
@@ -116,11 +124,14 @@ class RelativeAttention(AttentionBase, KeepsInEval):
         if len(grid_size) != 2 or min(grid_size) < 1:
             raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
-        self.grid_size, (H, W) = grid_size, grid_size
-        self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs)))
+        H, W = grid_size
+        self.grid_size = grid_size
+        table = torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **factory_kwargs(kwargs))
+        self.relative_bias = nn.Parameter(table)
         self.reset_bias()
 
     def reset_bias(self) -> None:
+        """Draw the table from N(0, 0.02) again."""
         trunc_normal_(self.relative_bias, std=0.02)
 
     def no_weight_decay(self) -> set[str]:
@@ -151,16 +162,19 @@ class RelativeAttention(AttentionBase, KeepsInEval):
             raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
-        mixed = self.attend(*self.queries_keys_values(tokens, trains_bias(self.relative_bias)), grid_size)
+        q, k, v = self.queries_keys_values(tokens, contiguous=trains_bias(self.relative_bias))
+        mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, tokens).unflatten(1, grid_size)
+
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries, the keys and P. Shape: x (B, H, W, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x.flatten(1, 2))
+        return q * self.scale, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype)
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
-        q, k, _ = self.queries_keys_values(x.flatten(1, 2))
-        return self.map(q, k, self.position_bias((x.shape[1], x.shape[2]), q.dtype))
-
-    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return ((q * self.scale) @ k.mT + bias).softmax(-1)
+        q, k, bias = self.content_scores(x)
+        return (q @ k.mT + bias).softmax(-1)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
@@ -188,8 +202,14 @@ class PostRelativeAttention(RelativeAttention):
         content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=self.scale)
         return content + convolve_values(self.position_bias(grid_size, q.dtype), v)
 
-    def map(self, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return ((q * self.scale) @ k.mT).softmax(-1) + bias
+    def content_scores(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the scaled queries and the keys; P is added after the softmax. Shape: as RelativeAttention"""
+        q, k, _bias = super().content_scores(x)
+        return q, k, None
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, bias = super().content_scores(x)
+        return (q @ k.mT).softmax(-1) + bias
 
 
 def convolve_values(bias: Tensor, v: Tensor) -> Tensor:
@@ -236,10 +256,12 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> None:
         super().__init__(dim, num_heads, grid_size, **kwargs)
         self.prefix_tokens = prefix_tokens
-        like = self.relative_bias
-        self.prefix_bias = nn.Parameter(like.new_zeros(3, num_heads)) if prefix_bias and prefix_tokens else None
+        self.prefix_bias = None
+        if prefix_bias and prefix_tokens:
+            self.prefix_bias = nn.Parameter(self.relative_bias.new_zeros(3, num_heads))
 
     def reset_bias(self) -> None:
+        """Set all scalars to zero, where the layer is plain attention."""
         for parameter in self.parameters(recurse=False):
             nn.init.zeros_(parameter)
 
@@ -251,7 +273,8 @@ class ViTRelativeAttention(RelativeAttention):
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
     ) -> Tensor:
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        mixed = self.attend(*self.queries_keys_values(x, trains_bias(self.relative_bias)), grid_size)
+        q, k, v = self.queries_keys_values(x, contiguous=trains_bias(self.relative_bias))
+        mixed = self.attend(q, k, v, grid_size)
         return self.project_output(mixed, x)
 
     def attention(
@@ -259,8 +282,15 @@ class ViTRelativeAttention(RelativeAttention):
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
-        q, k, _ = self.queries_keys_values(x)
-        return self.map(q, k, self.position_bias(grid_size, q.dtype))
+        q, k, bias = self.content_scores(x, grid_size=grid_size)
+        return (q @ k.mT + bias).softmax(-1)
+
+    def content_scores(
+        self, x: Tensor, *_: Any, grid_size: GridSize | None = None, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scaled queries, the keys and P. Shape: x (B, N, C) -> two of (B, nh, N, hd), (nh, N, N)"""
+        q, k, _v = self.queries_keys_values(x)
+        return q * self.scale, k, self.position_bias(grid_size or self.grid_size, q.dtype)
 
     def check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, grid_size: GridSize | None) -> GridSize:
         """Return the grid of a call. Raises: ValueError for a mask, or if the tokens do not fill the grid."""

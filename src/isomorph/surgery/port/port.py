@@ -12,7 +12,14 @@ from torch.utils._pytree import tree_map_only
 from isomorph.operations import copy_module, unwrap
 from isomorph.surgery.calls import Inputs, cast_floats, check_not_empty, run_model
 from isomorph.surgery.modules import list_names
-from isomorph.surgery.port.compare import OutputRow, Place, compare_outputs, compare_steps
+from isomorph.surgery.port.compare import (
+    OutputRow,
+    Place,
+    SourceSettings,
+    compare_outputs,
+    compare_steps,
+    run_with,
+)
 from isomorph.surgery.port.graph import Graph
 from isomorph.surgery.port.pair import Joint, joints_of, pair
 from isomorph.surgery.port.report import (
@@ -92,7 +99,7 @@ class _Trial:
     solution: Solution
     places: list[Place]
     rows: list[OutputRow]
-    explained: bool = True
+    settings: SourceSettings
 
 
 class _Port:
@@ -123,6 +130,7 @@ class _Port:
         """Return the target with the source's weights, and how it compares with the source."""
         self._draw()
         drawn = self._try_all()
+        explained = not self._is_equal(drawn) and self._is_setting_alone(drawn)
         self.source.load_state_dict(self.own)
         clear_caches(self.source)
         self.a.refresh(watch(self.source, self.image))
@@ -141,8 +149,6 @@ class _Port:
         more = []
         if relevant == "source":
             more = [_not_compared(row) for row in worst.rows if row.other == "nothing"]
-        settings = settings_in(drawn.places)
-        explained = not equal and drawn.explained and final.explained and bool(settings)
         explained = explained and not solution.lost and self._is_paired()
         return PortReport(
             model=model,
@@ -152,7 +158,7 @@ class _Port:
             tensors=ways_of(self.a, self.b, solution),
             left=names_left(self.a, solution),
             kept=names_kept(self.b, solution),
-            settings=settings,
+            settings=settings_in(drawn.places),
             explained=explained,
             places=tuple(drawn.places),
             ambiguous=tuple(self.tried),
@@ -188,13 +194,24 @@ class _Port:
         """Run the target with the source's numbers and compare."""
         solution = solve(self.a, self.b, self.pairing, self.orders)
         write(self.b, self.target, solution.numbers)
-        places, run = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
+        compared = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
+        places, settings, run = compared
+        if places:
+            run = watch(self.target, self.image)
         rows = compare_outputs(self.a, self.b, run)
-        if not places:
-            return _Trial(solution, places, rows)
-        explained = is_equal(rows, "target") and all(place.settings for place in places)
-        rows = compare_outputs(self.a, self.b, watch(self.target, self.image))
-        return _Trial(solution, places, rows, explained)
+        return _Trial(solution, places, rows, settings)
+
+    def _is_setting_alone(self, trial: _Trial) -> bool:
+        """True if the target equals the source once it computes with the source's settings."""
+        named = all(place.settings for place in trial.places)
+        if not trial.places or not named or not trial.settings.complete:
+            return False
+        write(self.b, self.target, trial.solution.numbers)
+        run = run_with(trial.settings, self.a, self.b, self.target, self.image)
+        if run is None:
+            return False
+        rows = compare_outputs(self.a, self.b, run)
+        return is_equal(rows, "target")
 
     def _try_all(self) -> _Trial:
         """Return the best trial; layers that structure cannot tell apart are exchanged where the first is not equal."""

@@ -12,6 +12,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
 from isomorph.surgery.plain_layers import conv_padding, layer_mismatch, plain_layer, with_same_padding
 from isomorph.surgery.rule import GATE, LOCALITY, WINDOW, Rule, check_choice, check_int, check_number, register_rule
+from isomorph.surgery.site import Site
 
 # (locality, gate) for every value of `init`; the gate is the logit, before the sigmoid.
 NamedGating = Mapping[str, tuple[float, float]]
@@ -125,33 +126,40 @@ class ConvToGPSA(GatedRule):
             if self.window % 2 == 0:
                 raise UserError(f"window {self.window} has no position in its middle; use an odd number")
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        module = plain_layer(module)
-        if not isinstance(module, nn.Conv2d):
-            return f"{type(module).__name__} is not an nn.Conv2d"
-        (kh, kw) = module.kernel_size
-        for wrong, reason in (
-            (kh != kw, f"the {kh}x{kw} kernel is not square"),
-            (kh % 2 == 0, f"the {kh}x{kw} kernel has even sides, so no tap lies in its middle"),
-            (module.dilation != (1, 1), f"dilation={module.dilation} is not 1: the taps must be neighbouring pixels"),
-            (module.padding_mode != "zeros", f"padding_mode={module.padding_mode!r} is not 'zeros'"),
-        ):
-            if wrong:
-                return reason
-        return layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
+        conv = plain_layer(site.module)
+        if not isinstance(conv, nn.Conv2d):
+            return f"{type(conv).__name__} is not an nn.Conv2d"
+        kh, kw = conv.kernel_size
+        if kh != kw:
+            return f"the {kh}x{kw} kernel is not square"
+        if kh % 2 == 0:
+            return f"the {kh}x{kw} kernel has even sides, so no tap lies in its middle"
+        if conv.dilation != (1, 1):
+            return f"dilation={conv.dilation} is not 1: the taps must be neighbouring pixels"
+        if conv.padding_mode != "zeros":
+            return f"padding_mode={conv.padding_mode!r} is not 'zeros'"
+        return layer_mismatch(conv, nn.Conv2d, "nn.Conv2d")
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return the attention, after SAME padding, if any. Raises: UserError if the module is not accepted."""
-        self.check(module)
-        conv: Any = plain_layer(module)
-        geometry: Any = (conv.kernel_size[0], to_2tuple(conv.stride), conv_padding(conv))
-        options: dict[str, Any] = dict(bias=conv.bias is not None, groups=conv.groups)
-        options |= {} if self.window is None else {"window": self.window}
-        gpsa: Any = CONTENT[self.content](conv.in_channels, conv.out_channels, *geometry, **options)
+        self.check(site)
+        conv: Any = plain_layer(site.module)
+        options: dict[str, Any] = {"bias": conv.bias is not None, "groups": conv.groups}
+        if self.window is not None:
+            options["window"] = self.window
+        gpsa: Any = CONTENT[self.content](
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size[0],
+            to_2tuple(conv.stride),
+            conv_padding(conv) or 0,
+            **options,
+        )
         gpsa.set_gating(*self.gating())
         gpsa.to(conv.weight.dtype)
         for name, parameter in conv.named_parameters():
             setattr(gpsa, name, nn.Parameter(parameter.detach().clone()))
-        return with_same_padding(module, gpsa)
+        return with_same_padding(site.module, gpsa)

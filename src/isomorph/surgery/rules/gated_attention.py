@@ -12,8 +12,8 @@ from torch import nn
 from isomorph.layers import GatedMap, ViTGPSA
 from isomorph.layers.attention_base import ATTENTION_PARTS, has_usual_scale
 from isomorph.surgery.attention_layers import gating_reason
-from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
-from isomorph.surgery.grid_hooks import GridRule
+from isomorph.surgery.edited_attention import edit_map, edit_reason
+from isomorph.surgery.grid_hooks import AnyAttentionRule
 from isomorph.surgery.plain_layers import (
     class_name,
     describe_attachments,
@@ -23,6 +23,7 @@ from isomorph.surgery.plain_layers import (
 )
 from isomorph.surgery.rule import register_rule
 from isomorph.surgery.rules.gated import GatedRule, NamedGating
+from isomorph.surgery.site import Site
 
 # Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content; near: all but 0.7%.
 ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "near": (1.0, -5.0), "paper": (1.0, 1.0)}
@@ -64,7 +65,7 @@ def projection_mismatch(module: Attention, name: str) -> str | None:
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToGPSA(GatedRule, GridRule):
+class AttentionToGPSA(GatedRule, AnyAttentionRule):
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
     Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split into
@@ -105,40 +106,47 @@ class AttentionToGPSA(GatedRule, GridRule):
     """Number of class and register tokens before the grid; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
     named_gating: ClassVar[NamedGating] = ATTENTION_GATING
 
     def __post_init__(self) -> None:
         self.gating()
         self.check_grid_fields()
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        if not self._edits_map(module):
-            return self.grid_reason()
-        return edit_reason(module) or gating_reason(module)
+        if not self._edits_map(site):
+            return self.grid_reason(site)
+        return edit_reason(site.module) or gating_reason(site.module)
 
-    def _edits_map(self, module: Any) -> bool:
+    def _edits_map(self, site: Site) -> bool:
         """True if the layer gets an edit of its map: `ViTGPSA` does not compute what it does."""
+        module = site.module
         if attention_mismatch(module) or projection_mismatch(module, "qkv"):
             return True
         if module.gate is not None or type(module.norm) is not nn.Identity or module.attn_drop.p:
             return True
         if not has_usual_scale(module):
             return True
-        narrower = not (module.qkv.in_features == module.attn_dim == module.proj.out_features)
-        return narrower or (self.grid_from_image and self.grid_size is None)
+        if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
+            return True
+        grid = self.grid_at(site)
+        return grid.from_image and grid.size is None
 
     @torch.no_grad()
-    def build(self, module: Any) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return a ViTGPSA, or the layer with a `GatedMap`. Raises: UserError if the module is not accepted."""
-        self.check(module)
+        self.check(site)
+        module = site.module
+        grid = self.grid_at(site)
         locality, gate = self.gating()
-        if self._edits_map(module):
+        if self._edits_map(site):
             make = partial(GatedMap, locality=locality, gate=gate)
-            return edit_map(module, make, self.grid_size, self.prefix_tokens)
-        qkv, dim, grid_size = module.qkv, module.qkv.in_features, self.grid_size or (1, 1)
-        gpsa = ViTGPSA(dim, module.num_heads, grid_size, qkv.bias is not None, self.prefix_tokens or 0)
+            return edit_map(module, make, grid.size, grid.prefix_tokens)
+        assert grid.size is not None  # by `reason`, and so is the other
+        assert grid.prefix_tokens is not None
+        qkv = module.qkv
+        dim = qkv.in_features
+        gpsa = ViTGPSA(dim, module.num_heads, grid.size, qkv.bias is not None, grid.prefix_tokens)
         gpsa.to(qkv.weight.device, qkv.weight.dtype).set_gating(locality, gate)
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])

@@ -1,13 +1,12 @@
 """Rule that splits packed projections of attention into plain linear layers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from isomorph.layers.unfused_multihead import JointLinears, MultiheadLinears, multihead_reason
-from isomorph.surgery.modules import JOINT_PARTS, call_joint_projections
+from isomorph.surgery.modules import call_joint_projection
 from isomorph.surgery.plain_layers import (
     class_name,
     describe_stand_in,
@@ -16,6 +15,7 @@ from isomorph.surgery.plain_layers import (
     overridden_methods,
 )
 from isomorph.surgery.rule import Rule, register_rule
+from isomorph.surgery.site import Site
 
 
 @register_rule
@@ -43,38 +43,33 @@ class AttentionToLinears(Rule):
 
     atol: ClassVar[float] = 1e-5
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
-    _names: ClassVar[Mapping[nn.Module, str]] = {}
-    """The last name of each module of a model; empty until `within`."""
 
-    def within(self, model: nn.Module) -> "AttentionToLinears":
-        """Return the rule with the last names of the model's layers, by which it recognises joint projections."""
-        return self._with_facts(_names={module: name.rpartition(".")[2] for name, module in model.named_modules()})
-
-    def attach(self, model: nn.Module) -> None:
-        """Make attention with separate biases call its projections."""
-        call_joint_projections(model)
-
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the projections cannot be split, or None if they can."""
+        module = site.module
         if isinstance(module, MultiheadLinears):
             return "its projections are linear layers already"
         if isinstance(module, nn.MultiheadAttention):
             return _multihead_mismatch(module) or multihead_reason(module)
-        parts = JOINT_PARTS.get(self._names.get(module, ""))
-        if parts is None:
+        parts = len(site.part_names)
+        if not parts:
             return "it is neither an nn.MultiheadAttention nor a projection named qkv, qk or kv"
         if not isinstance(module, nn.Linear):
             return f"it {describe_stand_in(module) or f'is a {class_name(module)}, not an nn.Linear'}"
-        if module.out_features % len(parts):
-            return f"its {module.out_features} outputs cannot be split into {len(parts)} equal parts"
+        if module.out_features % parts:
+            return f"its {module.out_features} outputs cannot be split into {parts} equal parts"
         return layer_mismatch(module, nn.Linear, "nn.Linear")
 
-    def build(self, module: Any) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return the layer with separate projections. Raises: UserError as in `check`."""
-        self.check(module)
-        if isinstance(module, nn.MultiheadAttention):
-            return MultiheadLinears(module)
-        return JointLinears(module, JOINT_PARTS[self._names[module]])
+        self.check(site)
+        if isinstance(site.module, nn.MultiheadAttention):
+            return MultiheadLinears(site.module)
+        return JointLinears(site.module, site.part_names)
+
+    def connect(self, site: Site) -> None:
+        """Make attention with separate biases call its projection."""
+        call_joint_projection(site)
 
 
 def _multihead_mismatch(module: nn.MultiheadAttention) -> str | None:

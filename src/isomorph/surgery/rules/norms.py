@@ -8,6 +8,7 @@ from torch import nn
 from isomorph.layers import ConvNorm
 from isomorph.surgery.plain_layers import layer_mismatch
 from isomorph.surgery.rule import Rule, check_number, register_rule
+from isomorph.surgery.site import Site
 
 
 @register_rule
@@ -39,13 +40,14 @@ class ConvToConvNorm(Rule):
     def __post_init__(self) -> None:
         check_number("eps", self.eps, (1e-12, 1.0))
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
+        module = site.module
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
         return layer_mismatch(module, nn.Conv2d, "nn.Conv2d")
 
-    def build(self, module: nn.Module) -> ConvNorm:
+    def build(self, site: Site) -> ConvNorm:
         """Return the convolution with a norm. Raises: UserError with the reason if the module is not accepted."""
-        self.check(module)
-        return ConvNorm.from_conv(module, self.eps)
+        self.check(site)
+        return ConvNorm.from_conv(site.module, self.eps)

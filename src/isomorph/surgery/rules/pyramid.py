@@ -14,16 +14,17 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, AnnealedReLU, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.gated.tap_heads import TapHeads
-from isomorph.layers.pyramid.base import Layout
+from isomorph.layers.pyramid.base import BranchLayout
 from isomorph.layers.pyramid.batchnorm import fold
 from isomorph.layers.pyramid.inits import init_from_affine, init_random
 from isomorph.layers.unfused_multihead import MultiheadLinears
 from isomorph.surgery.mobileone import PyramidBlock, block_mismatch, merge_branches
-from isomorph.surgery.modules import JOINT_PARTS, SEPARATE_BIAS, JointPart, call_joint_projections, joint_parts
+from isomorph.surgery.modules import SEPARATE_BIAS, call_joint_projection
 from isomorph.surgery.plain_layers import conv_padding, is_plain_norm, linear_mismatch, plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.reparameterize import guard_pyramids
 from isomorph.surgery.rule import RESCALE, Rule, check_choice, check_number, register_rule
+from isomorph.surgery.site import JOINT_PARTS, Site, part_names
 
 _LOGIT_PROJECTIONS = {"".join(parts) for parts in product(("", "to_", "proj_", "w"), "qk", ("", "_proj"))}
 # Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3).
@@ -52,6 +53,33 @@ def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
         for part, rows in zip(layers, parameter.detach().chunk(parts), strict=True):
             setattr(part, name, nn.Parameter(rows.clone(), parameter.requires_grad))
     return layers
+
+
+def _last_names(model: nn.Module) -> set[str]:
+    """Return the last components of the names of all layers, and of the parts of joint projections."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return {name.rpartition(".")[2] for name in (*names, *part_names(model))}
+
+
+def _split_mismatch(site: Site) -> str | None:
+    """Return why the outputs of a layer are not queries, keys and values in turn, or None if they are."""
+    names = site.part_names
+    if not names or not isinstance(site.module, nn.Linear):
+        return f"it is no linear layer named {' or '.join(JOINT_PARTS)}"
+    if hasattr(site.parent, "key_dim") or hasattr(site.parent, "val_dim"):
+        return f"{type(site.parent).__name__} orders the outputs by head, not as queries, keys and values"
+    if site.module.out_features % len(names):
+        return f"its {site.module.out_features} outputs cannot be split into {len(names)} equal parts"
+    return None
+
+
+def _never_called(site: Site) -> str | None:
+    parent = site.parent
+    adds_bias = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
+    packs_weights = isinstance(parent, nn.MultiheadAttention | TapHeads) and type(parent) is not MultiheadLinears
+    if adds_bias or packs_weights:
+        return f"{type(parent).__name__} reads its weight without calling it"
+    return None
 
 
 @register_rule
@@ -107,8 +135,6 @@ class LinearToPyramid(Rule):
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
-    _parents: ClassVar[Mapping[nn.Module, tuple[str, nn.Module]]] = {}
-    """The last name and the parent of each module of a model; empty until `within`."""
 
     @property
     def keeps_function(self) -> bool:
@@ -116,7 +142,7 @@ class LinearToPyramid(Rule):
         return self.init == "same-function"
 
     def __post_init__(self) -> None:
-        Layout.parse(self.layout)
+        BranchLayout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
         check_choice("form", self.form, ("closed", "branches"))
         pairs = _rectify_by_name(self.rectify).items()
@@ -124,78 +150,78 @@ class LinearToPyramid(Rule):
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
 
-    def within(self, model: nn.Module) -> "LinearToPyramid":
-        """Return the rule with the last names of the model's layers. Raises: UserError if `rectify` names another."""
-        parents = {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
-        known = {"", *(name for name, _ in parents.values()), *(part.name for part in joint_parts(model).values())}
-        if unknown := _rectify_by_name(self.rectify).keys() - known:
-            raise UserError(f"rectify names {', '.join(sorted(unknown))}, but the model has no layer of that last name")
-        return self._with_facts(_parents=parents)
-
-    def attach(self, model: nn.Module) -> None:
-        """Make attention with separate biases call pyramids, and timm's methods that merge branches fuse them."""
-        guard_pyramids(model)
-        call_joint_projections(model)
-
-    def reason(self, module: nn.Module | JointPart) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        if isinstance(module, JointPart):
-            if isinstance(module.joint, JointPyramid):
-                linear = type(module.joint.pyramids[module.names.index(module.name)]) is nn.Linear
-                return None if linear else "it is already a pyramid"
-            problem = self._split_mismatch(module.joint)
-            return f"{problem}; recast the whole layer" if problem else self.reason(module.joint)
+        unknown = self._names_of_layers() - site.once(_last_names)
+        if unknown:
+            return f"rectify names {', '.join(sorted(unknown))}, but the model has no layer of that last name"
+        module = site.module
+        if site.part and isinstance(module, JointPyramid):
+            part = module.pyramids[site.part_names.index(site.part)]
+            return None if type(part) is nn.Linear else "it is already a pyramid"
+        if site.part:
+            problem = _split_mismatch(site)
+            if problem is not None:
+                return f"{problem}; recast the whole layer"
         if isinstance(module, MobileOneBlock):
             return block_mismatch(module)
         if isinstance(module, AnnealedPair):
-            if (type(module), type(module.act)) != (AnnealedPair, AnnealedReLU):
-                return f"{type(module).__name__} may compute something else than AnnealedPair"
-            if self.keeps_function and not module.act.is_identity:  # type: ignore[union-attr]
-                return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
-            parts = (part for part in module.children() if not (part is module.act or is_plain_norm(part)))
-            return next(filter(None, map(linear_mismatch, parts)), None)
-        if reason := linear_mismatch(plain_layer(module)):
-            return reason
-        _, parent = self._parents.get(module, ("", None))
-        separate = getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS)
-        if separate or (isinstance(parent, nn.MultiheadAttention | TapHeads) and type(parent) is not MultiheadLinears):
-            return f"{type(parent).__name__} reads its weight without calling it"
-        return None
+            return self._pair_mismatch(module)
+        return linear_mismatch(plain_layer(module)) or _never_called(site)
 
-    def _split_mismatch(self, module: nn.Module) -> str | None:
-        name, parent = self._parents.get(module, ("", None))
-        if name not in JOINT_PARTS or not isinstance(module, nn.Linear):
-            return f"it is no linear layer named {' or '.join(JOINT_PARTS)}"
-        if hasattr(parent, "key_dim") or hasattr(parent, "val_dim"):
-            return f"{type(parent).__name__} orders the outputs by head, not as queries, keys and values"
-        if module.out_features % len(JOINT_PARTS[name]):
-            return f"its {module.out_features} outputs cannot be split into {len(JOINT_PARTS[name])} equal parts"
+    def _names_of_layers(self) -> set[str]:
+        return set(_rectify_by_name(self.rectify)) - {""}
+
+    def _pair_mismatch(self, pair: AnnealedPair) -> str | None:
+        if type(pair) is not AnnealedPair or type(pair.act) is not AnnealedReLU:
+            return f"{type(pair).__name__} may compute something else than AnnealedPair"
+        if self.keeps_function and not pair.act.is_identity:
+            return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
+        for part in pair.children():
+            if part is pair.act or is_plain_norm(part):
+                continue
+            reason = linear_mismatch(part)
+            if reason is not None:
+                return reason
         return None
 
     @torch.no_grad()
-    def build(self, module: nn.Module | JointPart) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return the pyramid, or the joint layer with it. Raises: UserError if the module is not accepted."""
-        self.check(module)
-        if isinstance(module, JointPart):
-            joint, index = module.joint, module.names.index(module.name)
-            split: list[Any] = (
-                list(joint.pyramids) if isinstance(joint, JointPyramid) else _split_projection(joint, len(module.names))
-            )
-            pyramid = self._pyramid(split[index], module.name, module.joint_name.rpartition(".")[2])
-            split[index] = match_original(pyramid, split[index])
-            return JointPyramid(split).train(joint.training)
+        self.check(site)
+        module = site.module
+        if site.part:
+            return self._build_part(site)
         if isinstance(module, MobileOneBlock):
             return self._build_block(module)
         if isinstance(module, AnnealedPair):
             pair = copy.deepcopy(module)
             pair.act = AnnealedReLU(1.0)
             module = pair.eval().fuse()
-        name, _ = self._parents.get(module, ("", None))
         plain: Any = plain_layer(module)
-        if self._split_mismatch(module):
-            return with_same_padding(module, self._pyramid(plain, name))
-        pairs = zip(_split_projection(plain, len(JOINT_PARTS[name])), JOINT_PARTS[name], strict=True)
-        return JointPyramid([self._pyramid(*pair, name) for pair in pairs])  # type: ignore[misc]
+        if _split_mismatch(site):
+            return with_same_padding(module, self._pyramid(plain, site.last_name))
+        parts = _split_projection(plain, len(site.part_names))
+        named = zip(parts, site.part_names, strict=True)
+        return JointPyramid([self._pyramid(part, name, site.last_name) for part, name in named])  # type: ignore[misc]
+
+    def _build_part(self, site: Site) -> JointPyramid:
+        """Return a joint projection with one of its parts as a pyramid."""
+        joint = site.module
+        parts: list[Any]
+        if isinstance(joint, JointPyramid):
+            parts = list(joint.pyramids)
+        else:
+            parts = _split_projection(joint, len(site.part_names))
+        index = site.part_names.index(site.part)
+        pyramid = self._pyramid(parts[index], site.part, site.last_name)
+        parts[index] = match_original(pyramid, parts[index])
+        return JointPyramid(parts).train(joint.training)
+
+    def connect(self, site: Site) -> None:
+        """Make attention with separate biases call pyramids, and timm's methods that merge branches fuse them."""
+        site.once(guard_pyramids)
+        call_joint_projection(site)
 
     def _pyramid(self, layer: nn.Linear | nn.Conv2d, name: str, joint: str = "") -> PyramidLinear | PyramidConv2d:
         given = _rectify_by_name(self.rectify)

@@ -10,14 +10,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, RefinedMap, SpatialAttention
-from isomorph.layers.attention_base import factory_kwargs, like_attention
+from isomorph.layers.attention_base import like_attention
 from isomorph.layers.refined import refiner
 from isomorph.surgery.attention_layers import facts_of
-from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
-from isomorph.surgery.grid_hooks import GridRule
+from isomorph.surgery.edited_attention import edit_map, edit_reason
+from isomorph.surgery.grid_hooks import AnyAttentionRule
 from isomorph.surgery.plain_layers import describe_attachments
 from isomorph.surgery.rule import KERNEL, RATIO, check_bool, check_choice, check_int, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch
+from isomorph.surgery.site import Site
 
 # Values of the field `span`: what the kernel slides over.
 Span = Literal["map", "spatial", "row+column"]
@@ -25,7 +26,7 @@ Span = Literal["map", "spatial", "row+column"]
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToRefined(GridRule):
+class AttentionToRefined(AnyAttentionRule):
     """Replace the attention of a ViT by refined attention: the same weights, and a refiner after the softmax (Refiner).
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. The attention maps are
@@ -77,7 +78,6 @@ class AttentionToRefined(GridRule):
     """Number of class and register tokens before the grid, for span="spatial"; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
 
     @property
     def keeps_function(self) -> bool:
@@ -100,23 +100,26 @@ class AttentionToRefined(GridRule):
         if self.span != "map" and not self.reduce:
             raise UserError(f"span={self.span!r} needs reduce=True; give span='map' with reduce=False")
 
-    def reason(self, module: Any) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        if self._edits_map(module):
-            return edit_reason(module) or self._edit_mismatch(module)
-        if reason := attention_mismatch(module):
-            return reason
-        if self.ratio == 0 and (attachments := describe_attachments(module.attn_drop)):
-            return f"its attn_drop has {attachments}, which ratio=0 never calls; remove them first"
-        if not self.reduce and (reason := projection_mismatch(module, "proj")):
-            return reason
-        if not self.reduce and (module.gate is not None or type(module.norm) is not nn.Identity):
-            return "its output is gated or normalised, which reduce=False does not support"
-        return self.grid_reason() if self.span == "spatial" else None
+        if self._edits_map(site):
+            return edit_reason(site.module) or self._edit_mismatch(site.module)
+        reason = attention_mismatch(site.module)
+        if reason is None and self.ratio == 0:
+            reason = _attached_to_dropout(site.module)
+        if reason is None and not self.reduce:
+            reason = _expansion_mismatch(site.module)
+        if reason is None and self.span == "spatial":
+            reason = self.grid_reason(site)
+        return reason
 
-    def _edits_map(self, module: nn.Module) -> bool:
-        needs_image = self.span == "spatial" and self.grid_from_image and self.grid_size is None
-        return not isinstance(module, Attention) or needs_image
+    def _edits_map(self, site: Site) -> bool:
+        if not isinstance(site.module, Attention):
+            return True
+        if self.span != "spatial":
+            return False
+        grid = self.grid_at(site)
+        return grid.from_image and grid.size is None
 
     def _edit_mismatch(self, module: nn.Module) -> str | None:
         name = type(module).__name__
@@ -128,21 +131,26 @@ class AttentionToRefined(GridRule):
         return facts.grid_reason(module) if facts and self.span == "spatial" else None
 
     @torch.no_grad()
-    def build(self, module: Any) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return a refined layer, or the layer with a `RefinedMap`. Raises: UserError if it is not accepted."""
-        self.check(module)
-        if self._edits_map(module):
-            return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
-        refined = like_attention(module, self.new_layer)
+        self.check(site)
+        if self._edits_map(site):
+            grid = self.grid_at(site)
+            return edit_map(site.module, self._new_edit, grid.size, grid.prefix_tokens, self.recompute)
+        place: dict[str, Any] = {}
+        if self.span == "spatial":
+            grid = self.grid_at(site)
+            place = {"grid_size": grid.size, "prefix_tokens": grid.prefix_tokens}
+        refined = like_attention(site.module, self.new_layer, **place)
         if isinstance(refined, ExpandedAttention):
             refined.expand_projection()
         return refined
 
-    def _new_edit(self, heads: int, **kind: Any) -> RefinedMap:
-        return RefinedMap(self._refiner(heads, **kind))
+    def _new_edit(self, heads: int, device: Any, dtype: Any) -> RefinedMap:
+        return RefinedMap(self._refiner(heads, device, dtype))
 
-    def _refiner(self, heads: int, **kind: Any) -> Any:
-        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
+    def _refiner(self, heads: int, device: Any, dtype: Any) -> Any:
+        form: dict[str, Any] = {"kernel_size": self.kernel, "init": self.init, "device": device, "dtype": dtype}
         if self.ratio == 0:
             return refiner.MapConvolution(heads, **form)
         if not self.reduce:
@@ -152,15 +160,31 @@ class AttentionToRefined(GridRule):
         kernel = refiner.CrossKernel if self.span == "row+column" else refiner.SquareKernel
         return refiner.Refiner(heads, self.ratio, local=kernel, **form)
 
-    def new_layer(self, **arguments: Any) -> RefinedAttention:
-        kind: type[RefinedAttention] = RefinedAttention
-        place: dict[str, Any] = {}
+    def new_layer(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> RefinedAttention:
+        """Return a refined layer from the arguments of timm's Attention, and for span="spatial" of a grid."""
+        arguments |= {"device": device, "dtype": dtype, "recompute": self.recompute}
+        refine = self._refiner(arguments["num_heads"], device, dtype)
         if self.ratio == 0:
-            kind = LocalAttention
-        elif not self.reduce:
-            kind = ExpandedAttention
-        elif self.span == "spatial":
-            kind = SpatialAttention
-            place = dict(grid_size=self.grid_size or (14, 14), prefix_tokens=self.prefix_tokens or 0)
-        refine = self._refiner(arguments["num_heads"], **factory_kwargs(arguments))
-        return kind(refine=refine, recompute=self.recompute, **place, **arguments)
+            return LocalAttention(refine=refine, **arguments)
+        if not self.reduce:
+            return ExpandedAttention(refine=refine, **arguments)
+        if self.span == "spatial":
+            arguments.setdefault("grid_size", self.grid_size or (14, 14))
+            arguments.setdefault("prefix_tokens", self.prefix_tokens or 0)
+            return SpatialAttention(refine=refine, **arguments)
+        return RefinedAttention(refine=refine, **arguments)
+
+
+def _attached_to_dropout(module: Any) -> str | None:
+    attachments = describe_attachments(module.attn_drop)
+    if attachments is None:
+        return None
+    return f"its attn_drop has {attachments}, which ratio=0 never calls; remove them first"
+
+
+def _expansion_mismatch(module: Any) -> str | None:
+    """Return why the projection of a layer cannot read more maps than it has heads, or None."""
+    reason = projection_mismatch(module, "proj")
+    if reason is None and (module.gate is not None or type(module.norm) is not nn.Identity):
+        reason = "its output is gated or normalised, which reduce=False does not support"
+    return reason

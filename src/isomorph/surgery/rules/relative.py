@@ -1,7 +1,7 @@
 """Rule that gives the attention of a ViT a table of relative positions (CoAtNet)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from timm.layers import Attention
@@ -12,6 +12,7 @@ from isomorph.layers.attention_base import like_attention
 from isomorph.surgery.grid_hooks import GridRule
 from isomorph.surgery.rule import check_bool, register_rule
 from isomorph.surgery.rules.gated_attention import attention_mismatch
+from isomorph.surgery.site import Site
 
 
 @register_rule
@@ -55,15 +56,19 @@ class AttentionToRelative(GridRule):
         self.check_grid_fields()
         check_bool("prefix_bias", self.prefix_bias)
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        return attention_mismatch(module) or self.grid_reason()
+        return attention_mismatch(site.module) or self.grid_reason(site)
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> ViTRelativeAttention:
+    def build(self, site: Site) -> ViTRelativeAttention:
         """Return the relative attention. Raises: UserError if the module is not accepted."""
-        self.check(module)
-        assert isinstance(module, Attention)
-        assert self.grid_size is not None
-        place: dict[str, Any] = dict(grid_size=self.grid_size, prefix_tokens=self.prefix_tokens)
-        return like_attention(module, ViTRelativeAttention, **place, prefix_bias=self.prefix_bias)
+        self.check(site)
+        grid = self.grid_at(site)
+        return like_attention(
+            site.module,
+            ViTRelativeAttention,
+            grid_size=grid.size,
+            prefix_tokens=grid.prefix_tokens,
+            prefix_bias=self.prefix_bias,
+        )

@@ -1,10 +1,9 @@
 """Rule by which the global attention of a ViT becomes attention in windows."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +11,20 @@ from torch import Tensor, nn
 
 from isomorph.layers.grid import GridSize, fit_grid
 from isomorph.layers.modes import first_float
-from isomorph.layers.window import Windows, attend_in_padded_windows, attend_in_windows, attend_with_share, limit_bias
+from isomorph.layers.window import (
+    TokenWindows,
+    attend_in_padded_windows,
+    attend_in_windows,
+    attend_with_share,
+    limit_bias,
+)
 from isomorph.operations import FollowMaps, FusedCall, Value, value_of
 from isomorph.surgery.attention_layers import attention_facts, calls_fused_attention
-from isomorph.surgery.edited_attention import AlteredAttention, AnyAttention, alter, edit_reason, own_shapes
-from isomorph.surgery.grid_hooks import GridRule
-from isomorph.surgery.observed_scores import Scores, fused_scale, observe_calls, observe_scores
+from isomorph.surgery.edited_attention import AlteredAttention, alter, edit_reason, own_shapes
+from isomorph.surgery.grid_hooks import AnyAttentionRule
+from isomorph.surgery.observed_scores import fused_scale, observe_calls, observe_scores
 from isomorph.surgery.rule import check_int, register_rule
+from isomorph.surgery.site import Site, TokenGrid
 
 # Side of a window in tokens.
 SIDE = (1, 4096)
@@ -47,7 +53,7 @@ class _Attend(FollowMaps):
         self.seen = True
         if self.layer._is_global:
             return args
-        windows = Windows(grid, self.layer.window, prefix)
+        windows = TokenWindows(grid, self.layer.window, prefix)
         return scores + windows.log_share(self.layer.share, scores), *args[1:]
 
     def at_fused(self, call: FusedCall) -> Tensor:
@@ -68,7 +74,7 @@ class _Attend(FollowMaps):
         is_open = torch.compiler.is_exporting() and call.attn_mask is None and not all(isinstance(n, int) for n in grid)
         if layer.pruned and not is_open:
             grid = int(grid[0]), int(grid[1])  # the number of windows is a constant of a traced graph
-        windows = Windows(grid, layer.window, prefix)
+        windows = TokenWindows(grid, layer.window, prefix)
         scale = call.scale if layer.fused_scale is None else layer.fused_scale
         attend = partial(F.scaled_dot_product_attention, dropout_p=call.dropout_p, scale=scale)
         q, k, v = call.query, call.key, call.value
@@ -158,13 +164,13 @@ class WindowAttention(AlteredAttention):
         if layer.fused_scale is not None:
             layer.fused_attn = True
         if hasattr(getattr(layer, "rel_pos", None), "relative_position_index"):
-            limit_bias(layer.rel_pos, Windows(layer.rel_pos.window_size, layer.window))
+            limit_bias(layer.rel_pos, TokenWindows(layer.rel_pos.window_size, layer.window))
         return layer
 
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToWindow(GridRule):
+class AttentionToWindow(AnyAttentionRule):
     """Give the global attention of a ViT windows to which an anneal limits it, for large images.
 
     Accepts self-attention of any class that calls `scaled_dot_product_attention`, with RoPE, a bias, class and register
@@ -199,54 +205,56 @@ class AttentionToWindow(GridRule):
     """Number of class and register tokens before the grid; by default the model's."""
 
     atol: ClassVar[float] = 1e-5
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (AnyAttention,)
-
-    # By layer, what the model's own call does in it; empty until `within`.
-    _calls: ClassVar[Mapping[nn.Module, Scores]] = {}
-
-    def within(self, model: nn.Module) -> Self:
-        """Return the rule with what the model says of its grid, and what its layers do in a call of it."""
-        return super().within(model)._with_facts(_calls=observe_calls(model))
 
     def __post_init__(self) -> None:
         check_int("window", self.window, SIDE)
         self.check_grid_fields()
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, site: Site) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        if reason := edit_reason(module):
+        module = site.module
+        reason = edit_reason(module)
+        if reason is not None:
             return reason
         facts = attention_facts(type(module))
         if facts is None or not calls_fused_attention(type(module)):
             return f"{type(module).__name__} never calls scaled_dot_product_attention"
-        if reason := facts.grid_reason(module) or facts.query_reason:
+        reason = facts.grid_reason(module) or facts.query_reason
+        if reason is not None:
             return reason
+        grid = self.grid_at(site)
         own = own_shapes(module, {})
-        if own and self.grid_size and own[0] != self.grid_size:
+        if own and grid.size and own[0] != grid.size:
             return f"it attends in windows of {own[0][0]} x {own[0][1]} already"
         config = getattr(module, "config", None)
         if getattr(config, "num_key_value_heads", None) not in (None, getattr(config, "num_attention_heads", None)):
             return "its queries share keys (grouped-query attention)"
-        scores = self._calls.get(module) or observe_scores(module, self._grids(module))
+        scores = site.once(observe_calls).get(module) or observe_scores(module, _grids_of(module, grid))
         if scores and scores.mismatch:
             return scores.mismatch
-        return None if self.grid_from_image else self.grid_reason()
-
-    def _grids(self, module: nn.Module) -> list[tuple[GridSize, int]]:
-        """Return the sizes that the tokens of a layer may have, each with its prefix tokens."""
-        prefixes = list(dict.fromkeys((self.prefix_tokens or 0, 0, 1)))
-        shapes = own_shapes(module, {})
-        if self.grid_size:
-            shapes.append(self.grid_size)
-        return [(shape, prefix) for shape in shapes for prefix in prefixes]
+        return None if grid.from_image else self.grid_reason(site)
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, site: Site) -> nn.Module:
         """Return the layer, with share 1. Raises: UserError with the reason if the module is not accepted."""
-        self.check(module)
-        layer = alter(module, WindowAttention, self.grid_size, self.prefix_tokens)
-        layer.fused_scale = fused_scale(module, self._grids(module))
+        self.check(site)
+        module = site.module
+        grid = self.grid_at(site)
+        layer = alter(module, WindowAttention, grid.size, grid.prefix_tokens)
+        layer.fused_scale = fused_scale(module, _grids_of(module, grid))
         layer.register_buffer("share", torch.ones((), device=first_float(module).device))
-        layer.window, layer._is_global, layer._is_checked, layer.pruned = self.window, True, False, False
+        layer.window = self.window
+        layer.pruned = False
+        layer._is_global = True
+        layer._is_checked = False
         layer._share_seen = (0, 0)
         return layer
+
+
+def _grids_of(module: nn.Module, grid: TokenGrid) -> list[tuple[GridSize, int]]:
+    """Return the sizes that the tokens of a layer may have, each with its prefix tokens."""
+    prefixes = dict.fromkeys((grid.prefix_tokens or 0, 0, 1))
+    sizes = own_shapes(module, {})
+    if grid.size is not None:
+        sizes.append(grid.size)
+    return [(size, prefix) for size in sizes for prefix in prefixes]

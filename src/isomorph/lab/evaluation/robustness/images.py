@@ -41,6 +41,7 @@ from isomorph.models.input_sizes import (
     image_size,
     input_channels,
 )
+from isomorph.spec import spec_of
 
 PUBLISHED_SIZE = (224, 224)
 ProgressCallback = Callable[[float, int, str], None]  # finished cells, all cells, corruption
@@ -251,7 +252,7 @@ def open_inputs(model: nn.Module, source: Source | None, options: RobustnessOpti
     if (channels := input_channels(model)) != 3:
         raise UserError(f"the corruptions need images of 3 channels, the model takes {channels}")
     if size is None:
-        fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size") or built_size(model)
+        fixed = spec_of(model).config.get("fixed_input_size") or built_size(model)
         size = PUBLISHED_SIZE if imagenet and not fixed else evaluation_config(model)["input_size"][-2:]
         if published and not (imagenet or fixed or options.suite == "cifar-c"):
             corruption, severities = next(iter(options.wanted().items()))

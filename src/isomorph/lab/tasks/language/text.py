@@ -22,6 +22,7 @@ from isomorph.lab.data.sources import drawn_fraction, drawn_once
 from isomorph.lab.training.recipe.fields import Part
 from isomorph.lab.training.recipe.recipe import Recipe
 from isomorph.lab.training.task import EvaluationOptions, Task
+from isomorph.spec import spec_of
 
 # Most embeddings of a network that its tokeniser may leave unused: sizes are rounded up to multiples of 64 to 256.
 UNUSED_EMBEDDINGS = 256
@@ -186,7 +187,7 @@ class LanguageTask(Task):
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         if options.size:
             raise UserError("--size is for images; leave it out for this model")
-        recorded = (getattr(model, "pretrained_cfg", None) or {}).get("source")
+        recorded = spec_of(model).config.get("source")
         source = options.data if options.data in self.sources else recorded or self.sources[0]
         folder = options.data if options.data not in self.sources else None
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)

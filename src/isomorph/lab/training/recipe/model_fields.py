@@ -11,7 +11,8 @@ from isomorph.lab.training.recipe.fields import File, Globs, Part, Positive
 from isomorph.models import require_registered
 from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Rule
-from isomorph.surgery.rule import RULES, build_rule, rule_options
+from isomorph.surgery.rule import RULES, build_rule
+from isomorph.surgery.rule_options import rule_options
 
 
 class RecastPart(Part):

@@ -1,0 +1,96 @@
+"""What a model says of itself: how it was created, the images that it takes, and its classes.
+
+timm keeps this in two attributes of the model: `pretrained_cfg`, and the arguments of timm.create_model. This file is
+the only one that reads and writes them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from timm.models import get_model_args
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is, apart from its weights and edits.
+
+    >>> from isomorph.spec import spec_of
+    >>> spec = spec_of(timm.create_model("cifar_resnet20", num_classes=3))
+    >>> spec.name, spec.arguments["num_classes"], spec.input_size
+    ('cifar_resnet20', 3, (3, 32, 32))
+    """
+
+    name: str = ""
+    """Name in timm's registry, "" for a model that timm did not create."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of timm.create_model that JSON can hold, as they would be for the model as it is now."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """timm's `pretrained_cfg`: images (input_size, mean, std, crop_pct, ...), label_names, and names of layers."""
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """Name and arguments in one dictionary, as checkpoints store them."""
+        return {"name": self.name, **self.arguments}
+
+    @property
+    def input_size(self) -> tuple[int, ...] | None:
+        """Channels, height and width of the images for which the weights were trained, or None."""
+        size = self.config.get("input_size")
+        return tuple(size) if size else None
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes of the weights, empty where they are not known."""
+        return list(self.config.get("label_names") or ())
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """Name and options of the task that the model was trained for; empty for image classification."""
+        return self.config.get("task") or {}
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """Names of the layers that read the images."""
+        return _names(self.config.get("first_conv"))
+
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        """Names of the layers that give the classes."""
+        return _names(self.config.get("classifier"))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Return one name or several, as timm's configs give them."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def spec_of(model: Any) -> ModelSpec:
+    """Return what a model says of itself; empty for one that says nothing."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return ModelSpec(config.get("architecture") or "", _arguments(model), config)
+
+
+def _arguments(model: Any) -> dict[str, Any]:
+    """Return the arguments that timm recorded, and what a model says of its classes, channels, pooling and size now."""
+    recorded = {**getattr(model, "_model_args", {}), **get_model_args(model)}
+    return {name: value for name, value in recorded.items() if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Return True for a value that JSON can hold, as checkpoints need it."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def record_config(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Replace what a model says of its images and classes, where timm's resolve_data_config reads it."""
+    model.pretrained_cfg = dict(config)  # type: ignore[assignment]
+    model.default_cfg = model.pretrained_cfg
