@@ -197,7 +197,8 @@ def _result_cells(result: RunResult, measurable: Sequence[str]) -> list[str]:
         note = ""
     else:
         own = [result.run, *["-"] * len(numbers)]
-        values = [number for number in numbers if number != "-"]
+        titles = [COLUMNS[column].removesuffix(" (%)") for column in measurable]
+        values = [f"{title} {number}" for title, number in zip(titles, numbers, strict=True) if number != "-"]
         note = f"{result.differs}: {', '.join(values)}" if values else result.differs
     return [*own, str(result.epochs or "-"), f"{result.hours:.2f}", note]
 

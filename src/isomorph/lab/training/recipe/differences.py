@@ -77,7 +77,9 @@ def describe_differences(own: Mapping[str, Any], published: Recipe, trained: int
     if others:
         named = ", ".join(others[:_NAMED_FIELDS])
         more = len(others) - _NAMED_FIELDS
-        parts.append(named + (f" and {more} more fields" if more > 0 else ""))
+        if more > 0:
+            named += f" and {more} more field{'s' if more > 1 else ''}"
+        parts.append(named)
     length = own.get("epochs")
     if not own.get("iterations") and trained is not None and isinstance(length, int) and trained < length:
         parts.append(f"at epoch {trained} of {length}")
