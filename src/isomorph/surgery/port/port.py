@@ -31,12 +31,14 @@ from isomorph.surgery.port.report import (
     settings_in,
     ways_of,
 )
-from isomorph.surgery.port.solve import Solution, clear_caches, draw, part_orders, solve, write
+from isomorph.surgery.port.solve import Solution, clear_caches, draw, fill_leftovers, part_orders, solve, write
 from isomorph.surgery.port.watch import watch
 from isomorph.surgery.recast import check_model
 
 # Most runs of the target in which layers are exchanged that structure cannot tell apart.
 _TRIALS = 12
+# Most parameters of one size that one model may have for each of the other's where structure says nothing.
+_SHARING = 2
 
 
 def port_weights(source: nn.Module, target: nn.Module, images: Inputs, partial: bool = False) -> PortReport:
@@ -124,6 +126,7 @@ class _Port:
         self.own = own
         self.pairing = pair(joints_of(self.a), joints_of(self.b))
         self.orders: dict[int, int] = {}
+        self.leftovers: int | None = None
         self.tried: list[str] = []
 
     def report(self) -> PortReport:
@@ -158,9 +161,9 @@ class _Port:
             tensors=ways_of(self.a, self.b, solution),
             left=names_left(self.a, solution),
             kept=names_kept(self.b, solution),
-            settings=settings_in(drawn.places),
+            settings=() if equal else settings_in(drawn.places),
             explained=explained,
-            places=tuple(drawn.places),
+            places=() if equal else tuple(drawn.places),
             ambiguous=tuple(self.tried),
             notes=(*dict.fromkeys(solution.lost), *self._without_counterpart(equal), *more),
         )
@@ -193,6 +196,8 @@ class _Port:
     def _trial(self) -> _Trial:
         """Run the target with the source's numbers and compare."""
         solution = solve(self.a, self.b, self.pairing, self.orders)
+        if self.leftovers is not None:
+            fill_leftovers(self.a, self.b, solution, self.leftovers)
         write(self.b, self.target, solution.numbers)
         compared = compare_steps(self.a, self.b, self.pairing, self.target, self.image)
         places, settings, run = compared
@@ -203,8 +208,7 @@ class _Port:
 
     def _is_setting_alone(self, trial: _Trial) -> bool:
         """True if the target equals the source once it computes with the source's settings."""
-        named = all(place.settings for place in trial.places)
-        if not trial.places or not named or not trial.settings.complete:
+        if not trial.settings.calls and not trial.settings.constants:
             return False
         write(self.b, self.target, trial.solution.numbers)
         run = run_with(trial.settings, self.a, self.b, self.target, self.image)
@@ -219,17 +223,18 @@ class _Port:
         for choice in self._choices() if not self._is_equal(best) else ():
             if self._is_equal(best) or len(self.tried) == _TRIALS:
                 break
-            before = dict(self.orders), self.pairing
+            before = dict(self.orders), self.pairing, self.leftovers
             self.tried.append(choice.take(self))
             trial = self._trial()
             if len(trial.places) < len(best.places) or self._is_equal(trial):
                 best = trial
             else:
-                self.orders, self.pairing = before
+                self.orders, self.pairing, self.leftovers = before
         return best
 
-    def _choices(self) -> "Iterator[_Parts | _Exchange]":
+    def _choices(self) -> "Iterator[_Parts | _Exchange | _Leftovers]":
         """Yield other orders of the parts of layers, then exchanges of steps that look alike."""
+        yield from map(_Leftovers, range(_SHARING))
         labels: dict[tuple[object, ...], list[int]] = {}
         counts: dict[tuple[object, ...], int] = {}
         for one, other in self.pairing.pairs:
@@ -302,6 +307,20 @@ class _Exchange:
             pairs[here] = pairs[here][0], port.pairing.pairs[there][1]
         port.pairing = replace(port.pairing, pairs=pairs)
         return f"which of the steps like {pairs[self.group[0]][0].module} are which"
+
+
+@dataclass(frozen=True)
+class _Leftovers:
+    """Parameters that no step of the other model reads in the same way, by size and order.
+
+    Where one model has several for each of the other's, `which` of them is tried.
+    """
+
+    which: int
+
+    def take(self, port: _Port) -> str:
+        port.leftovers = self.which
+        return "parameters that both models read in another way"
 
 
 def _not_compared(row: OutputRow) -> str:
